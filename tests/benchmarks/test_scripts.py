@@ -154,17 +154,3 @@ def test_charts(results, monkeypatch):
     results.mkdir()
     assert charts.main() == 0
     assert sorted(path.name for path in results.iterdir()) == ["drafters.csv", "drafters.png", "overview.png"]
-
-
-@pytest.mark.parametrize("script, argv, words", [
-    (step, ("--shape", "huge"), "--shape huge: unknown; choose from llama-3.1-8b"),
-    (tau, ("--checkpoint", "{golden}", "--questions", "{questions}", "--max-seq-len", "130"), "fit in"),
-    (floor, ("--checkpoint", "{golden}", "--questions", "{golden}"), "has no .jsonl files"),
-    (peers, ("--checkpoint", "{golden}", "--questions", "{questions}", "--no-ours", "--llama-server", "no",
-             "--gguf", "x.gguf"), "--llama-server no: cannot be started"),
-])
-def test_refusals(golden, questions, capsys, script, argv, words):
-    argv = [word.format(golden=golden, questions=questions) for word in argv]
-    assert script.main([*argv, "--threads", "1"]) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and words in lines[0]

@@ -1,16 +1,13 @@
 """Conversion: every form of a source gives the same tensors, and heads are read as their files mean."""
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
 from helpers.converting import assert_same, fused, run
-from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
+from helpers.launching import measured
+from helpers.sources import CONFIG, HEAD_CONFIG, LARGE, head_state, target_state, write_gguf, write_source
 from helpers.tokenizers import write_byte_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -187,38 +184,19 @@ def test_aux_layers(tmp_path, target, in_config, option, expected):
 
 # Memory
 
-MEASURE = """
-import sys, torch, safetensors.torch
-sys.path.insert(0, sys.argv[1])
-from checkpoint.convert import convert
-from pathlib import Path
-torch.set_num_threads(1)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-convert(sys.argv[2], sys.argv[3], quiet=True)  # a small one first: lazy imports are not what is measured
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-before = status("VmRSS")
-out = convert(sys.argv[4], sys.argv[5], quiet=True)
-print(status("VmHWM") - before, (out / "model.safetensors").stat().st_size)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux' high-water mark")
 @pytest.mark.parametrize("form, bound", [
     ("safetensors", 1.5), ("bin", 1.5), ("safetensors-sharded", 0.5), ("bin-sharded", 0.5)])
 def test_peak_memory(tmp_path, form, bound):
-    config = {
-        **CONFIG, "hidden_size": 768, "intermediate_size": 2560, "num_attention_heads": 12, "head_dim": 64,
-        "num_key_value_heads": 4, "vocab_size": 4096, "num_hidden_layers": 16,
-    }
-    state = target_state(config, torch.bfloat16)
-    big = write_source(tmp_path / "big", state, config, form, shard=lambda i: i * 4 // len(state))
+    """After a small conversion: lazy imports are not what is measured."""
+    state = target_state(LARGE, torch.bfloat16)
+    big = write_source(tmp_path / "big", state, LARGE, form, shard=lambda i: i * 4 // len(state))
     small = write_source(tmp_path / "small", target_state(), form=form)
-    argv = [sys.executable, "-c", MEASURE, ROOT, small, tmp_path / "a", big, tmp_path / "b"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=True)
-    peak, size = map(int, result.stdout.split())
-    print(f"{form}: peak {peak / size:.2f} of {size:,} bytes")
+    peak, size = measured(
+        "from checkpoint.convert import convert; convert(argv[0], argv[1], quiet=True)",
+        "result = [(convert(argv[2], argv[3], quiet=True) / 'model.safetensors').stat().st_size]",
+        small, tmp_path / "a", big, tmp_path / "b",
+    )
     assert size > 200e6 and peak < bound * size, f"{peak / size:.2f} of the output's size"
 
 

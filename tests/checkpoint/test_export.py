@@ -3,7 +3,6 @@ import copy
 import dataclasses
 import errno
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -126,15 +125,6 @@ def test_what_else_is_in_the_folder_stays(models, tmp_path):
     assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 2
     assert (tmp_path / "out" / "LICENSE").read_text() == (tmp_path / "out/more/text").read_text() == "theirs"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
-
-
-def test_a_quantised_head_is_not_exported(golden, tmp_path, capsys):
-    head = shutil.copytree(golden / "eagle3", tmp_path / "head")
-    config = json.loads((head / "config.json").read_text())
-    config["quantization"] = {"mode": "int8", "group": 0, "lm_head": True}
-    (head / "config.json").write_text(json.dumps(config))
-    assert main(["--head", str(head), "--checkpoint", str(golden), "--out", str(tmp_path / "out")]) == 1
-    assert "name the checkpoint before quantisation" in capsys.readouterr().err
 
 
 @pytest.fixture(params=(True, False), ids=("tied", "untied"))

@@ -16,13 +16,13 @@ BASE = {
 
 def make_head(
     kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, first="midlayer.", bias=False,
-    qkv_bias=False, qk_norm=False, aux=3, embedding=False, seed=7, **changes,
+    qkv_bias=False, qk_norm=False, aux=3, embedding=False, seed=7, vocab=V, **changes,
 ) -> tuple[dict, dict]:
     """(Tensors, config) of a random head as published.
 
-    draft: size of the draft vocabulary. hidden, target: widths of head and target. first: what the tensors of
-    an EAGLE-3 head's first layer begin with. aux: how many states of the target it reads. changes: keys of
-    the config.
+    draft, vocab: sizes of the draft vocabulary and of the target's. hidden, target: widths of head and
+    target. first: what the tensors of an EAGLE-3 head's first layer begin with. aux: how many states of the
+    target it reads. changes: keys of the config.
     """
     g = torch.Generator().manual_seed(seed)
     wide = hidden if kind == "eagle" else 2 * hidden
@@ -50,15 +50,15 @@ def make_head(
     if bias:
         shapes["fc.bias"] = (hidden,)
     if embedding:
-        shapes["embed_tokens.weight"] = (V, hidden)
+        shapes["embed_tokens.weight"] = (vocab, hidden)
     state = {
         name: (1 if name.endswith("norm.weight") else 0) + 0.2 * torch.randn(shape, generator=g)
         for name, shape in shapes.items()
     }
-    if kind == "eagle3" and draft != V:
-        ids = torch.randperm(V, generator=g)[:draft].sort().values
+    if kind == "eagle3" and draft != vocab:
+        ids = torch.randperm(vocab, generator=g)[:draft].sort().values
         state["d2t"] = ids - torch.arange(draft)
-        state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+        state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     config = BASE | {"hidden_size": hidden, "num_key_value_heads": kv, "num_hidden_layers": layers} | changes
     if kind == "eagle3":
         config.setdefault("draft_vocab_size", draft)
