@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers.decoding import watched
 from helpers.drafters import guessing_heads
+from helpers.heads import layer_shapes
 from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
@@ -161,19 +162,10 @@ def published_hydra(target, folder, prefix: bool) -> dict:
         tensors |= {f"hydra_lm_head.{k}.{lm}weight": r(V, H), f"hydra_lm_head.{k}.{lm}bias": r(V)}
     tensors["input_embed_fn.weight"] = target.embed.weight.clone()
     if prefix:
-        layer, kv, inner = "prefix_embeding_layer.layers.0.", a.num_kv_heads * a.head_dim, a.intermediate_size
-        for name, shape in {
-            "self_attn.q_proj": (a.num_heads * a.head_dim, H), "self_attn.k_proj": (kv, H),
-            "self_attn.v_proj": (kv, H),
-            "self_attn.o_proj": (H, a.num_heads * a.head_dim), "mlp.gate_proj": (inner, H),
-            "mlp.up_proj": (inner, H),
-            "mlp.down_proj": (H, inner),
-        }.items():
-            tensors[f"{layer}{name}.weight"] = r(*shape)
-        for name in (
-            f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "prefix_embeding_layer.norm"
-        ):
-            tensors[f"{name}.weight"] = 1 + r(H)
+        layer, heads = "prefix_embeding_layer.layers.0.", (a.num_heads, a.num_kv_heads, a.head_dim)
+        norms = f"{layer}input_layernorm.weight", "prefix_embeding_layer.norm.weight"
+        shapes = layer_shapes(layer, H, a.intermediate_size, heads) | dict.fromkeys(norms, (H,))
+        tensors |= {name: r(*shape) + ("norm" in name) for name, shape in shapes.items()}
         tensors["prefix_embeding_layer.embed_tokens.weight"] = target.embed.weight.clone()
         tensors[f"{layer}self_attn.rotary_emb.inv_freq"] = torch.ones(a.head_dim // 2)
     folder.mkdir()

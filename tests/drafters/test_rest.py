@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.decoding import load
 from helpers.refusals import refused
-from helpers.states import state_of
+from helpers.states import paths, state_of
 
 from drafters import rest
 from drafters.retrieval import Rest
@@ -66,10 +66,7 @@ def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
         for b, (counts, text) in enumerate(zip(expected, texts)):
             drawn, parent = tree.tokens[b].tolist(), tree.parent[b].tolist()
             assert drawn[0] == text[-1] and len(drawn) == nodes
-            assert all(p < i for i, p in enumerate(parent) if i)
-            path = {0: ()}
-            for i in range(1, nodes):
-                path[i] = (*path[parent[i]], drawn[i])
+            path = paths(drawn, parent)
             live = [i for i in range(1, nodes) if tree.scores[b, i] > float("-inf")]
             drafted = [path[i] for i in live]
             assert len(set(drafted)) == len(drafted) == min(len(counts), nodes - 1)

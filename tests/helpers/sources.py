@@ -7,7 +7,7 @@ import gguf
 import torch
 from safetensors.torch import save_file
 
-from helpers.heads import make_head
+from helpers.heads import layer_shapes, make_head
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 96,
@@ -28,18 +28,11 @@ HEAD_CONFIG = {
 
 def target_state(config=CONFIG, dtype=torch.float32) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    H, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    nh, nkv, hd = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    H, V, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     shapes = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
-    for i in range(config["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        shapes |= {
-            p + "input_layernorm.weight": (H,), p + "post_attention_layernorm.weight": (H,),
-            p + "self_attn.q_proj.weight": (nh * hd, H), p + "self_attn.k_proj.weight": (nkv * hd, H),
-            p + "self_attn.v_proj.weight": (nkv * hd, H), p + "self_attn.o_proj.weight": (H, nh * hd),
-            p + "mlp.gate_proj.weight": (inner, H), p + "mlp.up_proj.weight": (inner, H),
-            p + "mlp.down_proj.weight": (H, inner),
-        }
+    for p in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
+        shapes |= {p + "input_layernorm.weight": (H,)} | layer_shapes(p, H, inner, heads)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, H)
     return {name: torch.randn(shape, generator=g).mul(0.2).to(dtype) for name, shape in shapes.items()}
