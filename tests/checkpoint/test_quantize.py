@@ -293,6 +293,7 @@ def test_a_tokenizer_of_another_model(golden, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_calibrating_a_mixture_of_experts(tmp_path, monkeypatch):
     """Attention is calibrated, the experts are rounded to nearest."""
     from helpers import families

@@ -52,6 +52,7 @@ def known(models):
     return calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS, [], tokens=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature, shape", ((0.0, TreeShape(24, 4, 6)), (1.0, TreeShape(8, 2, 4))))
 def test_predicted_tau_is_close_to_decoding(models, known, temperature, shape):
     """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
@@ -63,11 +64,10 @@ def test_predicted_tau_is_close_to_decoding(models, known, temperature, shape):
 
 
 def test_a_calibration_is_written_and_read(models, tmp_path):
-    target, head = models
-    known = calibrate(target, Eagle(head, TreeShape(8, 2, 4)), PROMPTS[:2], [], tokens=24)
+    known = calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS[:2], [], tokens=24)
     known.write(tmp_path)
     read = Calibration.read(tmp_path)
-    assert read.far.context == known.far.context == target.args.max_seq_len - 24 - 1
+    assert read.far.context == known.far.context == models[0].args.max_seq_len - 24 - 1
     assert all(read.far.kept[t] == pytest.approx(kept, abs=1e-4) for t, kept in known.far.kept.items())
     assert read.taus[1.0].keys() == known.taus[1.0].keys() and len(read.ease) == len(known.ease) == 2
     assert all(read.taus[0.0][s] == pytest.approx(tau, abs=1e-4) for s, tau in known.taus[0.0].items())

@@ -8,6 +8,7 @@ from helpers.training import options, users
 
 import train
 from checkpoint.quantizing import quantize_folder
+from kernels.backend import TORCH
 from kernels.quantized import Scheme
 
 FILES = {
@@ -43,6 +44,12 @@ REFUSED = {  # what the error says: the options that are changed; {} is the fold
     "--ema 1.0: must be 0 to 0.99999": {"ema": 1},
     "--short-epochs 3: there are 2 epochs": {"short-epochs": 3},
 }
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
+    """Nothing is compiled for a refusal."""
+    monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH)
 
 
 @pytest.fixture(scope="module")
