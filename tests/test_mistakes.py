@@ -3,7 +3,6 @@ import importlib
 import json
 
 import pytest
-import torch
 
 ASKED = {  # of every command: its options; TARGET and so on are made below, without weights
     "generate": ("--checkpoint", "TARGET", "--prompt", "x"), "serve": ("--checkpoint", "TARGET"),
@@ -156,19 +155,3 @@ def test_mistakes_are_one_line(command, place, monkeypatch, capsys):
             wrong.append(f"{command} {options}: status {status}, expected {words!r}, printed {said!r}")
     assert not wrong, "\n".join(wrong)
     assert sorted(place.rglob("*")) == before
-
-
-def test_a_negative_seed_is_a_seed():
-    """64 bits count, in all commands."""
-    import evaluate
-    import generate
-    import train
-    from common.cli import seed
-    from sampling.noise import seed_keys
-
-    assert torch.equal(seed_keys([seed("-1")]), seed_keys([seed(str(2**64 - 1))]))
-    assert not torch.equal(seed_keys([seed("-1")]), seed_keys([1]))
-    for command in (evaluate, generate, train):
-        options = ["--checkpoint", "x", "--out", "x"][: 2 if command is generate else 4]
-        assert command.parser().parse_args([*options, "--seed", "-1"]).seed == 2**64 - 1
-    assert torch.Generator().manual_seed(seed("-1")).initial_seed() == 2**64 - 1

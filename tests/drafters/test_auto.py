@@ -6,7 +6,9 @@ from helpers.decoding import load
 
 from common.errors import InputError
 from drafters import Drafting, methods_of
+from engine.autotune import Calibration
 from sampling.options import Sampling
+from tree import TreeShape
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder):
     """Both kinds of steps occur, and the text is that of plain decoding."""
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
     sampling = Sampling(60)
+    Calibration({t: {TreeShape(8, 2, 3): 2.0} for t in (0.0, 1.0)}, (1.0,)).write(folder / "eagle3")
     plain, auto = (
         load(folder, method, compile=False).engine.generate(prompts, sampling) for method in ("none", "auto")
     )

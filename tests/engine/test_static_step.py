@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.decoding import ids, plain, prompts, speculative
-from helpers.drafters import NAMES, make_drafter
+from helpers.drafters import cases, make_drafter
 from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,9 +20,6 @@ WAITS = {
     aten.repeat_interleave.Tensor, aten.lift_fresh.default, aten.lift_fresh_copy.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
-# One of each kind of what a drafter keeps; the others are slow.
-QUICK = {"eagle3", "dspark", "hydra++", "draft-model", "lookahead"}
-EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in NAMES]
 MODES = {"greedy": Modes(), "everything": Modes(True, True, True, True, True)}
 
 
@@ -46,7 +43,7 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases())
 def test_a_step_waits_for_nothing(name, modes):
     """On the meta device, where nothing has a value: an operator that asks for one fails, if `Watched` does
     not see it first.
@@ -64,7 +61,7 @@ def test_a_step_waits_for_nothing(name, modes):
         assert not watched.seen
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", cases())
 def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
     """A step captured in the middle of a text changes nothing: neither the state nor what the drafter knows.
     """

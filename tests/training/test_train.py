@@ -100,14 +100,7 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, prompt_file, tra
     assert "target); use another --out" in last_line(capsys)
     assert train.main([*argv, "--checkpoint", str(tuned), "--shards", str(work / "data")]) == 1
     assert "was written by another target" in last_line(capsys)
-    state = work / "state.pt"
-    state.write_bytes(state.read_bytes()[:1000])
-    assert train.main(argv) == 1
-    assert "state.pt: damaged, or no state of this head" in last_line(capsys)
-    eagle = options(golden, prompt_file, tmp_path / "run", kind="eagle")
-    assert train.main(eagle) == 1
-    assert "holds something else than a trained head of this kind" in last_line(capsys)
-    state.unlink()
+    (work / "state.pt").unlink()
     assert train.main(argv) == 1
     assert "holds a head that was not trained in" in last_line(capsys)
 
