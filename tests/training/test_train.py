@@ -79,7 +79,7 @@ def target_of(folder: Path) -> str:
     return json.loads(path.read_text().splitlines()[0])["target"]
 
 
-def test_a_run_is_a_run_of_its_settings_data_and_target(golden, prompt_file, trained, tmp_path, capsys):
+def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_path, capsys):
     argv, folder = trained("eagle3")
     shutil.copytree(folder, tmp_path / "run")
     argv = [word.replace(str(folder), str(tmp_path / "run")) for word in argv]
