@@ -34,7 +34,7 @@ def parser() -> Options:
     """The options of the command line."""
     p = Options(__doc__)
     add = p.add_argument
-    add("--checkpoint", required=True, metavar="SOURCE", help="a folder, org/name on the hub, or .gguf")
+    p.add_checkpoint("SOURCE: a folder, org/name on the hub, or .gguf")
     add("--out", metavar="DIR",
         help="default: checkpoints/NAME, for a head TARGET/eagle3, /eagle, /medusa or /hydra")
     add("--target", metavar="DIR", help="for a head: the converted target it belongs to")

@@ -39,7 +39,7 @@ ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when mem
 def parser() -> Options:
     """Declare the options of the command line."""
     p = Options(__doc__)
-    p.add_argument("--checkpoint", required=True, help="target: a folder, hub id or .gguf")
+    p.add_checkpoint("target: a folder, hub id or .gguf")
     p.add_argument("--out", required=True, help="folder for answers and tables")
 
     g = p.add_argument_group("methods")
@@ -60,8 +60,7 @@ def parser() -> Options:
     add("--calibrate", action="store_true",
         help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
     add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
-    add("--max-new-tokens", type=int, default=512, help="per turn (default 512)")
-    add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
+    add("-n", "--max-new-tokens", type=int, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
     p.add_runtime()
 
@@ -69,7 +68,7 @@ def parser() -> Options:
     add("--observe", type=int, default=4, metavar="N",
         help="questions per set answered again, untimed, for acceptance.png (default 4; 0: none)")
     add("--show-tree", action="store_true", help="print the tree with most accepted nodes")
-    for flag, least in (("--limit", 1), ("--max-new-tokens", 1), ("--max-seq-len", 2), ("--observe", 0)):
+    for flag, least in (("--limit", 1), ("--max-new-tokens", 1), ("--observe", 0)):
         p.within(flag, least, float("inf"))
     return p
 

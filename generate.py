@@ -13,16 +13,7 @@ from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
-from drafters import (
-    METHODS,
-    MOST_NODES,
-    Drafting,
-    add_flags,
-    add_window,
-    default_tree,
-    method_name,
-    with_numbers,
-)
+from drafters import MOST_NODES, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import grammar_of
@@ -39,24 +30,20 @@ def parser() -> Options:
     """Declare the options, each with its rules."""
     p = Options("Generate text, losslessly faster with a draft head.")
     add, refuse = p.add_argument, p.refuse
-    add("-m", "--checkpoint", required=True,
-        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")
 
     add = p.add_argument_group("prompts").add_argument
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="may be repeated: decoded as one batch; - is standard input")
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids")
-    add("--prompt-file", action="append", default=[], metavar="FILE",
+    add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
     add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
-    add("--max-seq-len", type=int,
-        help="prompt and output together (default: the model's maximum, less if memory is short)")
     p.within("--batch-size", 1, float("inf"))
-    p.within("--max-seq-len", 2, float("inf"))
 
     def prompts(o) -> list:
         return o.prompt + o.prompt_ids + o.prompt_file
@@ -71,8 +58,10 @@ def parser() -> Options:
            lambda o: "--interactive: ranks have one terminal together; start it without torchrun")
     refuse(lambda o: o.system and o.raw,
            lambda o: "--system: is written by the chat template, which --raw leaves out; choose one")
+    refuse(lambda o: "" in o.prompt, lambda o: "--prompt: is empty; give a text")
     refuse(lambda o: not (o.interactive or prompts(o)),
-           lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
+           lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"
+                     " or --interactive")
 
     add = p.add_sampling().add_argument
     add("--json-object", action="store_true", help="the output is a JSON object")
@@ -87,18 +76,17 @@ def parser() -> Options:
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
-    group = p.add_drafting(
-        method_name, "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    )
-    add = group.add_argument
-    add("--tree-nodes", type=int, help="nodes of the draft tree, root included")
-    add("--tree-depth", type=int, help="expansions after the first level")
-    add("--tree-width", type=int, help="nodes expanded per level")
+    add = add_drafting(p).add_argument
+    for flag, least, what in (
+        ("--tree-nodes", 2, "nodes of the draft tree, root included"),
+        ("--tree-depth", 0, "expansions after the first level"),
+        ("--tree-width", 1, "nodes expanded per level"),
+    ):
+        add(flag, type=int, help=what)
+        p.within(flag, least, MOST_NODES)
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
-    add_flags(group)
-    add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.accept != "equal" and o.speculate == "none",
            lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
 
@@ -111,9 +99,6 @@ def parser() -> Options:
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     refuse(lambda o: first_number(o) and o.speculate == "none",
            lambda o: f"{first_number(o)}: plain decoding drafts no tree; add --speculate")
-    p.within("--tree-nodes", 2, MOST_NODES)
-    p.within("--tree-depth", 0, MOST_NODES)
-    p.within("--tree-width", 1, MOST_NODES)
 
     add = p.add_runtime().add_argument
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
@@ -131,13 +116,19 @@ def parser() -> Options:
 
 
 def text_of(path: str, flag: str) -> str:
-    """Return the text of a file without the line end that editors write. Raises InputError."""
-    return read_text(path, what=flag).removesuffix("\n")
+    """Return the text of a file, or of standard input ("-"), without the line end that editors write.
+
+    Raises InputError if there is none.
+    """
+    if not (text := read_text(STDIN if path == "-" else path, what=flag).removesuffix("\n")):
+        where = "standard input" if path == "-" else "the file"
+        raise InputError(f"{flag} {path}: {where} is empty; give a text")
+    return text
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """Return a prompt and its sampling for each text. Raises InputError or ValueError."""
-    prompts: Prompts = [text_of(STDIN, "--prompt") if text == "-" else text for text in o.prompt]
+    prompts: Prompts = [text_of("-", "--prompt") if text == "-" else text for text in o.prompt]
     for text in o.prompt_ids:
         try:
             prompts.append([int(i) for i in text.replace(" ", "").split(",")])
@@ -145,7 +136,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
             raise InputError(f"--prompt-ids {text!r:.200}: expected numbers separated by commas") from None
     for path in o.prompt_file:
         many = path.endswith(".jsonl")
-        prompts += read_prompts(path) if many else [text_of(STDIN if path == "-" else path, "--prompt-file")]
+        prompts += read_prompts(path) if many else [text_of(path, "--prompt-file")]
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
@@ -158,16 +149,15 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
 
-def load(o, prompts: Prompts, ranks=None):
-    """Load the target and its drafter: an `LLM`. ranks: the `kernels.tp.Ranks` to deal it among, if any.
+def load(o, prompts: Prompts, ranks=None) -> tuple:
+    """Load the target, and make its engine -> both. ranks: the `kernels.tp.Ranks` to deal it among, if any.
 
     Prompts are checked before weights are read, which takes long for a large model.
     """
     from checkpoint.folder import known_config, verify
     from engine.runtime import Runtime
-    from engine.target import check_prompts, converted
+    from engine.target import check_prompts, converted, load_target
     from kernels.tp import own_device
-    from llm import LLM
 
     runtime = Runtime.of(o)
     if ranks:
@@ -183,9 +173,9 @@ def load(o, prompts: Prompts, ranks=None):
     if o.verify:
         verify(folder, drafting.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
-    return LLM(
-        folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **vars(runtime)
-    )
+    drafting.name_unused(folder, note)
+    target = load_target(folder, runtime, note, ranks)
+    return target, target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len)
 
 
 def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
@@ -196,10 +186,9 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
 
     use_threads(o.threads, note)
     began = time.perf_counter()
-    llm = load(o, prompts, ranks)
-    engine = llm.engine
+    target, engine = load(o, prompts, ranks)
     note(
-        f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
+        f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
         f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB"
     )
     plain = None
@@ -208,21 +197,22 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
         if engine.tuner:
             note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
         if o.compare:
-            plain = llm.target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
+            plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
             plain.warm_up(samplings[0])
         note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
         if o.interactive:
-            return chat(llm, samplings[0], o.system, o.stats)
-        return answer(o, llm, plain, prompts, samplings)
+            return chat(engine, samplings[0], o.system, o.stats)
+        return answer(o, engine, plain, prompts, samplings)
 
 
-def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
+def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
     from console.output import as_json, as_text, compared, comparison, figures, show
     from console.trace import Trace
+    from engine.prompt import encode
 
-    engine, ranks = llm.engine, llm.target.model.ranks
-    ids = [llm.encode(prompt, raw=o.raw, system=o.system) for prompt in prompts]
+    tokenizer, ranks, room = engine.tokenizer, engine.target.ranks, engine.max_seq_len
+    ids = [encode(tokenizer, prompt, raw=o.raw, system=o.system, room=room) for prompt in prompts]
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
     requests, turns, printed, interrupted, before = [], [], 0, False, engine.bytes_read
     rule = engine.drafter.rule if o.temperature > 0 else "equal"
@@ -232,7 +222,7 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
             row = as_json(requests[i], prompts[i], rule, ranks.count if ranks else 1)
             print(json.dumps(row | compared([(a[i], b[i]) for a, b in turns], row)), flush=True)
         elif len(ids) > 1:
-            text = as_text(requests[i], llm.tokenizer)
+            text = as_text(requests[i], tokenizer)
             print(f"--- {i + 1}, seed {samplings[i].seed} ---\n{text}", flush=True)
 
     events = engine.run(ids, samplings, requests, watch=bool(trace))
@@ -246,7 +236,7 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
                         print_one(printed)
                         printed += 1
             else:
-                show(events, llm.tokenizer)
+                show(events, tokenizer)
         finally:
             read = engine.bytes_read - before
         if plain:

@@ -12,14 +12,17 @@
 """
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
-from common.schema import Schema, whole, with_options
+from common.errors import InputError
+from common.schema import Schema, as_python, whole, with_options
 from drafters import Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
@@ -28,61 +31,91 @@ from engine.target import Target, converted, load_target
 from kernels.tp import Ranks
 from sampling.options import Sampling
 
-ARGUMENTS = Schema(TypedDict("Arguments", {
+ARGUMENTS = {
     "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
     "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
-}))
+}
+CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
+OPTIONS = {field.name for kind in (Runtime, Sampling, Drafting) for field in fields(kind)}
+NAMES = {"raw", "system", *ARGUMENTS, *OPTIONS}
+COMMAND_OR_FLAG = re.compile(r"python [\w.]+ [^;]*|--(no-)?([a-z][a-z-]*)|\b(?:null|true|false)\b")
+CONSTANTS = {"null": "None", "true": "True", "false": "False"}
+
+
+def in_python(line: str) -> str:
+    """Return a message with options as Python has them: max_seq_len for --max-seq-len, None for null."""
+    def spelled(found: re.Match) -> str:
+        name = (found[2] or "").replace("-", "_")
+        return f"{name}{'=False' * bool(found[1])}" if name in NAMES else CONSTANTS.get(found[0], found[0])
+
+    return COMMAND_OR_FLAG.sub(spelled, line)
+
+
+@contextlib.contextmanager
+def errors_in_python() -> Iterator[None]:
+    """Let errors in this context name options as Python has them."""
+    try:
+        yield
+    except (InputError, ValueError) as e:
+        e.args = (in_python(str(e)),)
+        raise
 
 
 class LLM:
     """A target, what drafts for it, and the engine that decodes with both.
 
     checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
-    a method such as "eagle3", or a `Drafting`. draft: the head (default CHECKPOINT/KIND) or draft model,
-    named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together. max_seq_len: most
-    tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such as device="cpu"
-    or dtype="bf16". say: called with one line when something slow starts or ends. Raises, with one line,
-    InputError if anything is missing, damaged or does not fit, ValueError or TypeError on wrong arguments.
+    a method such as "eagle3", or a `Drafting`; None is "none". draft: the head (default CHECKPOINT/KIND) or
+    draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
+    max_seq_len: most tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such
+    as device="cpu" or dtype=torch.bfloat16. say: called with one line when something slow starts or ends.
+    Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
+    on wrong arguments.
     """
 
+    @errors_in_python()
     def __init__(
-        self, checkpoint: str | Path, speculate: str | Drafting = "none", *, draft: str | Path | None = None,
-        tree: str | None = None, batch_size: int = 8, max_seq_len: int | None = None,
-        say: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None, **runtime,
+        self, checkpoint: str | Path, speculate: str | Drafting | None = "none", *,
+        draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
+        max_seq_len: int | None = None, say: Callable[[str], None] = lambda line: None,
+        ranks: Ranks | None = None, **runtime,
     ):
-        ARGUMENTS.check({
-            "checkpoint": checkpoint, "speculate": speculate, "draft": draft, "tree": tree,
-            "batch_size": batch_size, "max_seq_len": max_seq_len, "say": say,
-        })
+        speculate = "none" if speculate is None else speculate
+        given = locals()
+        CHECKED.check({name: given[name] for name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
             raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        where = with_options(Runtime, runtime)
+        where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
-        folder, drafting = converted(checkpoint, drafting, say)
-        if line := drafting.unused(folder):
-            say(line)
-        self.target: Target = load_target(folder, where, say, ranks)
+        def tell(line: str) -> None:
+            say(in_python(line))
+
+        folder, drafting = converted(checkpoint, drafting, tell)
+        drafting.name_unused(folder, tell)
+        self.target: Target = load_target(folder, where, tell, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
 
+    @errors_in_python()
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: `raw`, `system` of `engine.prompt.encode`."""
-        prompt = list(prompt) if isinstance(prompt, tuple) else prompt
-        return encode(self.tokenizer, prompt, room=self.engine.max_seq_len, **options)
+        return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
 
+    @errors_in_python()
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None, **sampling
     ) -> Request | list[Request]:
         """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
 
-        A prompt is a text, which goes through the chat template unless `raw`; a list of token ids; or a list
-        of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i.
-        Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
+        A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
+        array; or a list of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with
+        `seed` + i. Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
         `tokens_per_second` and more. Raises ValueError, TypeError or InputError, before anything is decoded,
         on a prompt or an option that cannot be.
         """
+        prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
         ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
@@ -94,10 +127,12 @@ class LLM:
         self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
-        ids, options = [self.encode(prompt, raw=raw, system=system)], with_options(Sampling, sampling)
-        self._warm_up(options)
-        yield from self.engine.run(ids, [options], [])
+        with errors_in_python():
+            ids, options = [self.encode(prompt, raw=raw, system=system)], with_options(Sampling, sampling)
+            self._warm_up(options)
+            yield from self.engine.run(ids, [options], [])
 
+    @errors_in_python()
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
         """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
 

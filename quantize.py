@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
@@ -38,9 +37,8 @@ def parser() -> Options:
     """The options of the command line."""
     p = Options(__doc__)
     add, refuse = p.add_argument, p.refuse
-    add("--checkpoint", required=True, metavar="DIR",
-        help="a converted target or head; a target's Hugging Face folder, hub id or .gguf is converted first")
-    add("--out", metavar="DIR", help="default: DIR-MODE")
+    p.add_checkpoint("converted target or head; a Hugging Face folder, hub id or .gguf is converted first")
+    add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
     add("--mode", choices=MODES, default="int8")
     add("--group", type=int, choices=GROUPS,
         help=f"int4, w4a8: inputs that share a scale (default {GROUP})")
@@ -108,18 +106,12 @@ def report(source: Path, out: Path, errors: list) -> None:
         )
 
 
-class Asked(NamedTuple):
-    """The options, resolved."""
+def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
+    """Judge what the options name, before anything is loaded. Raises InputError.
 
-    source: Path
-    out: Path
-    kinds: dict[str, str]  # subfolder: the kind of checkpoint in it; "" is the source itself
-    text: str | None
-    calibrate: str | None
-
-
-def judge(o) -> Asked:
-    """Judge what the options name, before anything is loaded. Raises InputError."""
+    Returns source; output; subfolder: the kind of checkpoint in it, where "" is the source itself; the texts
+    of --text and --calibrate.
+    """
     text, calibrate = (
         read_text(file, what=flag) if file else None
         for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
@@ -149,7 +141,7 @@ def judge(o) -> Asked:
         )
     for name, kind in kinds.items():
         check_out(out / name, kind, o.force)
-    return Asked(source, out, kinds, text, calibrate)
+    return source, out, kinds, text, calibrate
 
 
 def run(o) -> None:

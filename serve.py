@@ -16,7 +16,7 @@ from dataclasses import replace
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.torchrun import command_in_words, is_first, one_voice, several
-from drafters import METHODS, Drafting, add_flags, add_window, method_name, read_flags
+from drafters import Drafting, add_drafting
 
 STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -26,16 +26,13 @@ def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p = Options(__doc__)
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
-    add("-m", "--checkpoint", required=True,
-        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,
         help="check first that weights have the sha256 of their config.json (default: where it has one)")
 
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
     add("--queue", type=count, default=64, help="requests that may wait (default 64)")
-    add("--max-seq-len", type=int,
-        help="prompt and output together (default: the model's maximum, less if memory is short)")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
@@ -55,7 +52,7 @@ def parser() -> Options:
     add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
     for flag, low, high in (
-        ("--slots", 1, 256), ("--queue", 0, 1_000_000), ("--max-seq-len", 2, float("inf")),
+        ("--slots", 1, 256), ("--queue", 0, 1_000_000),
         ("--time-limit", 0.1, 1e9), ("--max-body", 1, 1 << 30), ("--port", 0, 65535), ("--grace", 0, 1e6),
     ):
         p.within(flag, low, high)
@@ -63,11 +60,7 @@ def parser() -> Options:
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
     p.judge(key_of)
-    methods = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    group = p.add_drafting(method_name, methods)
-    add_flags(group)
-    p.judge(lambda o: read_flags(o, [o.speculate]))
-    add_window(group, p, lambda o: [o.speculate])
+    add_drafting(p)
     p.add_runtime()
     return p
 
@@ -89,6 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
+        return listener
     except UnicodeError:  # of the encoding of host names
         raise InputError(f"--host {host}: is no name of a machine and no address") from None
     except OSError as e:
@@ -96,7 +90,6 @@ def listen(host: str, port: int) -> socket.socket:
             raise InputError(f"--host {host}: {e.strerror}; give an address of this machine") from None
         why = "another process listens there" if e.errno == 98 else e.strerror or str(e)
         raise InputError(f"--host {host} --port {port}: {why}; choose another port with --port") from None
-    return listener
 
 
 def run(o) -> None:
@@ -136,8 +129,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.worker import Worker
 
     checkpoint, drafting = converted(o.checkpoint, drafting, note)
-    if line := drafting.unused(checkpoint):
-        note(line)
+    drafting.name_unused(checkpoint, note)
     if o.verify is not False:
         verify(checkpoint, drafting.draft, bool(o.verify), note)
     target = load_target(checkpoint, runtime, note, ranks)

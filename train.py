@@ -40,7 +40,7 @@ def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
-    add("--checkpoint", required=True, help="target: a folder, hub id or .gguf")
+    p.add_checkpoint("target: a folder, hub id or .gguf")
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
     add("--kind", choices=KINDS, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
@@ -60,7 +60,7 @@ def parser() -> Options:
     add("--shards", action="append", default=[], metavar="FOLDER",
         help="text of an earlier run for this target (its OUT-work/data); may be given several times")
     add("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
-    add("--max-new-tokens", type=positive, default=256, help="of an answer (default 256)")
+    add("-n", "--max-new-tokens", type=positive, default=256, help="of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out (default 256)")
     add("--max-len", type=positive, default=1024, help="conversations are cut to N tokens (default 1024)")
     add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")

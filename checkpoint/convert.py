@@ -107,7 +107,7 @@ def convert(
         if kind and (file := source.path / CALIBRATION).exists():
             MEASURED.require(read_json(file), file)
             shutil.copyfile(file, folder / CALIBRATION)
-        tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder) else None
+        tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder, added=added) else None
         if tokenizer:
             ends = unique_ids(config["stop_ids"], tokenizer.stop_ids)
             config["stop_ids"] = [i for i in ends if i < config["vocab_size"]]

@@ -28,7 +28,7 @@ def parser() -> Options:
     p = Options(__doc__, prog="python -m checkpoint.export")
     add = p.add_argument
     add("--head", required=True, help="converted head")
-    add("--checkpoint", required=True, help="the converted target it belongs to")
+    p.add_checkpoint("the converted target it belongs to")
     add("--layout", choices=LAYOUTS, default="sglang")
     add("--out", required=True)
     add("--force", action="store_true", help="replace the weights of an existing folder")

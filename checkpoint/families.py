@@ -29,6 +29,8 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
+# Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
+MOST_BEFORE_SCALING = 8192
 
 # The tables of one layer, without its prefix. Draft heads use the same names.
 ATTENTION: NameTable = {
@@ -247,16 +249,17 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         return None, longest
     others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     scaling = {k: v for k, v in rope.items() if k not in others and v is not None}
-    original = None
+    key = "original_max_position_embeddings"
+    given = scaling.get(key, config.get(key))
     # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
     # instructions).
+    grows = kind == "yarn" or (kind == "linear" and (given is not None or longest <= MOST_BEFORE_SCALING))
+    original = longest if given is None else given
     if kind in ("linear", "yarn"):
-        original = scaling.setdefault(
-            "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
-        )
+        scaling[key] = original
     scaling = {"rope_type": kind, **scaling}
     with named(path):
         check_rope(scaling)
-    if original is not None:
+    if grows:
         longest = max(longest, int(original * scaling["factor"]))
     return {name: value for name, value in scaling.items() if name in {"rope_type", *ROPE[kind]}}, longest

@@ -199,7 +199,7 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         if config["kind"] == "target" and "stop_ids" not in config:
             raise Wrong("stop_ids", ABSENT, "a list")
     if kind and config["kind"] != kind:
-        raise InputError(f"{name}: holds a {config['kind']} checkpoint where a {kind} was expected")
+        raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder")
     return config
 
 
@@ -242,8 +242,7 @@ def check_out(out: Path, kind: str, force: bool) -> None:
         raise InputError(f"{out}: exists and is not one of our checkpoint folders; choose another --out")
     if old["kind"] != kind:
         raise InputError(
-            f"{out}: holds a {in_words(old['kind'])} checkpoint, a {kind} may not replace it; choose"
-            " another --out"
+            f"{out}: is of kind {in_words(old['kind'])}, which {kind} may not replace; choose another --out"
         )
     if not force:
         raise InputError(f"{out}: exists; replace it with --force or choose another --out")

@@ -83,7 +83,7 @@ def open_folder(path: Path) -> Source:
     return Source(
         path, family, config, tensors,
         stop_ids=unique_ids(stop_ids), bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None,
-        tokenizer=partial(copy_files, path),
+        tokenizer=lambda folder, added: copy_files(path, folder),
     )
 
 

@@ -64,7 +64,7 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     """
     config = read_config(folder, kind)
     if config["kind"] not in HEADS:
-        raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a draft head was expected")
+        raise InputError(f"{folder}: is of kind {config['kind']}, expected a draft head; name another folder")
     check_head_fits(check_config(config), target.args, str(folder))
     where = target.embed.weight.device, target.embed.weight.dtype
     if target.ranks and (ranks := target.ranks.of_heads):

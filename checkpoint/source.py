@@ -62,7 +62,8 @@ class Source:
     tensors: dict[str, Entry]
     stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
-    tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
+    # Writes the tokenizer files into a folder; False if there are none. added: a chat template to come.
+    tokenizer: Callable[[Path, str | None], bool]
 
 
 def unique_ids(*groups: int | list[int] | None) -> list[int]:
@@ -82,10 +83,11 @@ def resolve_source(checkpoint: str | Path) -> Path:
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():
-        raise InputError(f"{path}: not a folder (nor a .gguf file)")
+        inside = f"; name the folder that it is in, {path.parent}" if (path.parent / CONFIG).exists() else ""
+        raise InputError(f"{path}: not a folder (nor a .gguf file){inside}")
     name, place = str(checkpoint), path.parent
-    known = sorted(map(str, [*Path("checkpoints").glob("*"), *place.glob("*")]))
-    guess = did_you_mean(name, known)
+    known = sorted(p for p in (*Path("checkpoints").glob("*"), *place.glob("*")) if p.is_dir() or is_gguf(p))
+    guess = did_you_mean(name, map(str, known))
     missing = f"{path}: no such file or folder{guess}"
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(

@@ -19,6 +19,15 @@ from common.torchrun import several
 MOST_THREADS = 1024
 MOST_SHOWN = 1500  # characters of an error
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+# Options of llama.cpp and vLLM: ours.
+ELSEWHERE = {
+    "--n-predict": "--max-new-tokens", "--predict": "--max-new-tokens", "--ctx-size": "--max-seq-len",
+    "--max-model-len": "--max-seq-len", "--file": "--prompt-file", "--system-prompt": "--system",
+    "-sys": "--system", "--conversation": "--interactive", "-cnv": "--interactive", "-ngl": "--device",
+    "--n-gpu-layers": "--device", "--model-draft": "--draft", "-md": "--draft", "--parallel": "--slots",
+    "-np": "--slots", "--max-num-seqs": "--slots", "--alias": "--model-name", "-j": "--json-schema",
+    "--repeat-penalty": "--repetition-penalty", "-hf": "--checkpoint", "-s": "--seed",
+}
 # PyTorch appends to its messages where in its own code they come from.
 FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
 
@@ -123,6 +132,7 @@ class Options(argparse.ArgumentParser):
         how = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=how, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
+        self._words: list[str] = []  # of the command line
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
 
     def refuse(
@@ -158,22 +168,35 @@ class Options(argparse.ArgumentParser):
         self.refuse(outside, lambda o: f"{flag} {getattr(o, name)}: must be {span}")
 
     def error(self, message: str):
-        """Print on one line what cannot be parsed, and end with exit status 2."""
+        """Print on one line what cannot be parsed, and end with exit status 2.
+
+        An unknown option comes first: it is often the one that is missed.
+        """
+        flags = self._option_string_actions
+        for name in (word.partition("=")[0] for word in self._words):
+            known = any(flag.startswith(name) for flag in flags) or (name[1:2] != "-" and name[:2] in flags)
+            if re.fullmatch("--?[a-zA-Z][^ ]*", name) and (name in ELSEWHERE or not known):
+                ours = ELSEWHERE.get(name)
+                guess = f" (did you mean {ours}?)" if ours in flags else did_you_mean(name, flags)
+                message = f"unrecognized arguments: {name}{guess}"
+                break
+        else:
+            if "required" in message and self._words and self._words[0][0] != "-":
+                message += f" (write -m {self._words[0]})"
         note(f"{self.prog}: error: {on_one_line(message)}; see --help")
         sys.exit(2)
 
     def parse_args(self, args=None, namespace=None):
         """Like argparse, but reject values that are not UTF-8, or empty where the metavar is not TEXT."""
-        words = sys.argv[1:] if args is None else list(args)
-        for word in words:
+        self._words = sys.argv[1:] if args is None else list(args)
+        for word in self._words:
             if not_utf8(word):
                 self.error(f"argument {word}: is no UTF-8")
-        o, unknown = self.parse_known_args(words, namespace)
+        if ELSEWHERE.keys() & self._words:  # argparse would take -hf for -h
+            self.error("")
+        o, unknown = self.parse_known_args(self._words, namespace)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            guess = did_you_mean(unknown[0].partition("=")[0], flags)
-            guess = guess if unknown[0].startswith("-") else " (quote texts with spaces)"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)} (quote texts with spaces)")
         for action in self._actions:
             value = getattr(o, action.dest, None)
             empty = value == "" or (isinstance(value, list) and "" in value)
@@ -194,13 +217,19 @@ class Options(argparse.ArgumentParser):
             if test(o):
                 raise InputError(words(o))
 
+    def add_checkpoint(self, help: str) -> None:
+        """Add --checkpoint, which other programs call --model."""
+        self.add_argument("-m", "--model", "--checkpoint", dest="checkpoint", required=True, help=help)
+
     def add_runtime(self):
         """Add the options of `engine.runtime.Runtime`: where and how a model runs. Returns their group."""
         group = self.add_argument_group("where and how it runs")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
         add("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
-        add("--threads", type=int,
+        add("-c", "--max-seq-len", type=int,
+            help="prompt and output together (default: what suits the model and the memory)")
+        add("-t", "--threads", type=int,
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         add("--kernels", action=on_off, default=True,
@@ -210,6 +239,7 @@ class Options(argparse.ArgumentParser):
         add("--kv", choices=KV_DTYPES, default="auto",
             help="the target's keys and values: auto, in its dtype (default); int8, on a CPU's kernels; fp8,"
                  " on GPUs and in PyTorch")
+        self.within("--max-seq-len", 2, float("inf"))
         self.within("--threads", 1, MOST_THREADS)
         self.judge_device()
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),

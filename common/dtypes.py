@@ -9,7 +9,7 @@ NO_FP8 = "--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv 
 
 
 def short_dtype(name: str) -> str:
-    """The short name of a dtype that is given by either name. Raises InputError on any other."""
+    """Return the short name of a dtype that is given by either name. Raises InputError on any other."""
     for short, long in DTYPES.items():
         if name in (short, long):
             return short

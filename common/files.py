@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 
 MOST_JSON = 512 << 20  # bytes of a file that is parsed
 MOST_TEXT = 128 << 20  # bytes of a prompt; a context of a million tokens of the longest kind
@@ -136,7 +136,9 @@ def check_file(path: str | Path, what: str = "") -> int:
     try:
         found = os.stat(path)
     except (OSError, ValueError) as e:  # ValueError: a name with a zero in it
-        why = "no such file" if isinstance(e, FileNotFoundError) else f"cannot be read ({e})"
+        why = f"cannot be read ({e})"
+        if isinstance(e, FileNotFoundError):
+            why = f"no such file{did_you_mean(str(path), map(str, Path(path).parent.glob('*')))}"
         raise InputError(f"{name}: {why}") from None
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:

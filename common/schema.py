@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,14 +111,24 @@ class Schema:
 schema_of = functools.cache(Schema)
 
 
-def with_options(kind: type, options: dict) -> Any:
-    """Return an object of a dataclass from named options. Raises TypeError, a sentence, on another name."""
-    known = [field.name for field in fields(kind)]
+def as_python(value: Any) -> Any:
+    """Return numbers of numpy and torch, alone, in an array, in lists or tuples, as Python's."""
+    if isinstance(value, (list, tuple)):
+        return [as_python(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def with_options(kind: type, options: dict, beside: Iterable[str] = ()) -> Any:
+    """Return an object of a dataclass from named options; None is the default. beside: further names to take.
+
+    Raises TypeError, a sentence, on another name.
+    """
+    known = [*beside, *(field.name for field in fields(kind))]
     for name in options:
         if name not in known:
             guess = did_you_mean(name, known)
             raise TypeError(f"{name}: no such option{guess}; choose from {', '.join(known)}")
-    return kind(**options)
+    return kind(**{name: value for name, value in options.items() if value is not None})
 
 
 def _wrong(error: ValidationError, value: Any, key: str) -> Wrong:

@@ -33,24 +33,17 @@ def _quota(cgroups: Path, own: Path) -> float:
             continue
         group = Path(path.lstrip("/"))
         for folder in (group, *group.parents):  # in a container without a namespace only the top is mounted
-            shares.append(_share(cgroups / "cpu" / folder) if controllers else _share_v2(cgroups / folder))
+            old = cgroups / "cpu" / folder  # version 1
+            files = [old / "cpu.cfs_quota_us", old / "cpu.cfs_period_us"] if controllers else []
+            shares.append(_share(*(files or [cgroups / folder / "cpu.max"])))
     return min(shares)
 
 
-def _share_v2(group: Path) -> float:
-    """Return the share of a cgroup of version 2, infinite where it has none."""
+def _share(*files: Path) -> float:
+    """Return the share of a cgroup whose files hold a quota and a period, infinite where it has none."""
     try:
-        quota, period = (group / "cpu.max").read_text().split()
-        return int(quota) / int(period)
+        quota, period = map(int, " ".join(file.read_text() for file in files).split())
     except (OSError, ValueError):  # "max"
-        return math.inf
-
-
-def _share(group: Path) -> float:
-    """Return the share of a cgroup of version 1, infinite where it has none."""
-    try:
-        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-    except (OSError, ValueError):
         return math.inf
     return quota / period if quota > 0 else math.inf
 

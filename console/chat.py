@@ -7,20 +7,23 @@ import sys
 from common.cli import note, one_line
 from common.errors import InputError, did_you_mean
 from console.output import figures, is_terminal, show
+from engine.engine import Engine
+from engine.prompt import encode
 from engine.request import Request
-from llm import LLM
 from sampling.options import Sampling
 
-COMMANDS = "/help", "/reset", "/exit"
+# Each with the names that it has elsewhere.
+COMMANDS = {"/help": ("/?",), "/reset": ("/clear", "/new"), "/exit": ("/bye", "/quit")}
 HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before a / makes it text"
 
 
-def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
+def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool) -> int:
     """Read turns from standard input and answer them, until its end or /exit. Returns the exit status.
 
     stats: print all figures of an answer, not one line. Raises InputError if there is no chat template.
     """
-    if llm.tokenizer is None or not llm.tokenizer.has_template:
+    tokenizer = engine.tokenizer
+    if tokenizer is None or not tokenizer.has_template:
         raise InputError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
     if is_terminal(sys.stdin):
         note(HELP)
@@ -33,7 +36,7 @@ def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
             line = input("> " if is_terminal(sys.stdin) else "")
         except (EOFError, KeyboardInterrupt):
             return 0
-        command = line.rstrip()
+        command = next((name for name, others in COMMANDS.items() if line.rstrip() in others), line.rstrip())
         if command == "/exit":
             return 0
         if command == "/reset":
@@ -45,10 +48,10 @@ def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
             continue
         messages.append({"role": "user", "content": line})
         requests: list[Request] = []
-        read = llm.engine.bytes_read
+        read = engine.bytes_read
         try:
-            ids = llm.encode(messages)
-            show(llm.engine.run([ids], [sampling], requests), llm.tokenizer)
+            ids = encode(tokenizer, messages, room=engine.max_seq_len)
+            show(engine.run([ids], [sampling], requests), tokenizer)
             if requests[0].error:
                 raise ValueError(requests[0].error)
         except (ValueError, InputError) as e:
@@ -59,4 +62,4 @@ def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})
-        note(figures(requests, llm.engine, llm.engine.bytes_read - read, stats))
+        note(figures(requests, engine, engine.bytes_read - read, stats))

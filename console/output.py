@@ -146,6 +146,7 @@ def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> s
         )
     return (
         f"plain: {statistics.median(slow for _, slow in speeds):.1f} tok/s; speedup"
-        f" {statistics.median(ratios):.2f}x, {min(ratios):.2f} to {max(ratios):.2f} in {len(turns)} turns;"
+        f" {statistics.median(ratios):.2f}x (median of {len(turns)} turns, {min(ratios):.2f} to"
+        f" {max(ratios):.2f});"
         f" texts equal: {verdict}"
     )

@@ -168,6 +168,15 @@ def add_window(group, options: Options, names: Callable[[argparse.Namespace], li
     options.judge(lambda o: check_window(names(o), o.draft_window))
 
 
+def add_drafting(p: Options):
+    """Add the options that say what drafts, with their rules. Returns their group."""
+    group = p.add_drafting(method_name, "; ".join(f"{name}, {m.what}" for name, m in METHODS.items() if m))
+    add_flags(group)
+    p.judge(lambda o: read_flags(o, [o.speculate]))
+    add_window(group, p, lambda o: [o.speculate])
+    return group
+
+
 # -- trees --------------------------------------------------------------------------------------
 
 # Rows that a GPU multiplies in about the time of one, and trees for fewer rows than the paper's.
@@ -319,10 +328,11 @@ class Drafting:
         """True if `draft` is a draft model, not a head: it has no default."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
 
-    def unused(self, checkpoint: Path) -> str:
-        """Return a line about the heads in a target's folder, empty if there are none or something drafts."""
+    def name_unused(self, checkpoint: Path, say: Callable[[str], None]) -> None:
+        """Call `say` with a line about the heads in a target's folder, if nothing drafts."""
         names = "" if methods_of(self.method) else " or ".join(name for name, _ in _heads(checkpoint))
-        return f"{checkpoint}: has a head that is not used; --speculate {names} uses it" if names else ""
+        if names:
+            say(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

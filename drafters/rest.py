@@ -149,8 +149,9 @@ def parser() -> Options:
     """Declare the options."""
     p = Options(__doc__, prog="python -m drafters.rest")
     commands = p.add_subparsers(dest="what", required=True)
-    add = commands.add_parser("build", help="make a store of texts").add_argument
-    add("--checkpoint", required=True, help="converted target whose tokenizer is used")
+    build = commands.add_parser("build", help="make a store of texts")
+    add = build.add_argument
+    build.add_checkpoint("converted target whose tokenizer is used")
     add("--out", required=True, help="folder of the store")
     add("--force", action="store_true", help="replace a store")
     add("files", nargs="+",

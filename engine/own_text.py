@@ -29,13 +29,13 @@ def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most:
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
     length = max(map(len, prompts)) + most
     model, _ = load_model(checkpoint)
-    choose_backend("cpu", say=say).prepare(model)
     largest, vocab_size = max(map(max, prompts)), model.args.vocab_size
     if largest >= vocab_size:
         raise InputError(
             f"{checkpoint}: the tokenizer gives token id {largest}, the model's vocabulary is 0 to"
             f" {vocab_size - 1}; the tokenizer is another model's"
         )
+    choose_backend("cpu", say=say).prepare(model)
     try:
         engine = Engine(model, batch=rows, max_seq_len=length, compile=False)
     except ValueError as e:  # the caches do not fit

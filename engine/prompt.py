@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Strict
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.schema import Schema
@@ -16,7 +16,7 @@ Exact, Id = Annotated[str, Strict()], Annotated[int, Strict()]
 
 class _Message(TypedDict):
     role: Exact
-    content: Exact | list | None
+    content: NotRequired[Exact | list | None]
 
 
 class _Asked(TypedDict):

@@ -36,6 +36,14 @@ class Runtime:
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
 
+    def __post_init__(self):
+        given = vars(self)
+        if type(self.device) is int:  # as transformers has it
+            given["device"] = "cpu" if self.device < 0 else f"cuda:{self.device}"
+        for name, value in given.items():
+            if isinstance(value, (torch.device, torch.dtype)):
+                given[name] = str(value).removeprefix("torch.")
+
     @classmethod
     def of(cls, o) -> Runtime:
         """Return the runtime that a command's options ask for, see `common.cli.Options.add_runtime`."""

@@ -1,6 +1,7 @@
 """Sampling options of a request, and the modes of a step that they need."""
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from common.schema import Schema, Text, number, whole
+from common.schema import Schema, Text, as_python, number, whole
 
 # Rules of accepting drafted nodes at temperature > 0; at 0 both are `equal`.
 RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
@@ -35,7 +36,8 @@ class Sampling:
 
     stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
     token, and of this many of the likeliest, as the target has them before any of the above; None: none.
-    json_schema: what the output is to fit, as JSON; of the logits, all that breaks it is left out first.
+    json_schema: what the output is to fit, as JSON or a dictionary; of the logits, all that breaks it is left
+    out first. Numbers may be numpy's.
     Raises ValueError on values that cannot be.
     """
 
@@ -51,14 +53,17 @@ class Sampling:
     logit_bias: Any = ()  # pairs of a token id and a number; a mapping is taken too
     stop: Stop | Stops = ()  # one text is taken too
     logprobs: whole(0, MOST_LOGPROBS) | None = None
-    json_schema: Text | None = None
+    json_schema: Text | dict | None = None
 
     def __post_init__(self):
-        FIELDS.check(vars(self))
-        for name in NUMBERS:  # numpy's are taken too
-            object.__setattr__(self, name, float(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        found = {name: as_python(value) for name, value in vars(self).items()}
+        FIELDS.check(found)
+        stop, schema = found["stop"], found["json_schema"]
+        vars(self).update(
+            found | {name: float(found[name]) for name in NUMBERS}, logit_bias=_pairs(found["logit_bias"]),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            json_schema=json.dumps(schema) if isinstance(schema, dict) else schema,
+        )
 
     @property
     def restricts(self) -> bool:

@@ -6,13 +6,12 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
@@ -21,15 +20,20 @@ from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
-from server.worker import Job, Worker
+from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, TAGS, form_of
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
-SCRIPT = "text/javascript"
-FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
+FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
+# Words of JSON schemas.
+KINDS = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list"}
+BOUNDS = {
+    "minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below",
+    "minItems": "items: at least", "maxItems": "items: at most",
+}
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
-OPEN = ("/health", "/metrics", "/docs", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
+OPEN = ("/health", "/metrics", "/docs", *FILES)  # without a key, as in vLLM
 
 
 class Server:
@@ -187,19 +191,32 @@ async def in_thread(work: Callable):
 
 
 def reference(spec: dict) -> str:
-    """Return a page with the routes of an OpenAPI specification, and the fields of their bodies."""
-    def row(name: str, field: dict) -> str:
-        rules = {key: rule for key, rule in field.items() if key not in ("title", "description")}
-        cells = name, json.dumps(rules).replace("#/components/schemas/", ""), field.get("description", "")
-        return "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
+    """Return the routes of an OpenAPI specification, and the fields of their bodies, as text."""
+    lines = [f"{' '.join(methods).upper():5}{path}" for path, methods in spec["paths"].items()]
+    for name, schema in spec["components"]["schemas"].items():
+        if "ValidationError" in name:  # never sent
+            continue
+        lines += ["", f"{name}: {schema.get('description', '')}"]
+        for field, rules in schema.get("properties", {}).items():
+            needed = " (needed)" if field in schema.get("required", ()) else ""
+            about = f". {rules['description']}" if "description" in rules else ""
+            lines.append(f"  {field:24}{rules_in_words(rules)}{needed}{about}")
+    return "\n".join(lines) + "\n"
 
-    def table(name: str, schema: dict) -> str:
-        rows = "".join(row(*field) for field in schema.get("properties", {}).items())
-        return f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>{rows}</table>"
 
-    routes = (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
-    tables = (table(*named) for named in spec["components"]["schemas"].items())
-    return "".join(("<!doctype html><meta charset=utf-8><title>Routes</title>", *routes, *tables))
+def rules_in_words(rules: dict) -> str:
+    """Return the rules that a JSON schema has for a value, in words."""
+    kinds = [rules_in_words(one) for one in rules.get("anyOf", ()) if one != {"type": "null"}]
+    if "$ref" in rules:
+        kinds = [rules["$ref"].rpartition("/")[2]]
+    elif "enum" in rules or "const" in rules:
+        kinds = [" or ".join(map(json.dumps, rules.get("enum") or [rules["const"]]))]
+    elif "type" in rules:
+        of = f" of {rules_in_words(rules['items'])}" if "items" in rules else ""
+        kinds = [KINDS.get(rules["type"], rules["type"]) + of]
+    bounds = (f"{words} {rules[key]:,.15g}" for key, words in BOUNDS.items() if key in rules)
+    default = f", default {json.dumps(rules['default'])}" if rules.get("default") is not None else ""
+    return ", ".join((" or ".join(kinds) or "anything", *bounds)) + default
 
 
 def make_app(
@@ -268,28 +285,23 @@ def make_app(
 
     @app.get("/docs", include_in_schema=False)
     async def docs():
-        return HTMLResponse(reference(app.openapi()))
+        return PlainTextResponse(reference(app.openapi()))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health():
-        if worker.failed or not worker.is_alive():
-            raise Refusal(503, worker.failed or "the decoding thread has ended")
+        if worker.failed or worker.closing or not worker.is_alive():
+            raise Refusal(503, worker.failed or GOING_DOWN)
         return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
 
     @app.get("/metrics")
     async def metrics():
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    def send(name: str, kind: str) -> Callable:
-        async def file():
-            return FileResponse(PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})
-
-        return file
-
-    app.add_api_route(
-        "/", send("page.html", "text/html"), methods=["GET", "HEAD"], include_in_schema=False
-    )
-    for name, kind in FILES.items():
-        app.add_api_route(f"/{name}", send(name, kind), include_in_schema=False)
+    for path, name in FILES.items():
+        app.add_route(path, partial(_file, name))
     return app
+
+
+async def _file(name: str, http: HttpRequest) -> Response:
+    return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})

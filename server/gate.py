@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 
 from fastapi import FastAPI
@@ -31,11 +32,13 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status = 499  # as nginx has it: the client has gone
+        status, why = 499, ""  # as nginx has it: the client has gone
 
         async def sent(message) -> None:
-            nonlocal status
+            nonlocal status, why
             status = message.get("status", status)
+            if status >= 400 and message.get("body"):  # of a Refusal
+                why = json.loads(message["body"])["error"]["message"]
             await send(message)
 
         try:
@@ -44,8 +47,8 @@ class Gate:
             # Pages and probes of health would hide what people ask.
             if self.log and (scope["method"] == "POST" or status >= 400):
                 reply = scope.get("state", {}).get("reply")
-                words = f" {reply.summary()}" if reply else ""
-                self.log(f"{scope['method']} {printable(scope['path'])} {status}{words}")
+                words = printable(why, 300) or (reply.summary() if reply else "")
+                self.log(f"{scope['method']} {printable(scope['path'])} {status} {words}".rstrip())
 
     async def _pass(self, scope, receive, send) -> None:
         try:

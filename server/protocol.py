@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
-from tokens.calls import arguments_of, schema_of_calls
+from tokens.calls import schema_of_calls
 from tokens.schema import ANY_OBJECT
-from tokens.templates import thoughts_of
 
 RETRY_AFTER = "2"  # seconds
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -72,18 +71,11 @@ class Body(BaseModel):
         return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
-class ContentPart(Body):
-    """A part of a message's content, which has to be text."""
-
-    type: Literal["text"]
-    text: str
-
-
 class FunctionCall(Body):
-    """A function's name, and its arguments: an object, or its JSON. Chat templates expect an object."""
+    """A function's name, and its arguments: an object, or its JSON."""
 
     name: str
-    arguments: Annotated[dict[str, Any] | str, BeforeValidator(arguments_of)] = {}
+    arguments: dict[str, Any] | str = {}
 
 
 class ToolCall(Body):
@@ -95,19 +87,12 @@ class ToolCall(Body):
 
 
 class Message(Body, extra="allow"):
-    """One message of a conversation. Its other fields are for the chat template."""
+    """One message of a conversation, see `tokens.messages: ready`. Its other fields are for the template."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] = ""
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any] | str] = ""
     tool_calls: list[ToolCall] | None = None
-
-    def as_dict(self) -> dict:
-        """Return the message as chat templates take it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        given = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
-        return given | thoughts_of(given) | {"role": role, "content": text}
+    function_call: FunctionCall | None = None
 
 
 class Function(Body, extra="allow"):
@@ -209,8 +194,8 @@ class Conversation(Body):
 
     @property
     def dicts(self) -> list[dict]:
-        """The messages as chat templates take them."""
-        return [message.as_dict() for message in self.messages or ()]
+        """The messages, without fields that are null."""
+        return [message.model_dump(exclude_none=True) for message in self.messages or ()]
 
     @property
     def variables(self) -> dict:

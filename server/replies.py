@@ -7,7 +7,7 @@ import uuid
 from engine.request import Event, Score
 from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
-from tokens.calls import THINKS, CallStream
+from tokens.calls import CallStream
 from tokens.tokenizer import TextStream, Tokenizer
 
 
@@ -134,13 +134,18 @@ class Reply:
 
     def summary(self) -> str:
         """Return in words how the jobs ended, their tokens, speed and acceptance length, for the log."""
-        words = ", ".join(sorted({job.finish or "abort" for job in self.jobs}))
+        words = ", ".join(sorted({self.ending(i) for i in range(len(self.jobs))}))
         requests = [job.request for job in self.jobs if job.request]
         if len(requests) < len(self.jobs):
             return words
         usage, speed = self.usage(), sum(request.tokens_per_second for request in requests)
         words += f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed:.1f} tokens/s"
         return f"{words}, tau {sum(request.tau for request in requests) / len(requests):.2f}"
+
+    def ending(self, i: int) -> str:
+        """Return how the choice of job i ended, with the reason of an error."""
+        job = self.jobs[i]
+        return f"error ({job.refusal})" if job.refusal else job.finish or "abort"
 
     def speculation(self, event: Event) -> dict:
         """Return the drafted tokens of a step, if the request asks for them, and their tree."""
@@ -170,10 +175,9 @@ class ChatReply(Reply):
 
     def __init__(self, *args, form: tuple[str, ...] | None = None):
         super().__init__(*args)
-        opening = "".join(map(self.tokens.text, self.jobs[0].prompt[-8:])).rstrip()
-        self._streams = [
-            CallStream(form, self.body.callable, opening.endswith(THINKS)) for _ in self.jobs
-        ]
+        prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-8:]))
+        self._streams = [CallStream(form, self.body.callable, prompt) for _ in self.jobs]
+        self._called: set[int] = set()  # jobs that ended in calls
 
     def choice(self, i: int, job: Job) -> dict:
         text = self._streams[i].push(job.request.text)
@@ -183,7 +187,7 @@ class ChatReply(Reply):
             message["tool_calls"] = calls
         return {
             "message": message, "logprobs": self._logprobs(job.request.ids, job.request.scores),
-            "finish_reason": "tool_calls" if calls else job.finish,
+            "finish_reason": self.ending(i),
         }
 
     def parts(self, i: int, event: Event, finish: str | None, first: bool) -> list[dict]:
@@ -204,11 +208,19 @@ class ChatReply(Reply):
         if calls:
             part({"tool_calls": [{"index": n} | call for n, call in enumerate(calls)]})
         if finish:
-            part({}, finish_reason="tool_calls" if calls else finish)
+            part({}, finish_reason=self.ending(i))
         return found
+
+    def ending(self, i: int) -> str:
+        """As `Reply.ending`."""
+        return "tool_calls" if i in self._called else super().ending(i)
 
     def _finish(self, i: int) -> tuple[str, list[dict]]:
         rest, calls = self._streams[i].finish()
+        if calls:
+            self._called.add(i)
+        elif self.body.is_forced:  # half a call, cut by the limit of tokens, is no text
+            rest = ""
         return rest, calls if self.body.parallel_tool_calls else calls[:1]
 
     def _logprobs(self, ids: list[int], scores: list[Score]) -> dict | None:

@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 
@@ -28,7 +29,7 @@ class Uvicorn(uvicorn.Server):
         self.worker, self.grace = worker, grace
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.should_exit:  # a second signal: requests end with an error, which clients get if they read
+        if self.worker.closing:  # a second signal: requests end with an error, which clients get if they read
             self.worker.stop()
             _after(LAST_WORDS, self._leave)
             return
@@ -37,11 +38,18 @@ class Uvicorn(uvicorn.Server):
         self.worker.close()
         _after(NOTICE, self.worker.stop_if_lost)
         _after(self.grace, self.worker.stop)
+        _after(0, partial(self._close, sig, frame))
+
+    def _close(self, sig: int, frame) -> None:
+        """Stop listening when requests have ended; until then new ones are refused with the reason."""
+        last = time.monotonic() + self.grace + LAST_WORDS
+        while self.worker.running + self.worker.waiting and time.monotonic() < last:
+            time.sleep(0.05)
         super().handle_exit(sig, frame)
 
     def _leave(self) -> None:
         logging.disable()  # uvicorn shows where each request was cut off
-        self.force_exit = True
+        self.should_exit = self.force_exit = True
 
 
 def _after(seconds: float, do: Callable[[], None]) -> None:
@@ -53,7 +61,7 @@ def _after(seconds: float, do: Callable[[], None]) -> None:
 def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:
     """Answer requests until SIGTERM or Ctrl-C; current ones then get `grace` seconds to end."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS,
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS,
         server_header=False, timeout_keep_alive=KEEP_ALIVE,
     )
     # Uvicorn raises a signal again after its work: SIGTERM then ends as orderly as Ctrl-C.

@@ -34,7 +34,7 @@ class Job:
 
     on_event: called on the worker's thread with each event; the last call gets an event with a `finish`, or a
     Refusal. seconds: time limit, waiting included. options: further arguments of `Engine.admit`. finish:
-    "stop", "length", "error" or "abort".
+    "stop", "length", "error" or "abort". refusal: the reason of an error.
     """
 
     prompt: list[int]
@@ -48,6 +48,7 @@ class Job:
     drafted: int = 0  # tokens
     steps: Counter[int] = field(default_factory=Counter)  # with a draft: number of accepted tokens -> steps
     finish: str | None = None
+    refusal: Refusal | None = None
 
     @property
     def accepted(self) -> int:
@@ -68,7 +69,7 @@ class Worker(threading.Thread):
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
         self._cancelled: list[Job] = []
-        self._closing = self._stopped = False
+        self.closing = self._stopped = False  # closing: no more jobs are accepted
         metrics.watch(self)
 
     # -- from any thread ----------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Worker(threading.Thread):
     def submit(self, *jobs: Job) -> None:
         """Queue jobs, all of them or none. Raises Refusal."""
         with self._changed:
-            if self._closing or self.failed:
+            if self.closing or self.failed:
                 raise Refusal(503, self.failed or GOING_DOWN, "closing")
             if self.running + self.waiting + len(jobs) > self.capacity:
                 words = f"{self.running} requests run and {self.waiting} wait, {len(jobs)} more do not fit"
@@ -93,7 +94,7 @@ class Worker(threading.Thread):
     def close(self) -> None:
         """Accept no more jobs; end when the current ones have."""
         with self._changed:
-            self._closing = True
+            self.closing = True
             self._changed.notify()
 
     def stop(self) -> None:
@@ -146,7 +147,7 @@ class Worker(threading.Thread):
         """Wait for work. Returns False at the end."""
         with self._changed:
             while not (self._waiting or self._running or self._cancelled or self._stopped or self.failed):
-                if self._closing:
+                if self.closing:
                     return False
                 self._changed.wait()
             return not (self._stopped or self.failed)
@@ -196,6 +197,7 @@ class Worker(threading.Thread):
 
     def _refuse(self, job: Job, refusal: Refusal) -> None:
         if job.finish is None:
+            job.refusal = refusal
             self._end(job, "error")
             job.on_event(refusal)
 

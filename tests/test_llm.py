@@ -1,8 +1,10 @@
 """The Python API: prompts of every kind, and a sentence about each wrong type or name."""
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import GOLDEN, ROOT
@@ -19,7 +21,7 @@ from llm import LLM
 FEW = {"max_new_tokens": 4}
 TURN = {"role": "user", "content": "Hello"}
 WRONG = (  # arguments of LLM after the checkpoint, and what is said
-    (("eagle-3",), {}, "--speculate eagle-3: unknown (did you mean eagle3?)"),
+    (("eagle-3",), {}, "speculate eagle-3: unknown (did you mean eagle3?)"),
     ((5,), {}, "speculate is 5; expected a text or an instance of Drafting"),
     ((["eagle3"],), {}, "speculate is ['eagle3']; expected a text or an instance of Drafting"),
     (("eagle3",), {"draft": 5}, "draft is 5; expected a text or a path"),
@@ -29,17 +31,21 @@ WRONG = (  # arguments of LLM after the checkpoint, and what is said
     ((), {"batch_size": 0}, "batch_size is 0; expected at least 1"),
     ((), {"max_seq_len": 1e3}, "max_seq_len is 1000.0; expected a whole number"),
     ((), {"say": "print"}, "say is 'print'; expected a function"),
-    ((), {"device": 0}, "device is 0; expected a text"), ((), {"dtype": 16}, "dtype is 16; expected a text"),
-    ((), {"compile": "no"}, "compile is 'no'; expected true or false"),
-    ((), {"dtyp": "bf16"}, "dtyp: no such option (did you mean dtype?); choose from device, dtype"),
+    ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a text"),
+    ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
+    ((), {"compile": "no"}, "compile is 'no'; expected True or False"),
+    ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; take kv int8, or add "
+                        "kernels=False"),
+    ((), {"dtyp": "bf16"}, "dtyp: no such option (did you mean dtype?); choose from checkpoint, speculate"),
+    ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?); choose from"),
 )
 PROMPTS = (  # prompts, sampling options, and what is said
     *((prompt, {}, f"prompt is {said}; expected a text or a list") for prompt, said in (
-        (5, "5"), (None, "null"), (b"abc", "b'abc'"), (TURN, "{'content': 'Hello', 'role': 'user'}"),
-        ([None], "null"), ([1.5], "1.5"), ([b"abc"], "b'abc'"),
+        (5, "5"), (None, "None"), (b"abc", "b'abc'"), (TURN, "{'content': 'Hello', 'role': 'user'}"),
+        ([None], "None"), ([1.5], "1.5"), ([b"abc"], "b'abc'"),
     )),
     ([1, "a"], {}, "prompt[1] is 'a'; expected a whole number or an object"),
-    ([True], {}, "prompt[0] is true; expected a whole number or an object"),
+    ([True], {}, "prompt[0] is True; expected a whole number or an object"),
     ([["a"]], {}, "prompt[0] is 'a'; expected a whole number or an object"),
     ([{"role": "user"}], {}, "prompt[0].content is missing; expected a value"),
     ([TURN | {"content": 5}], {}, "prompt[0].content is 5; expected a text or a list"),
@@ -50,7 +56,9 @@ PROMPTS = (  # prompts, sampling options, and what is said
     ("Hello", {"top_p": 0}, "top_p is 0; expected above 0"),
     ("Hello", {"stop": 5}, "stop is 5; expected a text or a list"),
     ("Hello", {"stop": [""]}, "stop[0] is ''; expected at least 1 character"),
-    ("Hello", {"json_schema": {}}, "json_schema is {}; expected a text"),
+    ("Hello", {"json_schema": 5}, "json_schema is 5; expected a text or an object"),
+    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: shorten "
+                     "it or raise max_seq_len"),
 )
 
 
@@ -66,7 +74,22 @@ def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):
     ids = llm.encode("Hello")
     for several in (["Hello", [TURN], ids], ("Hello", [TURN], tuple(ids)), iter(["Hello", [TURN], ids])):
         assert [request.ids for request in llm.generate(several, **FEW)] == [text.ids] * 3
-    assert llm.generate(tuple(ids), **FEW).ids == text.ids and llm.generate([], **FEW) == []
+    for one in (tuple(ids), torch.tensor(ids), np.array(ids), list(np.array(ids))):
+        assert llm.generate(one, **FEW).ids == text.ids == llm.chat(one, **FEW).ids
+    for several in (torch.tensor([ids]), np.array([ids]), [torch.tensor(ids)]):
+        assert [request.ids for request in llm.generate(several, **FEW)] == [text.ids]
+    assert llm.generate([], **FEW) == []
+
+
+def test_numbers_of_numpy_types_of_torch_and_a_schema_as_a_dictionary(golden, llm):
+    options = {"max_new_tokens": np.int64(20), "temperature": np.float32(0.5), "seed": torch.tensor(3)}
+    usual = llm.generate("Hello", max_new_tokens=20, temperature=0.5, seed=3, top_k=None, stop=None)
+    for device in torch.device("cpu"), -1:
+        given = LLM(golden, None, device=device, dtype=torch.float32, compile=False)
+        assert given.generate("Hello", **options).ids == usual.ids
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    for given in schema, json.dumps(schema):
+        assert json.loads(llm.generate("Hello", json_schema=given, max_new_tokens=50).text) == {"a": 1}
 
 
 @pytest.mark.parametrize("prompt, options, words", PROMPTS, ids=[words for _, _, words in PROMPTS])
@@ -121,7 +144,7 @@ def test_commands_convert_too(command, options, words, tmp_path, monkeypatch, ca
 def test_a_head_that_is_not_used_is_named(golden, tmp_path):
     said = []
     LLM(golden, compile=False, say=said.append)
-    assert said[0] == f"{golden}: has a head that is not used; --speculate eagle3 or eagle2 uses it"
+    assert said[0] == f"{golden}: has a head that is not used; speculate eagle3 or eagle2 uses it"
     said.clear()
     LLM(golden, "eagle3", tree="4,1,2", compile=False, say=said.append)
     assert not any("not used" in line for line in said)

@@ -3,7 +3,6 @@ import importlib
 import json
 
 import pytest
-import torch
 
 ASKED = {  # of every command: its options; TARGET and so on are made below, without weights
     "generate": ("--checkpoint", "TARGET", "--prompt", "x"), "serve": ("--checkpoint", "TARGET"),
@@ -20,18 +19,14 @@ MISTAKES = (
     ("generate serve convert_checkpoint", "--checkpoint TEXT", "TEXT: not a folder"),
     ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER: holds no config.json"),
     ("drafters.rest", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
-    (DECODING, "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
+    (DECODING, "--checkpoint HEAD", "HEAD: is of kind eagle3, expected target; name another"),
     (DECODING, "--max-seq-len 1", "--max-seq-len 1: must be at least 2"),
     (DECODING, "--max-seq-len 1000000", "--max-seq-len 1000000: must be 2 to 512, the model's maximum"),
     (DECODING, "--max-seq-len 2e3", "invalid int value: '2e3'; see --help"),
     (DECODING, "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
-    (DECODING, "--isa avx9", "--isa avx9: unknown; choose from amx"),
-    (DECODING, "--speculate magic", "magic"),
-    (DECODING, "--speculate lookup+eagle-3", "lookup+eagle-3"),
     (DECODING, "--speculate eagle-3", "unknown (did you mean eagle3?); choose from none, eagle, eagle2"),
     (DECODING, "--speculate rest", "--speculate rest: needs --datastore, the folder that python -m drafters"),
     (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no such folder; name the"),
-    (DECODING, "--speculate lookup+rest --datastore TEXT", "--datastore TEXT: no such folder; name the"),
     (DECODING, "--speculate rest --draft-tokens 1", "--draft-tokens 1: must be 2 to 1,024"),
     (DECODING, "--speculate eagle3+eagle3", "two different methods that draft can be joined"),
     (DECODING, "--speculate eagle3 --draft NOWHERE", "NOWHERE: no such file or folder"),
@@ -39,29 +34,34 @@ MISTAKES = (
     (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; convert one into it, name it"),
     (DECODING, "--speculate lookup+eagle2", "TARGET/eagle: no eagle head there; convert one into it"),
     (DECODING, "--speculate draft-model", "--speculate draft-model: name a smaller converted model of the"),
-    (DECODING, "--speculate draft-model --draft HEAD", "HEAD: holds a eagle3 checkpoint where a target was"),
-    (DECODING, "--speculate eagle3 --draft TARGET", "TARGET: holds a target checkpoint where a eagle3 was"),
+    (DECODING, "--speculate draft-model --draft HEAD", "HEAD: is of kind eagle3, expected target; name"),
+    (DECODING, "--speculate eagle3 --draft TARGET", "TARGET: is of kind target, expected eagle3; name"),
     (DECODING, "--speculate eagle3 --window 3", "--window belongs to --speculate lookahead"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
     (DECODING, "--speculate lookup --draft-window 9", "--draft-window 9: is for heads with attention (eagle"),
-    (DECODING, "--speculate none --draft-window 9", "--draft-window 9: is for heads with attention (eagle"),
     (DECODING, "--speculate lookup --tree 8,2,4", "--speculate lookup: has no use for --tree; leave it out"),
-    (DECODING, "--speculate lookup+lookahead --draft HEAD", "lookahead: has no use for --draft; leave"),
     (DECODING, "--speculate lookahead --level 2", "--level 2: must be 3 to 1,024"),
     (DECODING, "--speculate medusa --draft-window 8", "--draft-window 8: is for heads with attention (eagle"),
-    (DECODING, "--speculate eagle --draft TARGET/eagle3", "TARGET/eagle3: holds a eagle3 checkpoint where a"),
+    (DECODING, "--speculate eagle --draft TARGET/eagle3", "TARGET/eagle3: is of kind eagle3, expected eagle"),
     (DECODING, "--speculate eagle3 --tree 60,1,2", "--tree 60,1,2: tree: 60 nodes, but depth"),
     (DECODING, "--device ", "argument --device: is empty; give a value"),
     (DECODING, "--tree \udcff", "argument \\udcff: is no UTF-8"),
     (DECODING, "--no-such-flag", "unrecognized arguments: --no-such-flag"),
-    ("generate", "--max-tokens 5", "arguments: --max-tokens 5 (did you mean --max-new-tokens?); see --help"),
-    ("generate evaluate", "--max-tokens=5", "arguments: --max-tokens=5 (did you mean --max-new-tokens?)"),
+    ("generate evaluate", "--max-tokens 5", "arguments: --max-tokens (did you mean --max-new-tokens?)"),
+    ("generate evaluate", "--max-tokens=5", "arguments: --max-tokens (did you mean --max-new-tokens?)"),
+    ("generate", "--n-predict 5", "unrecognized arguments: --n-predict (did you mean --max-new-tokens?)"),
+    (DECODING, "--ctx-size 99", "unrecognized arguments: --ctx-size (did you mean --max-seq-len?)"),
+    (DECODING, "-ngl 99", "unrecognized arguments: -ngl (did you mean --device?); see --help"),
+    (DECODING, "-c 1", "--max-seq-len 1: must be at least 2"),
+    (DECODING, "-t 0", "--threads 0: must be 1 to 1,024"),
+    ("generate", "-f FOLDER/x/z", "--prompt-file FOLDER/x/z: no such file (did you mean FOLDER/x/y?)"),
+    (DECODING + " quantize convert_checkpoint checkpoint.export", "-m NOWHERE", "NOWHERE: no"),
+    (DECODING, "--checkpoint TARGET/config.json", "TARGET/config.json: not a folder (nor a .gguf file);"),
     ("serve", "--cor x", "--cors x: an origin is *"),
     ("generate", "--compare", "--compare: plain decoding would be compared with itself; add --speculate"),
     ("generate evaluate", "--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
     ("generate", "--json-schema ", "argument --json-schema: is empty; give a value"),
     ("generate", "--trace ", "argument --trace: is empty; give a value"),
-    ("generate", "--tree-width 2", "--tree-width 2: plain decoding drafts no tree; add --speculate"),
     ("generate", "--speculate lookup --tree-nodes 8", "--speculate lookup: has no use for --tree; leave it"),
     ("generate", "--top-k 4294967296", "--top-k 4294967296: must be 0 to 2,147,483,647"),
     ("generate", "--logit-bias 1=1000", "'1=1000' is no ID=X"),
@@ -70,7 +70,6 @@ MISTAKES = (
     ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: no such file"),
     ("generate", "--prompt-file FOLDER", "--prompt-file FOLDER: is a folder; expected a file"),
     ("generate", "--json-schema BADSCHEMA", "the JSON schema cannot be used (Invalid type: objec)"),
-    ("generate", "--trace NOWHERE/file", "--trace NOWHERE/file: not a file that can be written"),
     ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),
     ("serve", "--port 70000", "--port 70000: must be 0 to 65,535"),
     ("serve", "--slots 0", "--slots 0: must be 1 to 256"),
@@ -80,22 +79,31 @@ MISTAKES = (
     ("evaluate", "--questions ", "argument --questions: is empty; give a value"),
     ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
     ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
-    ("evaluate", "--questions TEXT", "TEXT: line 1 is no JSON object"),
+    ("evaluate", "--temperature 0,-1", "temperature is -1.0; expected at least 0"),
+    ("evaluate", "--limit 0", "--limit 0: must be"),
+    ("evaluate", "--questions TWICE", "TWICE: question_id 1 is there twice"),
+    ("evaluate", "--tree bush", "none of auto, paper"),
+    ("evaluate", "--accept never", "choose from equal"),
+    ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
+    ("evaluate", "--tree lookup=auto", "--tree lookup=auto: lookup is none of eagle3"),
+    ("evaluate", "--tree auto --tree eagle3=paper", "--tree eagle3=paper: eagle3 is named twice"),
+    ("evaluate", "--calibrate --speculate lookup", "no head that grows trees"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),
     ("convert_checkpoint", "--checkpoint TARGET", "TARGET: is already converted"),
-    ("serve", "--cors nonsense", "--cors nonsense: an origin is *, or such as https://host or"),
     ("quantize", "--checkpoint NOWHERE --text MISSING", "--text MISSING: no such file"),
     ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
     ("quantize", "--checkpoint PARTLY", "PARTLY/eagle3: is quantised already; name the checkpoint before"),
-    ("quantize", "--out /dev/null", "--out /dev/null: not a folder that can be written to"),
     ("quantize", "--out TEXT", "--out TEXT: not a folder that can be written to"),
     ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),
-    ("quantize", "--out HEAD --force", "HEAD: holds a 'eagle3' checkpoint, a target may not replace it"),
+    ("quantize", "--out HEAD --force", "HEAD: is of kind 'eagle3', which target may not replace; choose"),
     ("quantize", "--mode int8 --group 64", "--group 64: is for int4 and w4a8; --mode int8 has no groups"),
-    ("quantize", "--mode fp8 --group 32", "--group 32: is for int4 and w4a8; --mode fp8 has no groups"),
-    ("quantize", "--group 33", "argument --group: invalid choice: 33"),
+    ("quantize", "--keep-lm-head --lm-head int8", "--keep-lm-head"),
+    ("quantize", "--mode int8 --method gptq", "not for --mode int8"),
+    ("quantize", "--mode int8 --calibrate TEXT", "only for --mode int4"),
+    ("quantize", "--mode int4 --method nearest --calibrate TEXT", "only for --mode int4"),
+    ("quantize", "--mode int4 --calibrate TEXT --text ./TEXT", "name two files"),
     ("convert_checkpoint", "--checkpoint NOWHERE", "NOWHERE: no such file or folder"),
     ("convert_checkpoint", "--out TEXT", "--out TEXT: not a folder that can be written to"),
     ("convert_checkpoint", "--target NOWHERE", "--target NOWHERE: not a folder"),
@@ -103,7 +111,7 @@ MISTAKES = (
     ("drafters.rest", "TEXT NOWHERE", "NOWHERE: no such file"),
     ("drafters.rest", "TEXT --out FOLDER", "FOLDER: exists and is no store; choose another --out"),
     ("drafters.rest", "TEXT --out TEXT", "--out TEXT: not a folder that can be written to"),
-    ("checkpoint.export", "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
+    ("checkpoint.export", "--checkpoint HEAD", "HEAD: is of kind eagle3, expected target; name another"),
     ("checkpoint.export", "--head NOWHERE", "--head NOWHERE: not a folder"),
     ("checkpoint.export", "--head TARGET", "--head TARGET: holds a target, no draft head"),
     ("checkpoint.export", "--head QUANTISED", "QUANTISED: is quantised already; name the checkpoint"),
@@ -127,19 +135,14 @@ QUANTISED = {"quantization": {"mode": "int8", "group": 0, "lm_head": True}}
 def place(tmp_path_factory):
     """The folder in which commands are run, with what the table names."""
     folder = tmp_path_factory.mktemp("mistakes")
-    about = {"vocab_size": 300, "tokenizer": "0" * 64, "tokens": 10, "suffixes": "int32"}
     files = {
         **{f"{name}/config.json": json.dumps(config) for name, config in (
             ("TARGET", CONFIG), ("HEAD", HEAD), ("TARGET/eagle3", HEAD), ("PUBLISHED", {}),
             ("QUANTISED", HEAD | QUANTISED), ("PARTLY", CONFIG), ("PARTLY/eagle3", HEAD | QUANTISED),
         )},
-        **{f"{name}/store.json": json.dumps(about | changed) for name, changed in (
-            ("STORE", {}), ("OTHERS", {"vocab_size": 7}), ("DAMAGED", {"tokens": 0}))},
-        **{f"{name}/tokens.bin": "0" * 40 for name in ("STORE", "OTHERS", "DAMAGED")},
-        **{f"{name}/suffixes.bin": "short" for name in ("STORE", "OTHERS", "DAMAGED")},
         "WRITTEN/model.safetensors": "", "FOLDER/x/y": "", "FOLDERS/inside/x": "", "TEXT": "some words",
-        "EMPTY": "", "BADSCHEMA": '{"type": "objec"}', "ROWS": '{"text": "no chat"}\n',
-        "PROMPTS": '{"prompt": "x"}\n',
+        "BADSCHEMA": '{"type": "objec"}',
+        "TWICE": '{"question_id": 1, "turns": ["a"]}\n{"turns": ["b"]}\n',
     }
     asked = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
     files["RUN/options.json"] = json.dumps(asked | {"kernels": True})
@@ -164,19 +167,3 @@ def test_mistakes_are_one_line(command, place, monkeypatch, capsys):
             wrong.append(f"{command} {options}: status {status}, expected {words!r}, printed {said!r}")
     assert not wrong, "\n".join(wrong)
     assert sorted(place.rglob("*")) == before
-
-
-def test_a_negative_seed_is_a_seed():
-    """64 bits count, in all commands."""
-    import evaluate
-    import generate
-    import train
-    from common.cli import seed
-    from sampling.noise import seed_keys
-
-    assert torch.equal(seed_keys([seed("-1")]), seed_keys([seed(str(2**64 - 1))]))
-    assert not torch.equal(seed_keys([seed("-1")]), seed_keys([1]))
-    for command in (evaluate, generate, train):
-        options = ["--checkpoint", "x", "--out", "x"][: 2 if command is generate else 4]
-        assert command.parser().parse_args([*options, "--seed", "-1"]).seed == 2**64 - 1
-    assert torch.Generator().manual_seed(seed("-1")).initial_seed() == 2**64 - 1

@@ -4,6 +4,7 @@ not import tests.
 Every import counts, those inside functions too.
 """
 import ast
+import graphlib
 import subprocess
 from pathlib import Path
 
@@ -77,24 +78,6 @@ def imports_of(sources: dict[str, str]) -> dict[str, set[str]]:
     return imports
 
 
-def circle(imports: dict[str, set[str]]) -> list[str] | None:
-    """The files of one circle of imports, from the first by name back to it; None if there is no circle."""
-    done: set[str] = set()
-
-    def search(path: list[str]) -> list[str] | None:
-        for file in sorted(imports[path[-1]]):
-            if file in path:
-                files = path[path.index(file) :]
-                first = files.index(min(files))
-                return [*files[first:], *files[: first + 1]]
-            if file not in done and (result := search([*path, file])):
-                return result
-        done.add(path[-1])
-        return None
-
-    return next(filter(None, (search([file]) for file in sorted(imports) if file not in done)), None)
-
-
 def faults(imports: dict[str, set[str]]) -> list[str]:
     """What is wrong with what each file imports, a line each."""
     lines = [f"{file} stands in no known room" for file in imports if room_of(file) not in FLOOR]
@@ -105,8 +88,10 @@ def faults(imports: dict[str, set[str]]) -> list[str]:
                 lines.append(f"{file} -> {other}: a test imports a test: share by tests/helpers")
             elif here != there and FLOOR.get(there, -1) >= FLOOR.get(here, len(FLOORS)):
                 lines.append(f"{file} -> {other}: {there} is not below {here}")
-    if path := circle(imports):
-        lines.append(f"{' -> '.join(path)}: a circle")
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as circle:
+        lines.append(f"{' -> '.join(circle.args[1])}: a circle")
     return lines
 
 

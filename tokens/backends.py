@@ -26,7 +26,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_bytes, read_json
 from common.schema import in_words
-from tokens.files import ENDS, MERGES, extra_tokens, special_tokens_map
+from tokens.files import DEFAULTS, ENDS, MERGES, named_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
@@ -79,7 +79,9 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
             " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json"
         )
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(MERGES)))
-    return byte_level_bpe(vocab, merges, WORD_RULES[words])
+    model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
+    model.add_special_tokens([token for token in {*DEFAULTS.values()} if token in vocab])
+    return model
 
 
 class JsonBackend:
@@ -135,12 +137,13 @@ class JsonBackend:
     def _take_settings(self, settings: dict) -> list[tuple[int, AddedToken]]:
         """Give tokens of the file the flags of the settings. Returns tokens that only the settings have.
 
-        A token that either makes special is special. The id of one that is only named is -1.
+        A token that either makes special is special. One that is only named has the id -1 if it is new; else
+        it changes nothing, unless it is BOS or EOS.
         """
         known, changed, new = self._model.get_added_tokens_decoder(), [], []
         decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
         ends = special_tokens_map(settings, ENDS[:2]).values()
-        for content in dict.fromkeys((*decoder, *ends, *extra_tokens(settings))):
+        for content in dict.fromkeys((*decoder, *named_tokens(settings))):
             i, given = decoder.get(content, (-1, None))
             at = self.id_of(content)
             old = known.get(at)
@@ -222,12 +225,17 @@ class SentencePieceBackend:
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
             self.keeps_text = not proto.normalizer_spec.precompiled_charsmap
-            # The first Llama tokenizers put a space before the text that follows a control token too.
-            proto.normalizer_spec.add_dummy_prefix &= settings.get("legacy", True)
-            self._model_after_control = SentencePieceProcessor(model_proto=proto.SerializeToString())
+            # The first Llama tokenizers put a space before the text that follows a control token too, unless
+            # it begins with one.
+            self._no_prefix_before = " " if settings.get("legacy", True) else ""
+            proto.normalizer_spec.add_dummy_prefix = False
+            self._model_without_prefix = SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = self._model.get_piece_size()
         known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
         given = {known.get(token.content, i): token for i, token in given.items()}
+        names = known.keys() | {token.content for token in given.values()}
+        new = (AddedToken(name, special=True) for name in named_tokens(settings) if name not in names)
+        given |= dict(enumerate(new, max([pieces - 1, *given]) + 1))
         self.ids = range(pieces)
         self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
@@ -249,8 +257,11 @@ class SentencePieceBackend:
         """As `JsonBackend.encode`."""
         ids = []
         for n, part in enumerate(parts):
-            model = self._model_after_control if n else self._model
-            ids += [part] if isinstance(part, int) else model.encode(part)
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                bare = n and part.startswith(self._no_prefix_before)
+                ids += (self._model_without_prefix if bare else self._model).encode(part)
         return ids
 
     def bytes_of(self, i: int) -> bytes:

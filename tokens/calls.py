@@ -4,9 +4,11 @@
     <tool_call><function=f><parameter=p>text</parameter></function></tool_call>  Qwen3-Coder
     [TOOL_CALLS][{"name": "f", "arguments": {...}}]                              Mistral
     <TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>                     Nemotron
+    <|tool_call|>[{"name": "f", "arguments": {...}}]<|/tool_call|>               Granite, Phi
     {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole text
 
-JSON values may follow one another or stand in a list. Thoughts, between <think> and </think>, hold no calls.
+JSON values may follow one another or stand in a list. Thoughts, such as those between <think> and </think>,
+hold no calls.
 """
 from __future__ import annotations
 
@@ -18,32 +20,34 @@ from collections.abc import Mapping
 
 from common.errors import InputError
 from common.files import check_characters
+from tokens.messages import JSON, arguments_of
 from tokens.stops import begun
 
-FUNCTION, THINKS, THOUGHT = "<function=", "<think>", "</think>"
-OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", FUNCTION)
+FUNCTION, THOUGHTS = "<function=", {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the latter are Mistral's
+OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", FUNCTION)
 BARE = ()  # the form of calls that nothing opens
 # A text with tools shows these, also where they are control tokens.
-TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "[CALL_ID]", "[ARGS]", THINKS, THOUGHT)
+TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
+        *THOUGHTS, *THOUGHTS.values())
 
 _NEXT = re.compile(  # newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}
     r"(?:[\s,;]|\[TOOL_CALLS\])*"
     r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<named>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\])"
 )
-# A text may hold closing tags. The one that counts stands before the next opening or closing tag.
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+# A value may hold closing tags. The one that counts stands before the next opening or closing tag. A model
+# may forget it: then the value ends at the next tag.
+_NO_PARAMETER = r"((?:(?!\n<parameter=).)*?)"
+_PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for value in (
+    rf"{_NO_PARAMETER}\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))",
+    r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)",
+)]
 _OBJECT = re.compile(r"\s*(?={)")
-_END = re.compile(r"\s*</function>")
-_CLOSING = re.compile(r"\s*(</tool_call>|</TOOLCALL>)")
+_END = re.compile(r"\s*(?:</function>|(?=</tool_call>))")
+_CLOSING = re.compile(r"[\s}\]]*(?:</tool_call>|</TOOLCALL>|<\|/tool_call\|>)")  # with brackets too many
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
-def _refuse(name: str):
-    raise ValueError(f"{name} is no JSON")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse)
+_LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
 
 
 def form_of(template: str | None) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ def form_of(template: str | None) -> tuple[str, ...]:
         return tags or BARE
     raise InputError(
         "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
-        " Mistral and Nemotron are); leave tools out"
+        " Mistral, Nemotron and Granite are); leave tools out"
     )
 
 
@@ -74,27 +78,20 @@ def schema_of_calls(tools: Mapping[str, dict]) -> str:
     return json.dumps({"anyOf": [call(n, *tool) for n, tool in enumerate(tools.items())]})
 
 
-def arguments_of(given: object) -> object:
-    """Return arguments of a call as an object if they are one, its JSON, or nothing; else unchanged."""
-    found = given
-    if isinstance(given, str):
-        try:
-            found = _JSON.decode(given) if given.strip() else None
-        except (ValueError, RecursionError):
-            return given
-    return {} if found is None else found if isinstance(found, dict) else given
-
-
 class CallStream:
     """Text in; out what certainly belongs to no call, as early as possible. The calls are known at the end.
 
-    form: see `form_of`; None: there are no calls. tools: name -> schema of the parameters. thinks: the prompt
-    ends in an open thought.
+    form: see `form_of`; None: there are no calls. tools: name -> schema of the parameters. prompt: its end,
+    which may open a thought.
     """
 
-    def __init__(self, form: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, thinks: bool = False):
-        self._form, self._tools, self._thinks = form, tools, thinks
+    def __init__(self, form: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, prompt: str = ""):
+        self._form, self._tools = form, tools
         self._held, self._opening = "", ""  # the tag that began what is held
+        ends = (close for tag, close in THOUGHTS.items() if prompt.rstrip().endswith(tag))
+        self._close = next(ends, "")  # the tag that ends the thought
+        # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
+        self._line, self._certain = "", True
 
     def push(self, text: str) -> str:
         """Return the text that certainly belongs to no call."""
@@ -103,13 +100,20 @@ class CallStream:
             self._form = None
         certain = ""
         while self._form and not self._opening:
-            tags = (THOUGHT,) if self._thinks else (*self._form, THINKS)
+            tags = (self._close,) if self._close else tuple(THOUGHTS)
+            tags += () if self._close and self._certain else self._form
             if found := re.search("|".join(map(re.escape, tags)), self._held):
-                is_thought = found[0] in (THINKS, THOUGHT)
-                self._opening, at = ("", found.end()) if is_thought else (found[0], found.start())
-                self._thinks ^= is_thought
+                at = found.start()
+                if found[0] in self._form:
+                    self._opening = found[0]
+                elif self._close:
+                    self._close, at = "", found.end()
+                else:
+                    before = (self._line + self._held[:at]).rpartition("\n")[2]
+                    self._close, self._certain, at = THOUGHTS[found[0]], not before.strip(), found.end()
             else:
                 at = len(self._held) - begun(self._held, tags)
+            self._line = (self._line + self._held[:at]).rpartition("\n")[2]
             certain, self._held = certain + self._held[:at], self._held[at:]
             if not found:
                 break
@@ -120,48 +124,60 @@ class CallStream:
     def finish(self) -> tuple[str, list[dict]]:
         """Return the rest of the text, and the calls."""
         if self._form == BARE:
-            calls, end = _read(self._held, 0, self._tools)
-            is_all = calls and not self._held[end:].strip(" \r\n\t,;")
+            calls, broken, end = _read(self._held, 0, self._tools)
+            is_all = calls and not broken and not self._held[end:].strip(" \r\n\t,;")
             return ("", calls) if is_all else (self._held, [])
         rest, calls = "", []
         while self._opening:
-            begin = 0 if self._opening == FUNCTION else len(self._opening)
-            found, end = _read(self._held, begin, self._tools)
-            if found is None:  # from a call that is broken on all is text: it may quote others
-                break
-            if not found:  # the tag is a word of the text
-                end = len(self._opening)
-                rest += self._opening
-            calls += found
-            self._held, self._opening = self._held[end:], ""
+            if self._close and self._close in self._held:  # it was a thought
+                end = self._held.index(self._close) + len(self._close)
+                rest += self._held[:end]
+            else:
+                begin = 0 if self._opening == FUNCTION else len(self._opening)
+                found, broken, end = _read(self._held, begin, self._tools)
+                if not found and not broken:  # the tag is a word of the text
+                    end = len(self._opening)
+                rest += broken if found else self._held[:end]
+                calls += found
+                self._line = ""
+            self._held, self._opening, self._close = self._held[end:], "", ""
             rest += self.push("")
         rest += self._held
         return (rest.strip("\n") if calls else rest), calls
 
 
-def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict] | None, int]:
-    """Return the calls that follow in a text, and where they end. None instead of calls: one is broken."""
+def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], str, int]:
+    """Return the calls that follow in a text, the text of broken ones among them, and where all of them end.
+
+    All that follows one that cannot be read belongs to it: it may quote others.
+    """
     calls: list[dict] = []
-    try:
-        while found := _NEXT.match(text, at):
+    broken, begin = "", at
+    while found := _NEXT.match(text, at):
+        begin = at
+        try:
             if name := found["tagged"]:
-                values, at = _tagged(text, found.end(), tools.get(name.strip()) or {})
+                name = name.strip(" \n\"'")
+                values, at = _tagged(text, found.end(), tools.get(name) or {})
             else:
-                values, at = _JSON.raw_decode(text, found.end())
-            if name := name or found["named"]:
-                values = {"name": name.strip(), "arguments": values}
+                values, at = _LENIENT.raw_decode(text, found.end())
+        except (ValueError, TypeError, RecursionError):  # TypeError: of a schema that is damaged
+            return calls, broken + text[begin:], len(text)
+        if name := name or found["named"]:
+            values = {"name": name, "arguments": values}
+        try:
             calls += [_call(value, tools) for value in (values if isinstance(values, list) else [values])]
-    except (ValueError, TypeError, RecursionError, InputError):  # TypeError: of a schema that is damaged
-        return None, at
+        except (ValueError, RecursionError, InputError):
+            broken += text[begin:at]
     closing = _CLOSING.match(text, at)
-    return calls, closing.end() if calls and closing else at
+    return calls, broken, closing.end() if (calls or broken) and closing else at
 
 
 def _call(found: object, tools: Mapping[str, dict]) -> dict:
     """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
-    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
+    if not isinstance(found, dict) or not isinstance(name := found.get("name", found.get("function")), str):
         raise ValueError("no call")
     given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
     if not given or not isinstance(arguments := arguments_of(given[0]), dict):
@@ -179,10 +195,10 @@ def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
     """
     arguments: dict[str, object] = {}
     if begin := _OBJECT.match(text, at):
-        arguments, at = _JSON.raw_decode(text, begin.end())
+        arguments, at = _LENIENT.raw_decode(text, begin.end())
     properties = schema.get("properties")
-    while found := _PARAMETER.match(text, at):
-        name, at = found[1].strip(), found.end()
+    while found := next(filter(None, (form.match(text, at) for form in _PARAMETERS)), None):
+        name, at = found[1].strip(" \n\"'"), found.end()
         own = properties.get(name) if isinstance(properties, dict) else None
         arguments[name] = _value(found[2], _types(own, schema))
     end = _END.match(text, at)
@@ -193,9 +209,9 @@ def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
 
 def _value(text: str, types: set[str]) -> object:
     """Return the value of one of these JSON types that a text stands for; the text if there is none."""
-    for read in (_JSON.decode, ast.literal_eval) if types - {"string"} else ():
+    for read in (JSON.decode, ast.literal_eval) if types - {"string"} else ():
         try:
-            value = _JSON.decode(json.dumps(read(text.strip())))  # no sets, no keys but texts
+            value = JSON.decode(json.dumps(read(text.strip())))  # no sets, no keys but texts
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         if isinstance(value, float) and value.is_integer() and "number" not in types:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.files import HALF, check_characters, read_lines, read_text
-from tokens.templates import thoughts_of
+from tokens.messages import thoughts_of, words_of
 
 # A file's name of a role: ours.
 ROLES = {
@@ -193,17 +193,15 @@ def _messages(where: str, row: dict) -> list[dict]:
         if not isinstance(entry, dict):
             raise InputError(f"{where}: a message is no JSON object")
         role, content = entry.get("from", entry.get("role")), entry.get("value", entry.get("content"))
-        if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content
-        ):
-            content = "".join(str(part.get("text", "")) for part in content)  # OpenAI's list of parts
         if role in TOOL_ROLES or entry.get("tool_calls") or entry.get("function_call"):
             raise LeftOut("with tools")  # a call is no text: the words beside it would be learnt as an answer
-        if not isinstance(content, str):
-            raise LeftOut("with images or other content that is no text")
+        try:
+            words = words_of(content if isinstance(content, list) else [content])
+        except InputError:
+            raise LeftOut("with images or other content that is no text") from None
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        messages.append({"role": ROLES[role], "content": content, **thoughts_of(entry)})
+        messages.append({"role": ROLES[role], **words, **thoughts_of(entry)})
         if ROLES[role] == "assistant" and entry.get("weight") == 0:  # OpenAI's: it is not to be learnt
             messages[-1]["weight"] = 0
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")

@@ -26,10 +26,15 @@ COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATE_FILES, *TOOL_TEMPLATES)
 TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
+END_OF_MESSAGE, END_OF_ANSWER = "<|end|>", "<|return|>"  # a model that has both ends thoughts with the first
 END_TOKENS = (
-    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot|>",
-    "<|end_of_turn|>", "<end_of_turn>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
+    "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
+    "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
+    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
+# Special tokens of the classes that have a vocab.json, where their files do not name them.
+DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")  # the first two are always control tokens
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -40,10 +45,11 @@ TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
     **dict.fromkeys(ENDS, NotRequired[_Name | _Token | None]),
     **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
     "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
-    "add_bos_token": NotRequired[Flag | None], "legacy": NotRequired[Flag | None],
+    **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), NotRequired[Flag | None]),
     "tokenizer_class": NotRequired[Text | None],
     "chat_template": NotRequired[
-        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
+        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | dict[Text, _Template]
+        | None],
 }))
 ADDED_TOKENS = Schema(dict[_Name, Whole])
 
@@ -64,19 +70,21 @@ def tokenizer_settings(folder: Path) -> dict:
 
     A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
     what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
-    gives `added_tokens_decoder`, which is id -> token here.
+    gives `added_tokens_decoder`, which is id -> token here. `DEFAULTS` count for a vocab.json.
     """
     def read(name: str, schema: Schema) -> dict:
         found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
         return {key: value for key, value in found.items() if value is not None}
 
     special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
+    if encoder_of(folder) == "vocab.json":
+        config = DEFAULTS | config
     decoder, settings = config.get("added_tokens_decoder"), config | special
     if decoder is not None:
         added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})
                  for i, t in decoder.items()}
         return special | config | {"added_tokens_decoder": added}
-    names = {*special_tokens_map(settings).values(), *extra_tokens(settings)}
+    names = named_tokens(settings)
     added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED, ADDED_TOKENS).items()}
     return settings | {"added_tokens_decoder": added}
 
@@ -86,10 +94,11 @@ def special_tokens_map(settings: dict, names: tuple = ENDS) -> dict[str, str]:
     return {name: _text(settings[name]) for name in names if settings.get(name)}
 
 
-def extra_tokens(settings: dict) -> list[str]:
-    """Return the texts of the special tokens that the settings name in lists."""
+def named_tokens(settings: dict) -> list[str]:
+    """Return the texts of the special tokens that the settings name, alone or in lists."""
     lists = (settings.get(name, ()) for name in EXTRA)
-    return [_text(t) for found in lists for t in (found.values() if isinstance(found, dict) else found)]
+    extra = [_text(t) for found in lists for t in (found.values() if isinstance(found, dict) else found)]
+    return [*dict.fromkeys((*special_tokens_map(settings).values(), *extra))]
 
 
 def _text(token: str | dict) -> str:

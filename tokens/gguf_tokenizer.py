@@ -5,8 +5,10 @@ the rule that cuts a text into words (`tokens.word_rules`).
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -15,6 +17,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.schema import in_words
 from tokens.files import END_TOKENS
+from tokens.templates import Template, render_template
 from tokens.tokenizer import Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
@@ -24,17 +27,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # and tool calls, such as <think>, look otherwise: they are text.
 CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
 MARKER = re.compile(
-    r"<\|[^<>]+\|>|<\uff5c[^<>]+\uff5c>|\[/?[A-Z_]+\]"
-    r"|</?(s|bos|eos|pad|unk|user|assistant|system|human|bot|(start|end)_of_\w+)>"
+    r"<\|[^<>]+>|<[^<>]+\|>|<\uff5c[^<>]+\uff5c>|\[\|[^\[\]]+\|\]|\[/?[A-Z_]+\]|<</?[A-Z]+>>|<_\w+>"
+    r"|<\w+_\d+>|</?(s|bos|eos|pad|sep|cls|mask|user|assistant|system|human|bot|unused\d+|(start|end)_of_\w+)>"
 )
+# Conversations that show what a template writes. One may refuse roles, or their order.
+PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (
+    ("system",), ("user",), ("user", "assistant"), ("user", "assistant", "tool"))]
 
 
-def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
+def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF", added: str | None = None) -> bool:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
-    errors. Returns False if there are no tokens. Raises InputError if they are damaged, or of a kind that
-    cannot be rebuilt faithfully.
+    errors. added: a template that the caller will write. Returns False if there are no tokens. Raises
+    InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
     """
     folder, prefix = Path(folder), "tokenizer.ggml."
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +51,7 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
         with library_errors("the tokenizer cannot be rebuilt"):
             keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
             templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
-            settings = _write(metadata, "".join(templates.values()), folder)
+            settings = _write(metadata, [text for text in (*templates.values(), added) if text], folder)
             text = json.dumps(settings, ensure_ascii=False, indent=2)
             (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
             for name, template in templates.items():
@@ -58,21 +64,35 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
     return True
 
 
-def _types(metadata: dict, template: str) -> list[int]:
+def _types(metadata: dict, templates: list[str]) -> list[int]:
     """Return the type of each token.
 
     Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
-    metadata, has a well-known name, or looks like a marker and is in the template.
+    metadata, has a well-known name, or looks like a marker and a template writes it. A word that merges make
+    is not unused.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
-    names = {token for token in tokens if MARKER.fullmatch(token) and token in template}
+    text, made = _written(templates), {merge.replace(" ", "") for merge in metadata.get("merges", ())}
+    names = {token for token in tokens if MARKER.fullmatch(token) and token in text}
     names |= CONTROL_NAMES | {token for i, token in enumerate(tokens) if i in ends}
-    doubtful = NORMAL, USER_DEFINED, UNUSED
-    pairs = zip(tokens, metadata["token_type"])
-    return [CONTROL if token in names and kind in doubtful else kind for token, kind in pairs]
+
+    def type_of(token: str, kind: int) -> int:
+        is_word = kind == 0 or (kind == UNUSED and token in made)  # 0: undefined
+        return CONTROL if token in names else NORMAL if is_word else kind
+
+    return list(map(type_of, tokens, metadata["token_type"]))
 
 
-def _write(metadata: dict, template: str, folder: Path) -> dict:
+def _written(templates: list[str]) -> str:
+    """Return the texts of templates, and what they make of conversations: some join markers from parts."""
+    texts = list(templates)
+    for template, probe in product(templates, PROBES):
+        with contextlib.suppress(InputError):
+            texts.append(render_template(Template(template, Path()), probe, {}))
+    return "\n".join(texts)
+
+
+def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
     """Write the file that text is encoded with. Returns the settings. Raises InputError without `where`."""
     kind = metadata.get("model")
     if kind not in WRITERS:
@@ -88,7 +108,7 @@ def _write(metadata: dict, template: str, folder: Path) -> dict:
             raise InputError(f"tokenizer.ggml.{key} is {in_words(metadata[key])}; expected {expected}")
     if len({*tokens}) < len(tokens):
         raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
-    metadata["token_type"] = _types(metadata, template)
+    metadata["token_type"] = _types(metadata, templates)
     settings = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         i = metadata.get(f"{key}_token_id")

@@ -66,7 +66,7 @@ class Template(NamedTuple):
 
 
 def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
-    """Return the chat templates of a folder without and with tools; they are one if it names none for tools.
+    """Return the chat templates of a folder without and with tools; they are one if it has only one.
 
     settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
     """
@@ -76,21 +76,15 @@ def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
         found = read_text(file, LONGEST_TEMPLATE)
     else:
         found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
-    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-    by_name = {x["name"]: x["template"] for x in found} if isinstance(found, list) else {"default": found}
+    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or an object of the same
+    named = {x["name"]: x["template"] for x in found} if isinstance(found, list) else found
+    by_name = named if isinstance(named, dict) else {"default": named}
     text = by_name.get("default", next(iter(by_name.values()), None))
     for_tools = Template(by_name.get("tool_use", text), file)
     for name in TOOL_TEMPLATES:
         if has(folder, name):
             for_tools = Template(read_text(folder / name, LONGEST_TEMPLATE), folder / name)
-    return Template(text, file), for_tools
-
-
-def thoughts_of(message: dict) -> dict[str, str]:
-    """Return the thoughts of a message under every name that templates read; nothing if it has none."""
-    names = ("reasoning_content", "reasoning", "thinking")
-    found = next((message[name] for name in names if message.get(name)), None)
-    return dict.fromkeys(names, found) if isinstance(found, str) else {}
+    return (for_tools if text is None else Template(text, file)), for_tools
 
 
 def render_template(template: Template, messages: list[dict], variables: dict) -> str:

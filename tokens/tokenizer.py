@@ -11,6 +11,7 @@ nothing is decoded twice.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 import shutil
 from collections.abc import Collection, Iterable
@@ -21,8 +22,10 @@ from tokenizers import AddedToken
 
 from common.cli import library_errors
 from common.errors import InputError
+from common.files import read_json
 from tokens import files
 from tokens.backends import JsonBackend, SentencePieceBackend, open_library
+from tokens.messages import ready
 from tokens.templates import ControlTokenMask, read_templates, render_template
 
 BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
@@ -43,11 +46,13 @@ def copy_files(source: Path, target: Path) -> bool:
         return False
     if source.resolve() == target.resolve():
         return True
-    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
-        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
     for name in files.COPIED:
         if files.has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)
+    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
+        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
+        config = target / "tokenizer_config.json"
+        config.write_text(json.dumps(files.DEFAULTS | (read_json(config) if config.exists() else {})))
     return True
 
 
@@ -88,7 +93,10 @@ class Tokenizer:
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
-        ends = map(self.control.get, (self.special_tokens_map.get("eos_token"), *files.END_TOKENS))
+        names = [self.special_tokens_map.get("eos_token"), *files.END_TOKENS]
+        if files.END_OF_ANSWER in self.control and names[0] != files.END_OF_MESSAGE:
+            names.remove(files.END_OF_MESSAGE)
+        ends = map(self.control.get, names)
         self.stop_ids = [*dict.fromkeys(i for i in ends if i is not None)]
         # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
         # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
@@ -131,12 +139,13 @@ class Tokenizer:
     def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
         """Return the token ids of a conversation up to where the assistant begins to speak.
 
-        messages: {"role", "content"} dictionaries. BOS is there if the template writes it. The template
-        gets `variables`, such as `enable_thinking`, or `add_generation_prompt=False` for a conversation
-        that ends with an answer. Nothing in messages or variables becomes a control token. at_most: see
-        `encode`. Raises InputError if there is no template, or it refuses the messages.
+        messages: {"role", "content"} dictionaries, in any form that `tokens.messages: ready` reads. BOS is
+        there if the template writes it. The template gets `variables`, such as `enable_thinking`, or
+        `add_generation_prompt=False` for a conversation that ends with an answer. Nothing in messages or
+        variables becomes a control token. at_most: see `encode`. Raises InputError if there is no template,
+        it refuses the messages, or a content is no text.
         """
-        (hidden, more), originals = self._mask.hide((messages, variables))
+        (hidden, more), originals = self._mask.hide((ready(messages), variables))
         rendered = self.render(hidden, **more)
         self._check_size(rendered, at_most)
         parts = self._cut(rendered, parse_special=True)

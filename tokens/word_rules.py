@@ -91,11 +91,17 @@ WORD_RULES = {
 
 
 def byte_level_bpe(
-    vocab: dict[str, int], merges: list[tuple[str, str]], rule: WordRule
+    vocab: dict[str, int], merges: list[tuple[str, str]], rule: WordRule, prefix_space: bool = False
 ) -> tokenizers.Tokenizer:
-    """Make a tokenizer. Its merges are spelled in the byte alphabet. Raises the library's errors."""
+    """Make a tokenizer. Its merges are spelled in the byte alphabet. Raises the library's errors.
+
+    prefix_space: put a space before a text that begins with none.
+    """
     model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
     model.normalizer = normalizers.NFC() if rule.nfc else None
-    model.pre_tokenizer = pre_tokenizers.Sequence(rule.steps)
+    *cuts, spell = rule.steps
+    if prefix_space:
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=spell.use_regex)
+    model.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
     model.decoder = decoders.ByteLevel()
     return model

@@ -104,8 +104,9 @@ class Panel {
   }
 }
 
+// Tokens per second, 0 for a few that came at once: their times are those of the network.
 function speed({ figures: { tokens = 0, seconds = 0 } = {} }) {
-  return tokens > 1 && seconds ? (tokens - 1) / seconds : 0;
+  return seconds > 0.05 ? (tokens - 1) / seconds : 0;
 }
 
 // The comparison of two complete answers.
@@ -155,7 +156,7 @@ function welcome() {
 }
 
 function showConversation() {
-  $("title").textContent = current.title;
+  $("title").textContent = $("title").title = current.title;
   $("messages").replaceChildren(...(current.messages.length ? current.messages.map(messageNode) : [welcome()]));
   $("export").hidden = !current.messages.length;
   toEnd();
@@ -173,12 +174,20 @@ function toEnd() {
 
 function showList() {
   $("conversations").replaceChildren(...conversations.map((one) => element("li", {},
-    element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, one.title),
+    element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
     element("button", { type: "button", "aria-label": `Delete ${one.title}`, onclick: () => remove(one) }, "×"))));
 }
 
+// Store all conversations. An old answer stays until a new one is complete.
 function keep() {
-  store.write("conversations", conversations);
+  const kept = (one) => (one === running?.conversation && running.old ? { ...one, messages: running.old } : one);
+  store.write("conversations", conversations.map(kept));
+}
+
+function put(conversation, messages) {
+  conversation.messages = messages;
+  keep();
+  open(conversation);
 }
 
 // Take what another tab has kept or deleted, but for a conversation that is answered here.
@@ -195,6 +204,7 @@ addEventListener("storage", (event) => {
 addEventListener("pagehide", () => running && keep()); // the last words of a half answer
 
 function open(conversation) {
+  if (running) running.left = true;
   running?.stop();
   if (edited !== null) endEdit();
   current = conversation;
@@ -229,9 +239,8 @@ function removeTurn(index) {
   const conversation = current, before = current.messages;
   let next = index + 1;
   while (before[next]?.role === "assistant") next += 1;
-  const put = (messages) => { conversation.messages = messages; keep(); open(conversation); };
-  put(before.filter((_, i) => i < index || i >= next));
-  say("Message deleted.", "Undo", () => put(before));
+  put(conversation, before.filter((_, i) => i < index || i >= next));
+  say("Message deleted.", "Undo", () => put(conversation, before));
 }
 
 // Put a message into the input. Sending replaces it and all that follows; Escape ends the edit.
@@ -395,16 +404,12 @@ async function about() {
 }
 
 function settings() {
-  const number = (id) => ($(id).value === "" ? null : Number($(id).value));
-  return {
-    temperature: number("temperature") ?? 1, top_p: number("top_p") ?? 1, max_tokens: number("max_tokens") ?? 512,
-    seed: number("seed") ?? Math.floor(Math.random() * 2 ** 31),
-  };
+  const numbers = Object.fromEntries(["temperature", "top_p", "max_tokens"].map((id) => [id, Number($(id).value)]));
+  return { ...numbers, seed: Number($("seed").value || Math.floor(Math.random() * 2 ** 31)) };
 }
 
-// Answer the last message. before: the messages to return to if nothing comes. words: those just sent; a new
-// answer to an old message has none.
-// Ask for an answer to the conversation. before, title, edit: what was there, for when it is refused; words: new.
+// Ask for an answer to the conversation. before, title, edit: what was there, for when it is refused. words: just
+// sent; a new answer to an old message has none.
 async function reply({ before, words, title, edit }) {
   const conversation = current;
   const written = conversation.messages.filter(({ content }) => content)
@@ -417,7 +422,8 @@ async function reply({ before, words, title, edit }) {
   if (drafts && $("beside").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
   conversation.messages = [...conversation.messages, message];
   const control = new AbortController();
-  const mine = { stop: () => control.abort(), message };
+  const old = before.at(-1)?.role === "assistant" && !words ? before : null; // with the answer to replace
+  const mine = { stop: () => control.abort(), message, conversation, old };
   running = mine;
   document.body.classList.add("running");
   say(null);
@@ -454,8 +460,9 @@ async function reply({ before, words, title, edit }) {
     running = null;
     document.body.classList.remove("running");
   }
-  const { error } = message.figures;
-  if (!message.content && !["stop", "length"].includes(message.finish)) { // refused, or stopped before it began
+  const { error } = message.figures, unfinished = !["stop", "length"].includes(message.finish);
+  if (old && unfinished && (error || mine.left)) conversation.messages = old;
+  else if (!message.content && unfinished) { // refused, or stopped before it began
     conversation.messages = error || !words ? before : conversation.messages.slice(0, -1);
     if (error && words) {
       conversation.title = title;
@@ -471,6 +478,9 @@ async function reply({ before, words, title, edit }) {
     if (!follows) $("messages").scrollTop = at;
   }
   if (error && !watching) say(error);
+  else if (old && unfinished && message.content && !mine.left) {
+    say("Stopped.", "Back to the old answer", () => put(conversation, old));
+  }
 }
 
 function showTree(tree) {
@@ -481,18 +491,13 @@ function showTree(tree) {
   draw($("drawing"), tree);
 }
 
-function titleOf(words) {
-  const line = words.replace(/\s+/g, " ");
-  return line.length <= 60 ? line : `${line.slice(0, 60).replace(/ \S*$/, "")} …`;
-}
-
 function send(event) {
   event?.preventDefault();
   const content = $("input").value.trim();
   if (!content || running) return;
   const { messages: before, title } = current, edit = edited;
   const kept = before.slice(0, edit?.index ?? before.length);
-  if (!kept.length) current.title = titleOf(content);
+  if (!kept.length) current.title = content.replace(/\s+/g, " ").slice(0, 200);
   current.messages = [...kept, { role: "user", content }];
   endEdit();
   $("input").focus();
@@ -514,6 +519,7 @@ for (const id of SETTINGS) {
   const field = input.type === "checkbox" ? "checked" : "value";
   if (id in kept) input[field] = kept[id];
   input.addEventListener("change", () => {
+    if (input.value === "") input.value = input.defaultValue;
     if (!input.validity.valid) { // take the nearest value that the server accepts
       const value = input.step === "any" ? Number(input.value) : Math.round(input.value);
       input.value = Math.min(input.max, Math.max(input.min, value));
@@ -523,10 +529,15 @@ for (const id of SETTINGS) {
       const one = $(name);
       return [name, one.type === "checkbox" ? one.checked : one.value];
     })));
-    document.body.classList.toggle("coloured", $("coloured").checked);
+    applySettings();
   });
 }
-document.body.classList.toggle("coloured", $("coloured").checked);
+applySettings();
+
+function applySettings() {
+  document.body.classList.toggle("coloured", $("coloured").checked);
+  $("beside").disabled = !$("speculate").checked; // plain decoding is not compared with itself
+}
 
 function dark(on) {
   document.documentElement.classList.toggle("dark", on);

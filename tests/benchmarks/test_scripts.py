@@ -1,10 +1,6 @@
 """Every script runs on a small model and writes what its table shows. Speeds are not tested."""
-import os
-import subprocess
-import sys
 
 import batches
-import bench
 import charts
 import floor
 import hugging_face
@@ -18,12 +14,10 @@ import startup
 import step
 import tau
 import torch
-from bench import Decoded
 from helpers import ROOT
 from processes import Reply
 
 from checkpoint.loading import load_model
-from common.errors import InputError
 
 pytestmark = pytest.mark.kernels
 
@@ -105,23 +99,6 @@ def test_peers(calibrated, questions, record, results, capsys):
     assert (results / "peers.png").stat().st_size > 5000
 
 
-def test_contenders_take_turns_and_answers_without_speed_are_left_out():
-    order = []
-
-    def contender(name: str):
-        def decode(ids: list[int], tokens: int) -> Decoded:
-            order.append(name)
-            return Decoded([], float(ids[0]))
-
-        return decode
-
-    rows = bench.time_in_turns({name: contender(name) for name in "abc"}, [[1], [0], [3]], 9)
-    assert "".join(order) == "abc" + "abcbcacab"  # the first three are the warm-up
-    assert [[*row] for row in rows] == [["a", "b", "c"]] * 2 and rows[1]["a"].rate == 3
-    with pytest.raises(InputError, match="nothing to time"):
-        bench.time_in_turns({"a": contender("a")}, [[0]], 9)
-
-
 def test_a_hugging_face_copy_is_the_target(golden, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     argv = ["--checkpoint", str(golden), "--out", str(tmp_path / "copy"), "--threads", "1"]
@@ -177,24 +154,3 @@ def test_charts(results, monkeypatch):
     results.mkdir()
     assert charts.main() == 0
     assert sorted(path.name for path in results.iterdir()) == ["drafters.csv", "drafters.png", "overview.png"]
-
-
-def test_the_gpu_script_without_a_gpu():
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    command = ["sh", ROOT / "benchmarks" / "gpu.sh", "probe"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "error: torch sees no GPU here" in done.stderr
-
-
-@pytest.mark.parametrize("script, argv, words", [
-    (step, ("--shape", "huge"), "--shape huge: unknown; choose from llama-3.1-8b"),
-    (tau, ("--checkpoint", "{golden}", "--questions", "{questions}", "--max-seq-len", "130"), "fit in"),
-    (floor, ("--checkpoint", "{golden}", "--questions", "{golden}"), "has no .jsonl files"),
-    (peers, ("--checkpoint", "{golden}", "--questions", "{questions}", "--no-ours", "--llama-server", "no",
-             "--gguf", "x.gguf"), "--llama-server no: cannot be started"),
-])
-def test_refusals(golden, questions, capsys, script, argv, words):
-    argv = [word.format(golden=golden, questions=questions) for word in argv]
-    assert script.main([*argv, "--threads", "1"]) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and words in lines[0]

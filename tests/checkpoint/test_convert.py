@@ -1,16 +1,13 @@
 """Conversion: every form of a source gives the same tensors, and heads are read as their files mean."""
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
 from helpers.converting import assert_same, fused, run
-from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
+from helpers.launching import measured
+from helpers.sources import CONFIG, HEAD_CONFIG, LARGE, head_state, target_state, write_gguf, write_source
 from helpers.tokenizers import write_byte_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -19,10 +16,8 @@ from checkpoint import gguf as gguf_source
 from checkpoint.convert import convert, open_source
 from checkpoint.folder import read_config
 from checkpoint.layouts import Answers
-from checkpoint.loading import load_head, load_model
-from convert_checkpoint import main
+from checkpoint.loading import load_model
 from model import Transformer
-from networks.eagle import Eagle3Head
 
 # Every source form, the same tensors
 
@@ -173,89 +168,12 @@ def test_damaged_tokenizer(tmp_path, capsys, name):
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("case", ["plain", "llama3", "linear", "tied", "defaults"])
-def test_logits_equal_transformers(tmp_path, case):
-    transformers = pytest.importorskip("transformers")
-    rope = {"rope_type": "default", "rope_theta": 5000.0}
-    if case == "llama3":
-        rope = {
-            "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        }
-    if case == "linear":
-        rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
-    keys = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
-    )
-    config = transformers.LlamaConfig(
-        **{key: CONFIG[key] for key in keys}, rope_parameters=rope, tie_word_embeddings=case == "tied"
-    )
-    torch.manual_seed(3)
-    reference = transformers.LlamaForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for p in reference.parameters():
-            p.normal_(0, 0.2)  # also the norms, whose ones would hide a swap
-    reference.save_pretrained(tmp_path / "in")
-    if case == "defaults":  # as older versions wrote it: scaling beside the base, `type` for `rope_type`
-        file = tmp_path / "in" / "config.json"
-        data = json.loads(file.read_text())
-        data.pop("rope_parameters")
-        file.write_text(
-            json.dumps({**data, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 1.0}})
-        )
-    model, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
-    tokens = torch.randint(0, 96, (2, 60))
-    with torch.no_grad():
-        expected = reference(tokens).logits
-        logits = model.logits(model.causal(tokens)[0])
-    assert (logits - expected).abs().max() / expected.abs().max() < 1e-4
-
-
 # Heads
-
-
-@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
-def test_head(tmp_path, target, prefix):
-    state = head_state(hd=12, prefix=prefix)
-    out = convert(write_source(tmp_path / "head", state, HEAD_CONFIG, "bin"), target=target, quiet=True)
-    assert out == target / "eagle3"
-    ours = load_file(out / "model.safetensors")
-    assert torch.equal(ours["draft_ids"], state["t2d"].nonzero()[:, 0])
-    assert ours["draft_ids"].dtype == torch.int64
-    assert torch.equal(ours["layer.embed_norm.weight"], state[prefix + "input_layernorm.weight"])
-    assert torch.equal(ours["layer.feature_norm.weight"], state[prefix + "hidden_norm.weight"])
-    qkv = torch.cat([state[prefix + f"self_attn.{x}_proj.weight"] for x in "qkv"])
-    assert torch.equal(ours["layer.wqkv.weight"], qkv)
-    config = read_config(out, "eagle3")
-    # RoPE and head size are its own: a base of 10000 where the config is silent, although the target's is
-    # 5000, and a head size of 12, which the tensors have, although 32 / 4 is 8.
-    assert (config["rope_base"], config["head_dim"], config["aux_layers"]) == (10000.0, 12, [2, 4, 5])
-    head = load_head(out, load_model(target)[0])
-    assert isinstance(head, Eagle3Head) and head.embed.weight.shape == (96, 32)
-
-
-def test_head_with_the_whole_vocabulary_has_no_map(tmp_path, target):
-    config = {**HEAD_CONFIG, "draft_vocab_size": 96}
-    out = convert(write_source(tmp_path / "head", head_state(draft=96), config), target=target, quiet=True)
-    assert torch.equal(load_file(out / "model.safetensors")["draft_ids"], torch.arange(96))
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_head_keeps_only_an_embedding_of_its_own(tmp_path, target, own):
-    state = head_state()
-    state["embed_tokens.weight"] = target_state()["model.embed_tokens.weight"].clone()
-    state["embed_tokens.weight"][7, 7] += 1e-3 * own
-    out = convert(write_source(tmp_path / "head", state, HEAD_CONFIG), target=target, quiet=True)
-    assert read_config(out)["own_embedding"] == own
-    assert ("embed.weight" in load_file(out / "model.safetensors")) == own
-    model = load_model(target)[0]
-    assert (load_head(out, model).embed is model.embed) != own
 
 
 @pytest.mark.parametrize("in_config, option, expected", [
     (None, None, [2, 4, 5]), ([1, 3, 4], None, [2, 4, 5]), ([2, 4, 8], None, [2, 4, 8]),
-    ([4, 5, 6], (4, 5, 6), [4, 5, 6]), ([1, 3, 4], (1, 3, 4), [1, 3, 4]),
+    ([4, 5, 6], (4, 5, 6), [4, 5, 6]), ([1, 3, 4], (1, 3, 4), [1, 3, 4]), ([0, 3, 8], None, [0, 3, 8]),
 ])
 def test_aux_layers(tmp_path, target, in_config, option, expected):
     config = {**HEAD_CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": in_config}}
@@ -264,51 +182,21 @@ def test_aux_layers(tmp_path, target, in_config, option, expected):
     assert read_config(out)["aux_layers"] == expected
 
 
-def test_aux_layers_option_and_question(tmp_path, target, capsys):
-    config = {**HEAD_CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5, 6]}}
-    source = write_source(tmp_path / "head", head_state(), config)
-    code, err = run(capsys, "--checkpoint", source, "--target", target)
-    assert code == 1 and len(err) == 1 and "--aux-layers 4,5,6" in err[0] and "5,6,7" in err[0]
-    assert run(capsys, "--checkpoint", source, "--target", target, "--aux-layers", "5,6,7") == (0, [])
-    assert read_config(target / "eagle3")["aux_layers"] == [5, 6, 7]
-    with pytest.raises(SystemExit, match="2"):
-        main(["--checkpoint", str(source), "--target", str(target), "--aux-layers", "5,x"])
-
-
 # Memory
 
-MEASURE = """
-import sys, torch, safetensors.torch
-sys.path.insert(0, sys.argv[1])
-from checkpoint.convert import convert
-from pathlib import Path
-torch.set_num_threads(1)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-convert(sys.argv[2], sys.argv[3], quiet=True)  # a small one first: lazy imports are not what is measured
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-before = status("VmRSS")
-out = convert(sys.argv[4], sys.argv[5], quiet=True)
-print(status("VmHWM") - before, (out / "model.safetensors").stat().st_size)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux' high-water mark")
 @pytest.mark.parametrize("form, bound", [
     ("safetensors", 1.5), ("bin", 1.5), ("safetensors-sharded", 0.5), ("bin-sharded", 0.5)])
 def test_peak_memory(tmp_path, form, bound):
-    config = {
-        **CONFIG, "hidden_size": 768, "intermediate_size": 2560, "num_attention_heads": 12, "head_dim": 64,
-        "num_key_value_heads": 4, "vocab_size": 4096, "num_hidden_layers": 16,
-    }
-    state = target_state(config, torch.bfloat16)
-    big = write_source(tmp_path / "big", state, config, form, shard=lambda i: i * 4 // len(state))
+    """After a small conversion: lazy imports are not what is measured."""
+    state = target_state(LARGE, torch.bfloat16)
+    big = write_source(tmp_path / "big", state, LARGE, form, shard=lambda i: i * 4 // len(state))
     small = write_source(tmp_path / "small", target_state(), form=form)
-    argv = [sys.executable, "-c", MEASURE, ROOT, small, tmp_path / "a", big, tmp_path / "b"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=True)
-    peak, size = map(int, result.stdout.split())
-    print(f"{form}: peak {peak / size:.2f} of {size:,} bytes")
+    peak, size = measured(
+        "from checkpoint.convert import convert; convert(argv[0], argv[1], quiet=True)",
+        "result = [(convert(argv[2], argv[3], quiet=True) / 'model.safetensors').stat().st_size]",
+        small, tmp_path / "a", big, tmp_path / "b",
+    )
     assert size > 200e6 and peak < bound * size, f"{peak / size:.2f} of the output's size"
 
 

@@ -1,16 +1,87 @@
-"""The export command, and what it refuses. The layouts have their tests with the heads and the training."""
+"""Heads go out to a layout and come back with nothing lost; what cannot go out is refused."""
 import copy
 import dataclasses
 import errno
 import json
-import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn as nn
+from helpers.blocks import LABELS, published
+from helpers.drafters import guessing_heads
+from helpers.heads import write_head
+from helpers.sources import CONFIG, target_state, write_source
+from safetensors.torch import load_file
 
+from checkpoint.convert import convert
 from checkpoint.export import main
+from checkpoint.folder import read_config
 from checkpoint.heads import export
+from checkpoint.loading import load_head, load_model
 from common.errors import InputError
+from drafters.eagle import Eagle
+from engine.engine import Engine
+from networks.head import Head
+from quantize import main as quantize
+from sampling.options import Sampling
+from training.heads import HeadShape, new_head
+from tree import TreeShape
+
+LAYOUTS = ("sglang", "speculators")
+THERE_AND_BACK = [
+    *((label, layout) for label in ("eagle3", *LABELS) for layout in LAYOUTS),
+    *((label, "sglang") for label in ("eagle", "medusa", "hydra", "hydra++")),
+]
+
+
+def head_of(label: str, golden: Path, models, folder: Path, draft: int | None = None) -> Head:
+    """A head whose weights bfloat16 holds; a block head as it was published and converted, in FOLDER/ours."""
+    target, head = models
+    if label in LABELS:
+        write_head(folder / "published", *published(label, target, draft=draft))
+        ours = convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
+        head = load_head(ours, target)
+    elif label not in ("eagle", "eagle3"):
+        ids = torch.arange(20, 220)
+        head = guessing_heads(target, label.rstrip("+"), ids, 3, 2, label.endswith("++"), seed=0)
+    return head.twin(target, torch.bfloat16).twin(target, torch.float32)
+
+
+@pytest.mark.parametrize("label, layout", THERE_AND_BACK)
+def test_what_is_exported_comes_back(golden, models, models1, tmp_path, label, layout):
+    """Bit for bit. The layout of the speculators library has draft vocabularies."""
+    draft = 90 if (label, layout) == ("p-eagle", "speculators") else None
+    head = head_of(label, golden, models1 if label == "eagle" else models, tmp_path, draft)
+    export(head, tmp_path / "out", layout, read_config(golden))
+    folder = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    back = load_head(folder, models[0])
+    if label in LABELS:
+        assert read_config(folder)["kind"] == read_config(tmp_path / "ours")["kind"]
+    assert back.args == head.args
+    torch.testing.assert_close(back.own_state(), head.own_state(), rtol=0, atol=0)
+
+
+def test_what_is_not_stored(golden, models, tmp_path):
+    """Copies of the target's tables; what a layout has no place for."""
+    head = head_of("dspark", golden, models, tmp_path)
+    config = read_config(tmp_path / "ours")
+    assert not config["own_embedding"] and not config["own_lm_head"] and head.embed is models[0].embed
+    head = new_head(models[0], "dspark", torch.arange(40, 90), HeadShape(states=2, markov_rank=4), 0)
+    with pytest.raises(InputError, match="write --layout speculators"):
+        export(head, tmp_path / "out")
+    export(head, tmp_path / "out", "speculators")
+    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
+
+
+def test_heads_without_a_place_in_a_layout(models, models1, tmp_path):
+    with pytest.raises(InputError, match="no place for eagle heads"):
+        export(models1[1], tmp_path / "no", "speculators")
+    other = type(models[1])(dataclasses.replace(models[1].args, feature_norm="each"))
+    with pytest.raises(InputError, match="no layout"):
+        export(other, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("flag", ("norm_before_residual", "recycle_normed"))
@@ -27,6 +98,8 @@ def test_flags_that_sglang_has_no_place_for(models, tmp_path, flag):
 def test_the_command(golden, tmp_path, capsys):
     command = ["--head", str(golden / "eagle3"), "--checkpoint", str(golden), "--out", str(tmp_path / "out")]
     assert main(command) == 0 and (tmp_path / "out" / "model.safetensors").is_file()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["eagle_config"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # SGLang counts outputs of layers
     capsys.readouterr()
     assert main(command) == 1
     assert capsys.readouterr().err.count("replace it with --force") == 1
@@ -56,10 +129,116 @@ def test_what_else_is_in_the_folder_stays(models, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
 
 
-def test_a_quantised_head_is_not_exported(golden, tmp_path, capsys):
-    head = shutil.copytree(golden / "eagle3", tmp_path / "head")
-    config = json.loads((head / "config.json").read_text())
-    config["quantization"] = {"mode": "int8", "group": 0, "lm_head": True}
-    (head / "config.json").write_text(json.dumps(config))
-    assert main(["--head", str(head), "--checkpoint", str(golden), "--out", str(tmp_path / "out")]) == 1
-    assert "name the checkpoint before quantisation" in capsys.readouterr().err
+@pytest.fixture(params=(True, False), ids=("tied", "untied"))
+def dspark(request, tmp_path):
+    """The folder of a target in float32 with a DSpark head that was published with bfloat16 copies of its
+    tables.
+    """
+    config = {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": request.param}
+    state = target_state(config)
+    folder = convert(write_source(tmp_path / "in", state, config), tmp_path / "target", quiet=True)
+    target, _ = load_model(folder)
+    tensors, head = published("dspark", target)
+    tensors["embed_tokens.weight"] = target.embed.weight.detach().bfloat16()
+    tensors["lm_head.weight"] = target.lm_rows.detach().bfloat16()
+    write_head(tmp_path / "published", tensors, head)
+    convert(tmp_path / "published", target=folder, quiet=True)
+    return folder
+
+
+def test_a_dspark_head_with_copies_of_the_targets_tables(dspark, tmp_path):
+    """They are the target's, in whichever dtype, and go out again: also where they are one tensor there."""
+    config = read_config(dspark / "dspark")
+    assert not config["own_embedding"] and not config["own_lm_head"]
+    out = str(tmp_path / "o")
+    assert main(["--head", str(dspark / "dspark"), "--checkpoint", str(dspark), "--out", out]) == 0
+    back = convert(tmp_path / "o", tmp_path / "back", dspark, quiet=True)
+    again = read_config(back)
+    assert {k: v for k, v in again.items() if k not in ("name", "source", "sha256")} == {
+        k: v for k, v in config.items() if k not in ("name", "source", "sha256")
+    }
+
+
+def test_a_quantised_target_has_no_tables_to_copy(dspark, tmp_path, capsys):
+    assert quantize(["--checkpoint", str(dspark), "--mode", "int8", "--out", str(tmp_path / "q")]) == 0
+    out = tmp_path / "o"
+    command = ["--head", str(dspark / "dspark"), "--checkpoint", str(tmp_path / "q"), "--out", str(out)]
+    assert main(command) == 1 and not out.exists()
+    assert "this target is quantised; name the target before quantisation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layers", ((3, 5, 7), (1, 2, 4), (2, 4, 6), (2, 4, 8), (3, 5, 8)))
+def test_the_layers_that_a_head_reads(golden, models, tmp_path, layout, layers):
+    """Whatever their first one is: files say the ids of inputs or of outputs, and most do not say which."""
+    head = copy.copy(models[1])
+    head.args = dataclasses.replace(head.args, aux_layers=layers)
+    export(head, tmp_path / "out", layout, read_config(golden))
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
+    assert read_config(back)["aux_layers"] == [*layers]
+
+
+def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
+    """It is the residual stream before the final norm; the text is plain text."""
+    target, head = models[0], copy.copy(models[1])
+    head.args = dataclasses.replace(head.args, aux_layers=(2, 4, 8))
+    prompt = list(range(40, 60))
+    x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
+    assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
+    decoders = (Engine(target, drafter, max_seq_len=80, compile=False) for drafter in (
+        Eagle(head, TreeShape(8, 2, 3)), None
+    ))
+    drafted, plain = (decoder.generate([prompt], Sampling(20))[0].ids for decoder in decoders)
+    assert drafted == plain
+
+
+def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_path):
+    """So they are refused; heads that we write say the same ids under the usual key, too."""
+    export(models[1], tmp_path / "out", "sglang", read_config(golden))
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    del config["eagle_config"]
+    file.write_text(json.dumps(config | {"target_layer_ids": [1, 3, 7]}))
+    with pytest.raises(InputError, match=r"target_layer_ids \[1, 3, 7\]: .* is normed where"):
+        convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
+    file.write_text(json.dumps(config | {"target_layer_ids": [1, 3, 6]}))
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
+    assert read_config(back)["aux_layers"] == [2, 4, 7]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("from_anchor", (True, False))
+@pytest.mark.parametrize("kind", ("dflash", "dspark"))
+def test_the_kind_of_a_head_that_drafts_blocks(golden, models, tmp_path, kind, from_anchor, layout):
+    """A DFlash head may draft from the anchor, a DSpark head may not, and may lack a Markov head."""
+    ids = torch.arange(models[0].args.vocab_size)
+    head = new_head(models[0], kind, ids, HeadShape(states=2, drafts=4, markov_rank=0), 0)
+    head.args = dataclasses.replace(head.args, from_anchor=from_anchor)
+    head.lm_head.weight.data.mul_(2)  # or it would be known as the target's
+    export(head.twin(models[0], torch.float32), tmp_path / "out", layout, read_config(golden))
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True, dtype="fp32")
+    found = load_head(back, models[0], kind).args
+    assert read_config(back)["kind"] == kind
+    assert found == dataclasses.replace(  # there is no confidence head that would read anything
+        head.args, confidence_reads_markov=found.confidence_reads_markov
+    )
+
+
+@pytest.mark.parametrize("kind", ("each", "all"))
+def test_norms_before_fc(golden, models, tmp_path, kind):
+    head = copy.deepcopy(models[1])
+    head.args = dataclasses.replace(head.args, feature_norm=kind)
+    made = type(head)(head.args)
+    assert len(made.fc_norms) == {"each": 3, "all": 1}[kind]
+    torch.manual_seed(0)
+    for norm in made.fc_norms:
+        nn.init.normal_(norm.weight)
+    head.fc_norms = made.fc_norms
+    export(head, tmp_path / "out", "speculators", read_config(golden))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["fc_norm"], config["norm_before_fc"]) == (kind == "each", kind == "all")
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True, dtype="fp32")
+    assert load_head(back, models[0]).args.feature_norm == kind
+    tensors = load_file(back / "model.safetensors")
+    for j, norm in enumerate(head.fc_norms):
+        assert torch.equal(tensors[f"fc_norms.{j}.weight"], norm.weight.detach().bfloat16().float())

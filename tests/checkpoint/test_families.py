@@ -13,6 +13,7 @@ from helpers.sources import write_gguf
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
+from checkpoint.families import model_fields
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
@@ -219,3 +220,16 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
     )
     one, two = read_config(a), read_config(b)
     assert [one.get(k) for k in same] == [two.get(k) for k in same]
+
+
+@pytest.mark.parametrize("length, rope, longest", [
+    (4096, {"rope_type": "linear", "factor": 4.0}, 16384),
+    (16384, {"rope_type": "linear", "factor": 4.0}, 16384),  # stretched already
+    (16384, {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 16384}, 65536),
+    (16384, {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+    (32768, {"rope_type": "yarn", "factor": 4.0}, 131072),
+])
+def test_the_context_grows_with_the_scaling_unless_it_has_grown(length, rope, longest):
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 64)
+    config = sizes | {"num_attention_heads": 4, "max_position_embeddings": length, "rope_scaling": rope}
+    assert model_fields(Path("x"), config)["max_seq_len"] == longest

@@ -16,10 +16,6 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from convert_checkpoint import main
-from drafters.eagle import Eagle
-from engine.engine import Engine
-from sampling.options import Sampling
-from tree import TreeShape
 
 
 def rms(x, weight):
@@ -214,11 +210,6 @@ def test_eagle3_head(tmp_path, base, name):
     assert close(run_head(head, tokens, feature), expected)
     ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
     assert torch.equal(head.draft_ids, ids)
-    prompt = [3, 1, 4]
-    plain = Engine(target, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
-    drafter = Eagle(head, TreeShape(12, 2, 4))
-    fast = Engine(target, drafter, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
-    assert fast == plain
 
 
 def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
@@ -261,19 +252,6 @@ def test_draft_ids_are_sorted(tmp_path, base, key):
               key: ids - torch.arange(count) if key == "d2t" else ids}
     found = load_file(converted(tmp_path, folder, state, config, "shuffled") / weights)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_biases_are_found_in_the_file_whatever_the_config_says(tmp_path, base):
-    state, config = make_head("eagle3", qkv_bias=True, attention_bias=True)
-    folder = converted(tmp_path, base["Llama-3"][0], state, config)
-    assert read_config(folder)["qkv_bias"]
-
-
-def test_an_id_that_only_an_input_can_have(tmp_path, base):
-    ids = [0, 3, LAYERS]
-    state, config = make_head("eagle3", eagle_config={AUX: ids})
-    folder = converted(tmp_path, base["Llama-3"][0], state, config)
-    assert read_config(folder)["aux_layers"] == ids
 
 
 QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)

@@ -12,7 +12,7 @@ from helpers.refusals import refused
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_source
 
 from checkpoint import writer
-from checkpoint.convert import convert, converted_folder, default_folder
+from checkpoint.convert import convert, converted_folder
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common import files
@@ -72,14 +72,6 @@ def test_a_failed_replacement_leaves_the_old(tmp_path, target, capsys, monkeypat
     assert code == 1 and len(err) == 1 and "broken disk" in err[0]
     assert (target / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "target-source"]
-
-
-def test_out_defaults_to_checkpoints(tmp_path, monkeypatch):
-    source = write_source(tmp_path / "some-model", target_state())
-    monkeypatch.chdir(tmp_path)
-    assert convert(source, quiet=True) == Path("checkpoints/some-model")
-    assert default_folder("org/Name-1.5B") == Path("checkpoints/name-1.5b")
-    assert load_model(tmp_path / "checkpoints" / "some-model")
 
 
 def test_no_space_known_before(tmp_path, capsys, monkeypatch):

@@ -79,7 +79,8 @@ def test_templates_by_flag(tmp_path, capsys):
     ):
         assert main([*command, str(tmp_path / name), *flags]) == 0
         tokenizer = Tokenizer.load(tmp_path / name)
-        assert tokenizer.has_template is bool(flags)
-        assert (tokenizer.tool_template == "T") is not bool(flags)  # one that is chosen is for tools too
+        # One for tools alone is for all chats, and so is one that is chosen.
+        assert tokenizer.template == tokenizer.tool_template
+        assert (tokenizer.template == "T") is not bool(flags)
     assert main([*command, str(tmp_path / "bad"), "--template", "nonsense"]) == 1
     assert "--template nonsense" in capsys.readouterr().err and not (tmp_path / "bad").exists()

@@ -32,21 +32,46 @@ def raising(error: BaseException):
     return action
 
 
-@pytest.mark.parametrize("action, status, lines", [
-    (lambda: None, 0, []), (lambda: 3, 3, []),
-    (raising(InputError("no\n such  file")), 1, ["error: no such file"]),
-    (raising(OSError("disk full")), 1, ["error: disk full"]), (raising(OSError()), 1, ["error: OSError"]),
-    (raising(KeyboardInterrupt()), 130, ["stopped"]),
-], ids=("nothing", "a status", "bad input", "expected", "without a message", "Ctrl-C"))
-def test_the_status_says_how_a_command_ended(action, status, lines):
+PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})  # as native code raises it
+ENDS = (  # what a command does, its exit status, what it prints
+    (lambda: None, 0, None), (lambda: 3, 3, None), (raising(KeyboardInterrupt()), 130, "stopped"),
+    (raising(InputError("no\n such  file")), 1, "error: no such file"),
+    (raising(OSError("disk full")), 1, "error: disk full"), (raising(OSError()), 1, "error: OSError"),
+    (raising(PANIC("index out\nof bounds")), 1, "error: index out of bounds"),
+    (raising(MemoryError()), 1, "error: not enough memory ("),
+    (raising(RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory")), 1,
+     "error: not enough memory ("),
+    (raising(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")), 1, "error: not enough memory ("),
+    # Messages of libraries and names of files, as a terminal may show them.
+    *((raising(OSError(words)), 1, f"error: {line}") for words, line in (
+        ("\x1b[2J\x1b[1;1Hall is well", r"\x1b[2J\x1b[1;1Hall is well"),
+        ("a\x07\x08\x7fb", r"a\x07\x08\x7fb"), ("\u202etxt.exe\u2066", r"\u202etxt.exe\u2066"),
+        ("two\r\nlines\vand\u2028more", "two lines and more"),
+        ("\ud800", r"\ud800"), ("\x9b31m", r"\x9b31m"), ("żółw 亀 🐢", "żółw 亀 🐢"),
+        ("sizes differ\nException raised from check at /a.cpp:12 (most recent call first):\nframe #0: c10",
+         "sizes differ"),
+        ("sizes differ\nframe #0: c10::Error + 0x5 (0x7f in libc10.so)\nframe #1: main", "sizes differ"),
+        ("x" * 5000, "x" * 1000 + " ... " + "x" * 500),
+    )),
+)
+
+
+@pytest.mark.parametrize("action, status, line", ENDS, ids=range(len(ENDS)))
+def test_how_a_command_ends(action, status, line):
+    """With its status and, if it fails, one line that a terminal shows as it is."""
     messages: list[str] = []
     assert run_command(action, OSError, say=messages.append, interrupted="stopped") == status
-    assert messages == lines
+    if line is None:
+        assert not messages
+        return
+    (message,) = messages
+    assert message.isprintable() and (message.startswith(line) if line.endswith("(") else message == line)
 
 
-def test_what_is_not_expected_is_a_traceback():
-    with pytest.raises(ValueError):
-        run_command(raising(ValueError("a fault of ours")), OSError)
+@pytest.mark.parametrize("error", (ValueError("a fault of ours"), GeneratorExit()), ids=repr)
+def test_what_is_not_expected_is_a_traceback(error):
+    with pytest.raises(type(error)):
+        run_command(raising(error), OSError)
 
 
 def test_a_reader_that_leaves_is_no_error(monkeypatch, tmp_path):
@@ -79,18 +104,13 @@ def test_rules_are_checked_in_their_order():
     (positive, "0", None), (positive, "-1", None), (positive, "1.5", None), (positive, "", None),
     (positive, "9223372036854775808", None), (count, "-1", None), (count, "x", None),
     (bias, "50=-100", (50, -100.0)), (seed, "-1", 2**64 - 1), (seed, "9" * 30, None), (dtype, "fp32", "fp32"),
+    (bias, "1=nan", None), (bias, "1=1000", None), (bias, "x", None), (dtype, "int8", None),
 ])
 def test_types_of_options(kind, value, number):
     if number is not None:
         assert kind(value) == number
         return
-    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        kind(value)
-
-
-@pytest.mark.parametrize("kind, value", [(bias, "1=nan"), (bias, "1=1000"), (bias, "x"), (dtype, "int8")])
-def test_what_is_no_bias_and_no_dtype(kind, value):
-    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown|is no ID=X"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"whole number|is no ID=X|unknown"):
         kind(value)
 
 
@@ -99,46 +119,6 @@ def test_dtypes_have_two_names():
     assert [short_dtype(name) for name in names] == ["bf16", "bf16", "fp16", "fp32"]
     with pytest.raises(InputError, match="'half': unknown; choose from bf16"):
         short_dtype("half")
-
-
-# Messages of libraries and names of files, and what is said of them.
-HOSTILE_WORDS = (
-    ("\x1b[2J\x1b[1;1Hall is well", r"\x1b[2J\x1b[1;1Hall is well"), ("a\x07\x08\x7fb", r"a\x07\x08\x7fb"),
-    ("\u202etxt.exe\u2066", r"\u202etxt.exe\u2066"), ("two\r\nlines\vand\u2028more", "two lines and more"),
-    ("\ud800", r"\ud800"), ("\x9b31m", r"\x9b31m"), ("żółw 亀 🐢", "żółw 亀 🐢"), ("", "ValueError"),
-    ("sizes differ\nException raised from check at /a.cpp:12 (most recent call first):\nframe #0: c10::Error",
-     "sizes differ"),
-    ("sizes differ\nframe #0: c10::Error + 0x5 (0x7f in libc10.so)\nframe #1: main", "sizes differ"),
-    ("x" * 5000, "x" * 1000 + " ... " + "x" * 500),
-)
-
-
-@pytest.mark.parametrize("words, line", HOSTILE_WORDS, ids=range(len(HOSTILE_WORDS)))
-def test_a_message_is_one_line_that_a_terminal_shows_as_it_is(words, line):
-    messages: list[str] = []
-    assert run_command(raising(ValueError(words)), ValueError, say=messages.append) == 1
-    assert messages == [f"error: {line}"] and messages[0].isprintable()
-
-
-@pytest.mark.parametrize("error", [
-    MemoryError(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory"),
-    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
-])
-def test_no_memory_is_one_line_in_every_command(error):
-    messages: list[str] = []
-    assert run_command(raising(error), say=messages.append) == 1
-    assert len(messages) == 1 and messages[0].startswith("error: not enough memory (")
-
-
-def test_a_panic_of_native_code_is_one_line():
-    """It is no Exception: tokenizers, safetensors and llguidance raise it so."""
-    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
-    messages: list[str] = []
-    assert run_command(raising(panic("index out\nof bounds")), say=messages.append) == 1
-    assert messages == ["error: index out of bounds"]
-    with pytest.raises(GeneratorExit):
-        run_command(raising(GeneratorExit()), say=messages.append)
 
 
 def test_what_cannot_be_parsed_is_one_line(capsys):
@@ -154,15 +134,23 @@ def test_what_cannot_be_parsed_is_one_line(capsys):
 def test_the_nearest_option_is_named_and_a_version(capsys):
     p = Options("", prog="x.py")
     p.add_argument("-n", "--max-new-tokens", type=int)
+    p.add_checkpoint("a folder")
     for argv, words in (
-        (["--max-tokens", "5"], "arguments: --max-tokens 5 (did you mean --max-new-tokens?); see --help"),
-        (["--max-token=5"], "arguments: --max-token=5 (did you mean --max-new-tokens?); see --help"),
-        (["a", "word"], "arguments: a word (quote texts with spaces); see --help"),
+        (["--max-tokens", "5"], "arguments: --max-tokens (did you mean --max-new-tokens?); see --help"),
+        (["--max-token=5"], "arguments: --max-token (did you mean --max-new-tokens?); see --help"),
+        (["-n", "x", "--predict", "5"], "arguments: --predict (did you mean --max-new-tokens?); see --help"),
+        (["--chekpoint", "x"], "arguments: --chekpoint (did you mean --checkpoint?); see --help"),
+        (["-x"], "arguments: -x; see --help"),
+        (["-hf", "x"], "arguments: -hf (did you mean --checkpoint?); see --help"),
+        (["-m", "x", "--ctx-size", "5"], "arguments: --ctx-size; see --help"),
+        (["-m", "x", "a", "word"], "arguments: a word (quote texts with spaces); see --help"),
     ):
         with pytest.raises(SystemExit):
             p.read(argv)
         assert capsys.readouterr().err == f"x.py: error: unrecognized {words}\n"
-    assert p.read(["-n", "3"]).max_new_tokens == 3
+    for flag in "-m", "--model", "--checkpoint":
+        o = p.read([flag, "-1", "-n3"])
+        assert (o.checkpoint, o.max_new_tokens) == ("-1", 3)
     with pytest.raises(SystemExit) as stop:
         p.read(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"x.py {VERSION}\n"

@@ -1,12 +1,9 @@
 """How many threads there are by default: no more than the processors that this process may use."""
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
 
 from common import threads
 from common.threads import processors, use_threads
@@ -93,18 +90,3 @@ def test_a_number_that_was_asked_for_stays(counted):
     assert counted[-2:] == [2, 8] and not lines
     use_threads(16, lines.append)
     assert counted[-1] == 3 and len(lines) == 1 and lines[0].startswith("--threads 16: ")
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds processes to processors")
-def test_a_process_on_one_processor_has_one_thread():
-    """For real; PyTorch is asked for more by the environment."""
-    code = (
-        f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}});"
-        " from common.threads import use_threads; use_threads();"
-        " import torch; print(torch.get_num_threads())"
-    )
-    asked = os.environ | {"OMP_NUM_THREADS": "4"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=asked, check=True, capture_output=True, text=True
-    )
-    assert found.stdout == "1\n"

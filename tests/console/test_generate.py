@@ -64,7 +64,8 @@ def test_json_has_the_promised_keys(cli):
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    for words in ("tau ", "tok/s", "GB/s of weights", "peak memory", "1 tokens", "3 turns; texts equal: yes"):
+    last_line = "x (median of 3 turns, ", "); texts equal: yes"
+    for words in ("tau ", "tok/s", "GB/s of weights", "peak memory", "1 tokens", *last_line):
         assert words in text.err
     last = cli(*args).err.splitlines()[-1]
     assert re.fullmatch(r"40 generated, 10 in the prompt; .* tok/s, tau .* tokens per step; length", last)
@@ -198,7 +199,7 @@ def talk(llm: LLM, *turns: str) -> list[str]:
 
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     """A turn that does not fit is refused and forgotten; a line with a / is for the program."""
-    lines = iter(["one", "x" * 500, "", "/help", "/rest", "two", "/reset", "one", "/exit"])
+    lines = iter(["one", "x" * 500, "", "/help", "/rest", "two", "/clear", "one", "/bye"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
     done = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
     first, second = talk(llm, "one", "two")

@@ -15,7 +15,11 @@ KERNELS = "is for the kernels; leave out --no-kernels"
 
 # Options after --checkpoint GOLDEN, and the beginning of the error. FILES is a folder of `files`.
 REFUSED = (
-    ("", "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive"),
+    ("", "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids or --inter"),
+    ("--prompt=", "--prompt: is empty; give a text"),
+    ("-p -", "--prompt -: standard input is empty; give a text"),
+    ("--prompt-file -", "--prompt-file -: standard input is empty; give a text"),
+    ("--prompt-file FILES/empty", "--prompt-file FILES/empty: the file is empty; give a text"),
     *((f"--interactive {other}", TALK) for other in (
         PROMPT, "--prompt-ids 1,2", "--prompt-file f", "--json", "--compare", "--trace f", "--num-samples 2",
         "--raw",
@@ -91,7 +95,8 @@ def files(golden, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "bytes").write_bytes(b"\xff\xfe\x00")
     (folder / "broken.jsonl").write_text('{"prompt": ')
-    (folder / "empty.jsonl").write_text("")
+    for name in "empty", "empty.jsonl":
+        (folder / name).write_text("")
     shutil.copytree(golden, folder / "half")
     data = (golden / "model.safetensors").read_bytes()
     (folder / "half" / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -99,7 +104,8 @@ def files(golden, tmp_path_factory):
 
 
 @pytest.mark.parametrize("options, words", REFUSED, ids=[options for options, _ in REFUSED])
-def test_bad_values(golden, files, capsys, options, words):
+def test_bad_values(golden, files, capsys, monkeypatch, options, words):
+    monkeypatch.setattr(generate, "STDIN", "/dev/null")
     options = options.replace("FILES", str(files)).split()
     assert generate.main(["--checkpoint", str(golden), *options, "--no-compile"]) == 1
     out, err = capsys.readouterr()

@@ -2,8 +2,9 @@
 import hashlib
 import os
 import subprocess
+from pathlib import Path
 
-from helpers import ROOT
+import pytest
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
 from checkpoint.convert import convert
@@ -11,9 +12,14 @@ from checkpoint.loading import load_head, load_model
 from demo import fetch as demo
 
 
-def test_the_demo_stands_in_the_repository():
-    assert demo.TARGET == ROOT / "checkpoints" / "smollm2-135m"
-    assert demo.HEAD_SOURCE == ROOT / "heads" / "smollm2-135m-eagle3"
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    """The file that is expected, a small target; the demo stands in an empty folder, with a small head."""
+    file = write_gguf(tmp_path / "m.gguf", target_state())
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
+    monkeypatch.setattr(demo, "HEAD_SOURCE", write_source(tmp_path / "head", head_state(), HEAD_CONFIG))
+    return file
 
 
 def test_demo_refuses_another_file(tmp_path, capsys, monkeypatch):
@@ -26,11 +32,7 @@ def test_demo_refuses_another_file(tmp_path, capsys, monkeypatch):
         assert not (tmp_path / "out").exists()
 
 
-def test_demo_fetch_is_idempotent(tmp_path, capsys, monkeypatch):
-    file = write_gguf(tmp_path / "m.gguf", target_state())
-    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
-    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
-    monkeypatch.setattr(demo, "HEAD_SOURCE", write_source(tmp_path / "head", head_state(), HEAD_CONFIG))
+def test_demo_fetch_is_idempotent(file, tmp_path, capsys):
     assert demo.main(["--gguf", str(file)]) == 0 and load_model(tmp_path / "out")
     first = (tmp_path / "out" / "model.safetensors").stat().st_ino
     capsys.readouterr()
@@ -46,12 +48,8 @@ def test_demo_fetch_is_idempotent(tmp_path, capsys, monkeypatch):
     assert head.read_bytes() == good
 
 
-def test_another_head_in_its_place_is_replaced(tmp_path, capsys, monkeypatch):
+def test_another_head_in_its_place_is_replaced(file, tmp_path, capsys):
     """As one that was trained and converted there: it loads, and is as new."""
-    file = write_gguf(tmp_path / "m.gguf", target_state())
-    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
-    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
-    monkeypatch.setattr(demo, "HEAD_SOURCE", write_source(tmp_path / "head", head_state(), HEAD_CONFIG))
     other = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
     assert demo.main(["--gguf", str(file)]) == 0
     head = tmp_path / "out" / "eagle3"

@@ -4,10 +4,9 @@ import torch
 from helpers.blocks import LABELS, Reference, published, sharpened
 from helpers.decoding import watched
 from helpers.heads import write_head
+from helpers.states import paths
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
-from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.block import BlockDrafter
@@ -17,7 +16,6 @@ from engine.engine import Engine
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
-from training.heads import HeadShape, new_head
 from tree import TreeShape
 
 PROMPT = [256, *range(97, 120)]
@@ -36,14 +34,6 @@ def drafter_of(head, shape: TreeShape) -> BlockDrafter:
     return (PEagle if isinstance(head, PEagleHead) else DFlash)(head, shape)
 
 
-def paths(draft) -> set[tuple[int, ...]]:
-    """The paths of a tree, as tokens."""
-    def path(node: int) -> tuple[int, ...]:
-        return (*path(draft.parent[node]), draft.tokens[node]) if node else ()
-
-    return {path(node) for node in range(1, len(draft.tokens))}
-
-
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("label,draft", (*((label, None) for label in LABELS), ("p-eagle", 90)))
 def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, temperature):
@@ -55,13 +45,15 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, t
     reference, nodes, levels = Reference(tensors, config, target), 12, head.args.drafts
     drafter = drafter_of(head, TreeShape(nodes, levels - 1, nodes - 1))
     engine = Engine(target, drafter, max_seq_len=200, chunks=(8,), compile=False)
-    steps, noise = watched(engine, PROMPT, Sampling(16, temperature, seed=7)), None
+    steps, noise, deep = watched(engine, PROMPT, Sampling(16, temperature, seed=7)), None, 0
     for text, drawn in steps:
         if temperature:
             places = torch.arange(len(text), len(text) + levels)[None]
             noise = temperature * gumbel(seed_keys([7]), places, target.args.vocab_size)[0]
-        assert paths(drawn) == reference.tree(text, nodes, levels, noise)
-    assert len(steps) > 5 and sum(max(map(len, paths(drawn))) > 1 for _, drawn in steps) > 1
+        _, *found = paths(drawn.tokens, drawn.parent)
+        assert set(found) == reference.tree(text, nodes, levels, noise)
+        deep += max(map(len, found)) > 1
+    assert len(steps) > 5 and deep > 1
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -80,37 +72,6 @@ def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
     with pytest.raises(InputError, match=r"more\.weight"):
         written("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("layout", ("sglang", "speculators"))
-@pytest.mark.parametrize("label", LABELS)
-def test_what_is_exported_comes_back(golden, models, tmp_path, label, layout):
-    """In the published layout and in that of the speculators library, which has draft vocabularies."""
-    target, _ = models
-    small = layout == "speculators" and label == "p-eagle"
-    _, _, head = converted(label, golden, target, tmp_path, draft=90 if small else None)
-    head = head.twin(target, torch.bfloat16).twin(target, torch.float32)  # as the file will hold it
-    export(head, tmp_path / "out", layout, read_config(golden))
-    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
-    back, config = load_head(out, target), read_config(out)
-    # DeepSpec's files hold rounded copies of the target's tables, which are known again.
-    assert config["kind"] == read_config(tmp_path / "ours")["kind"] and back.args == head.args
-    ours, theirs = head.own_state(), back.own_state()
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
-def test_what_is_not_stored(golden, models, tmp_path):
-    """Copies of the target's tables; a draft vocabulary in a layout that has none."""
-    _, _, head = converted("dspark", golden, models[0], tmp_path)
-    config = read_config(tmp_path / "ours")
-    assert not config["own_embedding"] and not config["own_lm_head"] and head.embed is models[0].embed
-    head = new_head(models[0], "dspark", torch.arange(40, 90), HeadShape(states=2, markov_rank=4), 0)
-    with pytest.raises(InputError, match="write --layout speculators"):
-        export(head, tmp_path / "out")
-    export(head, tmp_path / "out", "speculators")
-    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
-    assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
 
 
 @pytest.mark.parametrize("label,changes,words", (
@@ -133,9 +94,3 @@ def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes,
     with pytest.raises(InputError, match=words) as refused:
         convert(tmp_path / "published", tmp_path / "out", golden, quiet=True)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
-
-
-def test_trees_that_cannot_be(golden, models, tmp_path):
-    _, _, head = converted("dspark", golden, models[0], tmp_path)
-    with pytest.raises(ValueError, match="a depth of at most 4"):
-        drafter_of(head, TreeShape(12, 5, 4))

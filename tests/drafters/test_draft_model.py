@@ -109,8 +109,3 @@ def test_residual_acceptance_of_the_target_itself(models):
     assert sum(n == CHAIN.window for n in lengths[:-1]) >= len(lengths) - 2  # p and q round apart
     greedy = engine_of(models[0], smaller(models[0]), CHAIN, "residual")
     assert ids(greedy, PROMPTS[1:2], Sampling(60)) == ids(plain(models), PROMPTS[1:2], Sampling(60))
-
-
-def test_its_caches_are_counted_once(models):
-    one, two = plain(models, max_seq_len=250), engine_of(models[0], models[0], CHAIN)
-    assert two.cache_bytes / two.slots == pytest.approx(2 * one.cache_bytes / one.slots, rel=1e-6)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from helpers.decoding import drafts
-from helpers.states import random_tree
+from helpers.states import paths, random_tree
 
 from drafters.base import Confidence, Drafter, Proposal
 from drafters.eagle import Eagle
@@ -14,15 +14,12 @@ from sampling.options import Sampling
 from tree import Tree, TreeShape, join, link
 
 
-def paths(tree: Tree, b: int) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], float]]:
-    """The path of each node, and the score of each path."""
-    by_node, found = [()], {(): 0.0}
-    for node in range(1, tree.tokens.shape[1]):
-        assert int(tree.parent[b, node]) < node
-        path = (*by_node[int(tree.parent[b, node])], int(tree.tokens[b, node]))
-        by_node.append(path)
-        found[path] = max(float(tree.scores[b, node]), found.get(path, -9e9))
-    return by_node, found
+def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:
+    """The score of each path, the best one where two nodes have the same."""
+    found = {}
+    for path, score in zip(paths(tree.tokens[b].tolist(), tree.parent[b].tolist()), tree.scores[b].tolist()):
+        found[path] = max(score, found.get(path, -9e9))
+    return found
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -30,15 +27,15 @@ def test_the_best_of_both_are_joined(seed):
     one, other = random_tree(9, 4, seed), random_tree(7, 3, seed + 100)
     joined, twice = join(one, other, 10, 4), join(one, one, 10, 4)
     for b in range(2):
-        both = paths(other, b)[1]
-        for path, score in paths(one, b)[1].items():
+        both = scored(other, b)
+        for path, score in scored(one, b).items():
             both[path] = max(score, both.get(path, -9e9))
         best = sorted(both, key=both.get, reverse=True)[:10]
-        by_node, found = paths(joined, b)
-        assert found == pytest.approx({path: both[path] for path in best})
+        assert scored(joined, b) == pytest.approx({path: both[path] for path in best})
+        by_node = paths(joined.tokens[b].tolist(), joined.parent[b].tolist())
         assert joined.depth[b].tolist() == [len(path) for path in by_node]
         # Equal nodes leave places: what fills them is a guess like any other.
-        assert paths(one, b)[1].keys() <= paths(twice, b)[1].keys()
+        assert scored(one, b).keys() <= scored(twice, b).keys()
 
 
 class Fixed(Drafter):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
-from helpers.drafters import NAMES, make_drafter
+from helpers.drafters import NAMES, cases, make_drafter
 
 from checkpoint.loading import load_head, load_model
 from engine.engine import Engine
@@ -41,7 +41,7 @@ def asked(golden, models):
     return made, alone(models, made, **options), options
 
 
-@pytest.mark.parametrize("name", DRAFTING)
+@pytest.mark.parametrize("name", cases(DRAFTING))
 def test_in_pytorch(models, models1, asked, name):
     """Three at a time, as they come and go; each is what it is alone."""
     (made, expected, options), target = asked, models[0]

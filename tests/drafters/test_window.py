@@ -7,7 +7,6 @@ from helpers.decoding import drafts, ids, load, plain, prompts
 from helpers.drafters import make_drafter
 
 from drafters.eagle import Eagle
-from drafters.kept import EveryToken, Ring
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
@@ -126,14 +125,6 @@ def test_what_a_ring_has_lost_is_read_again(models):
     samplings = [Sampling(20 + 7 * i, i % 2, seed=i) for i in range(len(texts))]
     several = engine_of(models[0], Eagle(models[1], SHAPE, reach=12))
     assert ids(several, texts, samplings) == ids(plain(models), texts, samplings)
-
-
-def test_how_much_a_ring_can_reuse():
-    ring, whole = Ring(10), EveryToken()
-    assert whole.reusable(7, 99, 8) == 7
-    assert ring.reusable(7, 9, 8) == 7  # it has not gone round yet
-    assert ring.reusable(50, 60, 70) == 50  # the new text goes further than the old one
-    assert ring.reusable(50, 60, 55) == 40 and ring.reusable(5, 60, 55) == 0
 
 
 def test_caches_are_as_long_as_the_window(models, golden):

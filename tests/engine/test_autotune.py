@@ -3,7 +3,6 @@ import random
 
 import pytest
 
-from drafters.eagle import Eagle
 from engine.autotune import (
     FIRST_REST,
     FRESH,
@@ -14,7 +13,6 @@ from engine.autotune import (
     Times,
     Tuner,
 )
-from engine.engine import Engine
 from engine.request import Request
 from sampling.options import Sampling
 from tree import TreeShape
@@ -160,16 +158,3 @@ def test_tau_between_temperatures_and_contexts():
     assert known.tau(SMALL, 0.5) == pytest.approx(1.75)
     assert known.tau(SMALL, 0.0, 628) == pytest.approx(1.75) and known.tau(SMALL, 3.0, 9999) == 1.5
     assert known.tau(SMALL, 0.0, 99_999) == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize("longest", (2, 20))
-def test_short_sequences(models, longest):
-    """Warm-up times no more steps than the longest sequence has."""
-    target, head = models
-    tuner = Tuner(KNOWN, TAUS)
-    engine = Engine(
-        target, Eagle(head, SMALL), batch=2, max_seq_len=longest, compile=False, tuner=tuner
-    )
-    engine.warm_up(Sampling(), Sampling(temperature=1.0))
-    plain = Engine(target, max_seq_len=longest, compile=False)
-    assert engine.generate([[5]])[0].ids == plain.generate([[5]])[0].ids and engine.free == 2

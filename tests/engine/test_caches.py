@@ -25,8 +25,10 @@ PROMPT = [256, *b"Once upon a time"]
 
 
 @pytest.fixture(scope="module", params=[
-    pytest.param((kv, dtype), marks=[pytest.mark.kernels] * (kv == "int8"), id=f"{kv} {dtype}")
-    for kv in SMALL for dtype in ("bf16", "fp32")
+    pytest.param((kv, dtype), marks=marks, id=f"{kv} {dtype}") for kv, dtype, marks in (
+        ("fp8", "bf16", ()), ("fp8", "fp32", pytest.mark.slow), ("int8", "bf16", pytest.mark.kernels),
+        ("int8", "fp32", pytest.mark.kernels),
+    )
 ])
 def targets(request, golden):
     """The target with a cache in bytes and with one in its dtype; the class of the first one's caches."""

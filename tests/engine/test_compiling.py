@@ -1,11 +1,6 @@
 """What is compiled once is found again, by the next call, object and process; a compiled step is the step."""
-import contextlib
-import gc
 import os
 import sys
-import weakref
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +11,7 @@ from helpers.drafters import make_drafter
 from helpers.launching import run
 from shapes import random_models
 
-from engine.compile import CapturedCalls, CompiledFunction, SavedGraph, compile_graph, saved_places
+from engine.compile import CompiledFunction, SavedGraph, compile_graph, saved_places
 from engine.engine import Engine
 from engine.passes import SPAN
 from engine.runtime import keep_compiled
@@ -234,44 +229,3 @@ def test_a_saved_graph_that_fails_is_made_again(cache, monkeypatch):
     found: list[str] = []
     check(CompiledFunction(add, "sum", found.append), Adder())
     assert not found
-
-
-def test_nothing_is_collected_while_a_call_is_captured(monkeypatch):
-    """It would invalidate the capture. The call, and with it what it reads, lives with its graph."""
-    seen = []
-
-    class Graph(SimpleNamespace):
-        def replay(self):
-            seen.append("replayed")
-
-    @contextlib.contextmanager
-    def recording(graph, pool, stream):
-        assert not gc.isenabled() and stream is calls.stream
-        yield
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "graph_pool_handle": lambda: (0, 1), "Stream": lambda device: stream, "CUDAGraph": Graph,
-        "current_stream": lambda: stream, "stream": lambda s: contextlib.nullcontext(), "graph": recording,
-        "device": lambda device: contextlib.nullcontext(),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    calls = CapturedCalls(torch.device("cuda"), contextlib.nullcontext)
-
-    def call(x):
-        seen.append(gc.isenabled())
-        return x
-
-    read = torch.ones(1)
-    kept = weakref.ref(read)
-    calls("key", partial(call, read))
-    del read
-    assert seen == [True, True, False, "replayed"] and gc.isenabled() and kept() is not None
-
-    def fails():
-        if not gc.isenabled():
-            raise RuntimeError("cannot be captured")
-
-    with pytest.raises(RuntimeError, match="cannot be captured"):
-        calls("other", fails)
-    assert gc.isenabled() and "other" not in calls.graphs

@@ -46,9 +46,7 @@ def test_golden_trace(models, models1, path):
     replay(speculative(models if path.stem.startswith("eagle3") else models1, shape_of(path)), path)
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.9}, {"temperature": 1.0, "top_k": 12},
-], ids=str)
+@pytest.mark.parametrize("settings", ({}, {"temperature": 1.0, "top_p": 0.95, "top_k": 60}), ids=str)
 def test_same_seed_same_text(models, settings):
     """12 prompts, 12 seeds: speculative text equals plain text, coupled or not."""
     texts, shape = prompts(12, longest=90), SHAPES[1]

@@ -34,11 +34,6 @@ def test_devices_that_hold_nothing(device):
         Runtime(device).prepare()
 
 
-def test_a_dtype_without_a_name():
-    with pytest.raises(InputError, match="dtype 'int4': unknown"):
-        _ = Runtime(dtype="int4").torch_dtype
-
-
 def test_caches_that_there_are_not():
     with pytest.raises(InputError, match="--kv int4: unknown; choose from auto, int8, fp8"):
         Runtime("cpu", kv="int4").prepare()

@@ -7,17 +7,9 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.decoding import load
-from helpers.drafters import guessing_heads
 
 from checkpoint.loading import load_model
-from drafters.draft_model import DraftModel
-from drafters.hydra import Hydra
-from drafters.lookahead import Lookahead
-from drafters.lookup import Lookup
-from drafters.medusa import Medusa
-from engine.engine import Engine
-from sampling.options import Sampling
-from tree import TreeShape, likely_tree
+from tree import TreeShape
 
 FOLDER = ROOT / "checkpoints" / "smollm2-135m"
 pytestmark = [
@@ -59,30 +51,3 @@ def test_eagle3_text_is_plain_text():
         assert a.ids == b.ids
         taus.append(b.tau)
     assert sum(taus) / 3 > 1.3, "the head drafts next to nothing"
-
-
-def drafters(target) -> dict:
-    """One of every kind that needs no training, the heads random; sizes for a CPU."""
-    ids = torch.arange(4096)
-    tree = likely_tree(12, 3)
-    return {
-        "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3),
-        "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
-        "medusa": Medusa(guessing_heads(target, "medusa", ids, 3, 1, False, 0), tree),
-        "hydra": Hydra(guessing_heads(target, "hydra", ids, 3, 1, True, 0), tree),
-    }
-
-
-@pytest.mark.dear
-def test_every_drafters_text_is_plain_text():
-    """At temperature 1: what is sampled alike is alike greedily."""
-    target, _ = load_model(FOLDER, dtype=torch.float32)
-    prompt = load(FOLDER, compile=False).encode(
-        "def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n"
-    )
-    sampling = Sampling(24, 1.0, seed=5)
-    plain = Engine(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
-    for name, drafter in drafters(target).items():
-        fast = Engine(target, drafter, max_seq_len=160, compile=False).generate([prompt], sampling)[0]
-        assert fast.ids == plain, name
-        assert name != "draft-model" or set(fast.accept_lengths[:-1]) == {4}

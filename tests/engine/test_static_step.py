@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.decoding import ids, plain, prompts, speculative
-from helpers.drafters import NAMES, make_drafter
+from helpers.drafters import cases, make_drafter
 from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,7 +43,7 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases())
 def test_a_step_waits_for_nothing(name, modes):
     """On the meta device, where nothing has a value: an operator that asks for one fails, if `Watched` does
     not see it first.
@@ -61,7 +61,7 @@ def test_a_step_waits_for_nothing(name, modes):
         assert not watched.seen
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases())
 def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
     """A step captured in the middle of a text changes nothing: neither the state nor what the drafter knows.
     """

@@ -43,7 +43,6 @@ MACHINES = {  # what $CXX is, and what is said about it
     "no program": (not_a_program, "the kernels cannot be compiled ([Errno 8] Exec format error"),
     "idle": (idle, "made no library and does not say why; set CXX to another one"),
     "killed": (failing("Killed signal terminated"), "terminated); free some memory and try again"),
-    "no room": (failing("No space left"), "(error: No space left); make room or set TMPDIR"),
 }
 
 

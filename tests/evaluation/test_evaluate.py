@@ -8,13 +8,8 @@ from argparse import Namespace
 
 import pytest
 from helpers import ROOT
-from helpers.blocks import published
-from helpers.heads import write_head
 
 import evaluate
-from checkpoint.convert import convert
-from checkpoint.loading import load_model
-from drafters import rest
 from engine.autotune import Calibration
 from evaluation import session
 from evaluation.answers import Answer
@@ -145,31 +140,6 @@ def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     assert all(row["questions"] == 1 for row in rows_in(tmp_path / "o"))
 
 
-@pytest.mark.dear
-def test_every_method(run, golden, tmp_path):
-    """Heads that draft blocks are random. The drafts of `residual` are drawn: its texts may differ."""
-    target, text, store = (tmp_path / name for name in ("target", "text", "store"))
-    shutil.copytree(golden, target)
-    for kind in ("p-eagle", "dflash", "dspark"):
-        head = write_head(tmp_path / kind, *published(kind, load_model(golden)[0]))
-        convert(head, target=target, quiet=True)
-    text.write_text("the tide comes in and the tide goes out")
-    assert rest.main(["build", "--checkpoint", str(target), "--out", str(store), str(text)]) == 0
-    grown = ["eagle3", "eagle2", "p-eagle", "dflash", "dspark", "lookup+eagle3"]
-    methods = [*grown, "eagle", "draft-model", "lookahead", "lookup", "rest"]
-    plan = [
-        "--checkpoint", target, "--speculate", ",".join(methods), "--datastore", store,
-        "--draft", f"draft-model={golden}", "--accept", "draft-model=residual", "--tree", "draft-model=5,3,1",
-        *(f"--tree={name}=5,3,2" for name in grown), "--limit", 1, "--max-new-tokens", 8, "--observe", 1,
-    ]
-    assert run.go(plan=plan, out=tmp_path / "out") == 0
-    rows = rows_in(tmp_path / "out")
-    assert {r["method"].removesuffix("+residual") for r in rows} == {"none", *methods}
-    for row in rows:
-        drawn = row["temperature"] and row["method"] == "draft-model+residual"
-        assert row["equal"] == (None if drawn else row["questions"]), row
-
-
 def test_calibrating_a_head(run, golden, tmp_path, capsys):
     """On the questions' own answers; --tree auto reads what is written."""
     shutil.copytree(golden, tmp_path / "t")
@@ -199,43 +169,3 @@ def test_two_ranks_answer_as_one_process_does(run):
     before = (run.folder / "two" / "answers.jsonl").read_text()
     together()  # nothing is left to ask
     assert (run.folder / "two" / "answers.jsonl").read_text() == before
-
-
-REFUSED = (  # the options that are changed, and what the error says
-    ("--speculate eagle9", "unknown (did you mean eagle?); choose"),
-    ("--checkpoint {0}/nothing", "nothing: no such file or folder"),
-    ("--temperature hot", "--temperature hot: could not"),
-    ("--temperature 0,-1", "temperature is -1.0; expected at least 0"),
-    ("--limit 0", "--limit 0: must be"), ("--max-seq-len 1000000", "must be 2 to 1024, the model's maximum"),
-    ("--questions {0}/none.jsonl", "--questions {0}/none.jsonl: no such file"),
-    ("--questions {0}/empty", "holds no question files"), ("--questions {0}/a.jsonl", "1 is there twice"),
-    ("--tree bush", "none of auto, paper"), ("--accept never", "choose from equal"),
-    ("--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
-    ("--tree lookup=auto", "--tree lookup=auto: lookup is none of eagle3"),
-    ("--tree auto --tree eagle3=paper", "--tree eagle3=paper: eagle3 is named twice"),
-    ("--window 3", "--window belongs to --speculate lookahead"),
-    ("--draft {0}/no", "{0}/no: "), ("--calibrate --speculate lookup", "no head that grows trees"),
-    ("--out {0}/older", "other options (figures, seed)"), ("--checkpoint {0}/mute", "need a tokenizer and a"),
-)
-
-
-@pytest.fixture(scope="module")
-def mistakes(run, golden, tmp_path_factory):
-    """A folder of what is refused. `older`: a run of an older version."""
-    folder = tmp_path_factory.mktemp("bad")
-    (folder / "empty").mkdir()
-    (folder / "a.jsonl").write_text('{"question_id": 1, "turns": ["a"]}\n{"turns": ["b"]}\n')
-    shutil.copytree(golden, folder / "mute", ignore=shutil.ignore_patterns("*token*"))
-    options = json.loads((run.folder / "out" / "options.json").read_text())
-    (folder / "older").mkdir()
-    del options["figures"]
-    (folder / "older" / "options.json").write_text(json.dumps(options | {"seed": 1}))
-    return folder
-
-
-@pytest.mark.parametrize("given, words", REFUSED)
-def test_bad_input_is_one_line_and_writes_nothing(run, mistakes, tmp_path, capsys, given, words):
-    assert run.go(*given.format(mistakes).split(), plan=(), out=tmp_path / "out") == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and words.format(mistakes) in lines[0], lines
-    assert not (tmp_path / "out").exists()

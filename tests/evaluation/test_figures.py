@@ -47,15 +47,13 @@ def test_the_table_is_the_arithmetic_of_the_answers():
     assert for_screen_line in for_screen([*rows.values()], ["set", "other"]).splitlines()
 
 
-def test_an_answer_of_one_token_has_no_speed_and_long_names_fit_a_screen():
+def test_an_answer_of_one_token_has_no_speed():
     method, name = "lookup+draft-model+residual", "s" * 60
     answers = [answer(1, m, [turn([5])], 1.0, name) for m in ("none", method)]
     rows = summarise(answers, [name], ["none", method], [])
     for figure in ("speedup", "speedup_total", "tokens_per_second", "tau"):
         assert all(row[figure] is None for row in rows)
     assert f"| {method} | – | – | – | – | other draws |  |  |" in markdown(rows, [name])
-    big = [row | {"tokens_per_second": 12345.678, "speedup": 12.0, "tau": 12.0} for row in rows]
-    assert max(map(len, for_screen(big, [name]).splitlines())) <= 100
 
 
 def test_where_answers_part():
@@ -89,7 +87,7 @@ def test_ties_and_errors(golden, temperature):
     other = [*ids[:3], (ids[3] + 1) % 256, *ids[4:]]
     assert judged(judge, other).tie and not judged(judge, ids[:3]).tie
     exact = Judge(str(golden), torch.bfloat16, "cpu", exact=True)
-    assert not judged(exact, other).tie  # on our kernels nothing is excused
+    assert exact.share == 0 and not judged(exact, other).tie  # on our kernels nothing is excused
     shares = [Judge(str(golden), torch.float32, "cpu", kv=kv).share for kv in ("auto", "int8", "fp8")]
     assert shares == [TIE[torch.float32], TIE[torch.float32], ROUNDED_TIE["fp8"]]  # int8: on our kernels only
 

@@ -8,12 +8,8 @@ from evaluation.sets import read_sets, rounds
 from tree import TreeShape
 
 
-def test_our_questions_are_complete_and_each_method_begins_as_often():
-    sets = read_sets(None, None)
-    assert set(sets) == {"writing", "code", "math", "summary", "translation", "qa"}
-    assert all(len(questions) == 8 for questions in sets.values())
-    ids = [q["question_id"] for questions in sets.values() for q in questions]
-    assert len(set(ids)) == 48 and any(len(q["turns"]) > 1 for questions in sets.values() for q in questions)
+def test_each_method_begins_as_often():
+    sets = read_sets(None, None)  # our questions
     order = list(rounds({k: v[:3] for k, v in sets.items()}, [0.0, 1.0], ["none", "a", "b"]))
     assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
     for cell in {(name, temperature) for name, _, temperature, _ in order}:

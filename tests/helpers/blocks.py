@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.heads import layer_shapes
 from model import Transformer
 
 LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
@@ -25,14 +26,9 @@ def published(label: str, target: Transformer, block: int = 5, draft: int | None
     shapes = {"fc.weight": (H, states * H), "norm.weight": (H,), "lm_head.weight": (D, H)}
     for i in range(LAYERS):
         p, reads = f"layers.{i}.", 2 * H if label == "p-eagle" and i == 0 else H
-        shapes |= {
-            p + "self_attn.q_proj.weight": (HEADS * HD, reads),
-            p + "self_attn.k_proj.weight": (KV * HD, reads),
-            p + "self_attn.v_proj.weight": (KV * HD, reads), p + "self_attn.o_proj.weight": (H, HEADS * HD),
+        shapes |= layer_shapes(p, H, INNER, (HEADS, KV, HD), reads) | {
             p + "self_attn.q_norm.weight": (HD,), p + "self_attn.k_norm.weight": (HD,),
-            p + "input_layernorm.weight": (H,), p + "post_attention_layernorm.weight": (H,),
-            p + "mlp.gate_proj.weight": (INNER, H), p + "mlp.up_proj.weight": (INNER, H),
-            p + "mlp.down_proj.weight": (H, INNER),
+            p + "input_layernorm.weight": (H,),
         }
     config = {
         "vocab_size": V, "hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": LAYERS,

@@ -1,6 +1,7 @@
 """Every drafter on small models, by name."""
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from checkpoint.folder import check_args
@@ -27,7 +28,17 @@ NAMES = (
     "draft-model", "residual", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
     "lookahead+hydra++", "eagle3 window", "dspark window",
 )
+# One of each kind of what a drafter reads and keeps; `make test-fast` leaves the others out.
+QUICK = {
+    "eagle3", "eagle1", "p-eagle", "dspark", "medusa", "hydra++", "draft-model", "residual", "lookahead",
+    "lookup", "rest", "lookup+eagle3",
+}
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
+
+
+def cases(names=NAMES) -> list:
+    """The names of drafters as a test's parameters."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in names]
 
 
 def guessing_heads(

@@ -14,29 +14,39 @@ BASE = {
 }
 
 
+def layer_shapes(
+    prefix: str, hidden: int, inner: int, heads: tuple[int, int, int], reads: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors, by their published names, without the norm before its attention.
+
+    heads: query heads, key/value heads and their size. reads: width of attention's input, if not `hidden`.
+    """
+    (nh, nkv, hd), reads = heads, reads or hidden
+    shapes = {
+        "self_attn.q_proj": (nh * hd, reads), "self_attn.k_proj": (nkv * hd, reads),
+        "self_attn.v_proj": (nkv * hd, reads), "self_attn.o_proj": (hidden, nh * hd),
+        "post_attention_layernorm": (hidden,), "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
 def make_head(
     kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, first="midlayer.", bias=False,
-    qkv_bias=False, qk_norm=False, aux=3, embedding=False, seed=7, **changes,
+    qkv_bias=False, qk_norm=False, aux=3, embedding=False, seed=7, vocab=V, **changes,
 ) -> tuple[dict, dict]:
     """(Tensors, config) of a random head as published.
 
-    draft: size of the draft vocabulary. hidden, target: widths of head and target. first: what the tensors of
-    an EAGLE-3 head's first layer begin with. aux: how many states of the target it reads. changes: keys of
-    the config.
+    draft, vocab: sizes of the draft vocabulary and of the target's. hidden, target: widths of head and
+    target. first: what the tensors of an EAGLE-3 head's first layer begin with. aux: how many states of the
+    target it reads. changes: keys of the config.
     """
     g = torch.Generator().manual_seed(seed)
     wide = hidden if kind == "eagle" else 2 * hidden
     shapes = {"fc.weight": (hidden, 2 * hidden if kind == "eagle" else aux * target)}
     for k in range(layers):
         p = first if k == 0 and kind == "eagle3" else f"layers.{k}."
-        shapes |= {
-            p + "self_attn.q_proj.weight": (4 * hd, wide if k == 0 else hidden),
-            p + "self_attn.k_proj.weight": (kv * hd, wide if k == 0 else hidden),
-            p + "self_attn.v_proj.weight": (kv * hd, wide if k == 0 else hidden),
-            p + "self_attn.o_proj.weight": (hidden, 4 * hd), p + "post_attention_layernorm.weight": (hidden,),
-            p + "mlp.gate_proj.weight": (64, hidden), p + "mlp.up_proj.weight": (64, hidden),
-            p + "mlp.down_proj.weight": (hidden, 64),
-        }
+        shapes |= layer_shapes(p, hidden, 64, (4, kv, hd), wide if k == 0 else hidden)
         if qkv_bias:
             shapes |= {f"{p}self_attn.{x}_proj.bias": (n * hd,) for x, n in (("q", 4), ("k", kv), ("v", kv))}
         if qk_norm:
@@ -50,15 +60,15 @@ def make_head(
     if bias:
         shapes["fc.bias"] = (hidden,)
     if embedding:
-        shapes["embed_tokens.weight"] = (V, hidden)
+        shapes["embed_tokens.weight"] = (vocab, hidden)
     state = {
         name: (1 if name.endswith("norm.weight") else 0) + 0.2 * torch.randn(shape, generator=g)
         for name, shape in shapes.items()
     }
-    if kind == "eagle3" and draft != V:
-        ids = torch.randperm(V, generator=g)[:draft].sort().values
+    if kind == "eagle3" and draft != vocab:
+        ids = torch.randperm(vocab, generator=g)[:draft].sort().values
         state["d2t"] = ids - torch.arange(draft)
-        state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+        state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     config = BASE | {"hidden_size": hidden, "num_key_value_heads": kv, "num_hidden_layers": layers} | changes
     if kind == "eagle3":
         config.setdefault("draft_vocab_size", draft)

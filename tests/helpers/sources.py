@@ -7,12 +7,18 @@ import gguf
 import torch
 from safetensors.torch import save_file
 
+from helpers.heads import layer_shapes, make_head
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 96,
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
     "eos_token_id": [3, 5], "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "torch_dtype": "float16",
+}
+LARGE = CONFIG | {  # a quarter of a gigabyte in 16 bits
+    "hidden_size": 768, "intermediate_size": 2560, "num_attention_heads": 12, "head_dim": 64,
+    "num_key_value_heads": 4, "vocab_size": 4096, "num_hidden_layers": 16,
 }
 HEAD_CONFIG = {
     **CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 24, "rope_theta": None, "head_dim": None,
@@ -22,44 +28,19 @@ HEAD_CONFIG = {
 
 def target_state(config=CONFIG, dtype=torch.float32) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    H, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    nh, nkv, hd = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    H, V, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     shapes = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
-    for i in range(config["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        shapes |= {
-            p + "input_layernorm.weight": (H,), p + "post_attention_layernorm.weight": (H,),
-            p + "self_attn.q_proj.weight": (nh * hd, H), p + "self_attn.k_proj.weight": (nkv * hd, H),
-            p + "self_attn.v_proj.weight": (nkv * hd, H), p + "self_attn.o_proj.weight": (H, nh * hd),
-            p + "mlp.gate_proj.weight": (inner, H), p + "mlp.up_proj.weight": (inner, H),
-            p + "mlp.down_proj.weight": (H, inner),
-        }
+    for p in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
+        shapes |= {p + "input_layernorm.weight": (H,)} | layer_shapes(p, H, inner, heads)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, H)
     return {name: torch.randn(shape, generator=g).mul(0.2).to(dtype) for name, shape in shapes.items()}
 
 
-def head_state(hd=8, vocab=96, draft=24, hidden=32, prefix="midlayer.") -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(2)
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,), "lm_head.weight": (draft, hidden),
-        "input_layernorm.weight": (hidden,), "hidden_norm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (4 * hd, 2 * hidden), "self_attn.k_proj.weight": (2 * hd, 2 * hidden),
-        "self_attn.v_proj.weight": (2 * hd, 2 * hidden), "self_attn.o_proj.weight": (hidden, 4 * hd),
-        "mlp.gate_proj.weight": (64, hidden), "mlp.up_proj.weight": (64, hidden),
-        "mlp.down_proj.weight": (hidden, 64),
-    }
-    outside = ("fc.", "norm.", "lm_head.")
-    state = {
-        (name if name.startswith(outside) else prefix + name): torch.randn(shape, generator=g) * 0.2
-        for name, shape in shapes.items()
-    }
-    if draft != vocab:
-        ids = torch.randperm(vocab, generator=g)[:draft].sort().values
-        state["d2t"] = ids - torch.arange(draft)
-        state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    return state
+def head_state(hidden=32) -> dict[str, torch.Tensor]:
+    """The tensors of an EAGLE-3 head for the target."""
+    return make_head("eagle3", vocab=96, draft=24, hidden=hidden, target=hidden, hd=8)[0]
 
 
 def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", shard=lambda i: i % 2) -> Path:

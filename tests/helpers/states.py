@@ -34,3 +34,12 @@ def random_tree(nodes: int, levels: int, seed: int) -> Tree:
         trees.append((tokens, parent, score))
     tokens, parent, scores = (torch.tensor(x) for x in zip(*trees))
     return Tree(tokens, parent, *link(parent, levels), scores)
+
+
+def paths(tokens: list[int], parent: list[int]) -> list[tuple[int, ...]]:
+    """The tokens below the root on the way to each node. Fails if a child stands before its parent."""
+    found = [()]
+    for node in range(1, len(tokens)):
+        assert parent[node] < node
+        found.append((*found[parent[node]], tokens[node]))
+    return found

@@ -3,6 +3,12 @@ import json
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from networks.head import Head
+from training.batches import Batch
+from training.features import Features, TargetStates
+from training.losses import Objective
 
 
 def random_rows(*sizes: tuple[int, list[list[int]]]) -> list[dict]:
@@ -15,6 +21,26 @@ def random_rows(*sizes: tuple[int, list[list[int]]]) -> list[dict]:
 
 
 ROWS = random_rows((14, [[5, 14]]), (9, [[2, 9]]), (11, [[8, 11]]), (24, [[4, 10], [15, 24]]))
+
+
+def loss_on(
+    objective: Objective, states: TargetStates | None = None, rows: list[dict] = ROWS,
+    seeds: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Batch, TargetStates]:
+    """Return the loss on rows, the right first choices by step, the batch and the target's states."""
+    states = states or Features(objective.target, objective.aux_layers).read(rows)
+    batch = objective.batch(rows, objective.steps, seeds)
+    return *objective.loss(batch, states, batch.scored, seeds or [0] * len(rows)), batch, states
+
+
+@torch.no_grad()
+def shaken(head: Head) -> Head:
+    """Change every weight of a head's own at random: parts that begin as nothing count too."""
+    torch.manual_seed(5)
+    for p in head.own_state().values():  # the table is the target's
+        if p.is_floating_point():
+            p.add_(0.05 * torch.randn_like(p))
+    return head
 
 
 def users(*turns: str) -> list[dict]:

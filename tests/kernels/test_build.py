@@ -11,19 +11,6 @@ from kernels import build, cpu
 from kernels.isa import choose
 
 
-@pytest.mark.slow
-def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
-    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
-    with pytest.raises(InputError, match=r"could not compile the kernels.*name another --isa"):
-        cpu.CpuBackend.load()
-    assert not list(tmp_path.glob("cache/*"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler"):
-        cpu.CpuBackend.load()
-
-
 def test_an_interrupted_build_leaves_nothing(monkeypatch, tmp_path):
     """Neither files nor compilers at work."""
     started = []

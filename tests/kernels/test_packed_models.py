@@ -7,9 +7,7 @@ import torch
 from helpers.decoding import check_texts, ids
 from helpers.kernels import DTYPES, same
 from helpers.states import state_of
-from shapes import random_models
 
-from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.engine import Engine
 from kernels.backend import TorchBackend
@@ -88,17 +86,6 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, 
     for shape in (TreeShape(2, 0, 1), TreeShape(40, 4, 6)):
         fast = Engine(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300)
         check_texts(ids(fast, prompts, sampling), [o.ids for o in plain], made)
-
-
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
-def test_quantised_models(mode):
-    """Speculative text of quantised random weights is plain text, in bfloat16."""
-    target, head = random_models("tiny", torch.bfloat16, "cpu", mode, 32)
-    assert choose_backend("cpu").prepare(target, head)
-    made = [([1, 2, 3], Sampling(40)), ([*range(9, 40)], Sampling(40, 1.0, seed=3))]
-    fast, plain = (Engine(target, drafter, compile=False, max_seq_len=100)
-                   for drafter in (Eagle(head, TreeShape(8, 2, 4)), None))
-    check_texts(ids(fast, *map(list, zip(*made))), ids(plain, *map(list, zip(*made))), made)
 
 
 def test_what_the_kernels_cannot_take_is_left_alone():
@@ -181,26 +168,3 @@ def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
         found.append([*tree, *drafter.caches.buffers()])
     assert found[0][0].shape == (3, 11)
     same(*found)
-
-
-def test_decoding_on_the_kernels(golden):
-    """As users run it: in float32 the reference path's text, in bfloat16 plain text. Nothing is compiled."""
-    said = []
-    prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
-    target, _ = load_model(golden)
-    head = load_head(golden / "eagle3", target, "eagle3")
-    expected = Engine(
-        target, Eagle(head, shape), compile=False, max_seq_len=120
-    ).generate([prompt], Sampling(60))[0]
-    choose_backend("cpu").prepare(target, head)
-    decoder = Engine(target, Eagle(head, shape), max_seq_len=120, say=said.append)
-    found = decoder.generate([prompt], Sampling(60))[0]
-    assert not said and found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
-
-    target, _ = load_model(golden, dtype=torch.bfloat16)
-    head = load_head(golden / "eagle3", target, "eagle3")
-    choose_backend("cpu").prepare(target, head)
-    plain, fast = Engine(target, max_seq_len=200), Engine(target, Eagle(head, shape), max_seq_len=200)
-    for seed in range(6):
-        sampling = Sampling(150, 1.0, seed=seed)
-        assert fast.generate([prompt], sampling)[0].ids == plain.generate([prompt], sampling)[0].ids

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from drafters.lookup import Lookup
 from engine.state import State
-from kernels.backend import TORCH, once
+from kernels.backend import TORCH
 from kernels.cpu import CpuBackend
 from kernels.gpu import here
 from model import ModelArgs
@@ -263,29 +263,3 @@ def test_restrict(both, top_k, top_p):
     logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
     requests = torch.tensor([0.7, 1.3, 0.0]), torch.full((3,), top_k), torch.full((3,), top_p)
     same(*reversed(both(call("restrict"), logits, *requests)))
-
-
-@pytest.mark.compile
-@pytest.mark.slow
-def test_what_several_kernels_read_is_made_once():
-    """The graph of a step on a GPU would else hold a kernel of cosines, or of a mask, for every layer."""
-    from torch._inductor import metrics
-
-    def parts_of(make) -> int:
-        """Of how many parts a graph is, before any are joined, in which four operators read what is made."""
-        def read(x: Tensor) -> list[Tensor]:
-            made = make(x)
-            return [torch.ops.eagle_test.read(made) for _ in range(4)]
-
-        torch._dynamo.reset()
-        metrics.reset()
-        with torch._inductor.config.patch(fx_graph_cache=False):
-            found = torch.compile(read, fullgraph=True)(torch.arange(8.0))
-        assert all(torch.allclose(y, make(torch.arange(8.0)).sum()[None]) for y in found)
-        return metrics.ir_nodes_pre_fusion
-
-    with torch.library._scoped_library("eagle_test", "FRAGMENT") as library:
-        library.define("read(Tensor x) -> Tensor")
-        library.impl("read", lambda x: x.sum()[None], "CPU")
-        library.impl("read", lambda x: x.new_empty(1), "Meta")
-        assert parts_of(lambda x: once(x.cos())) == parts_of(lambda x: x) + 1

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sampling.adjust import Adjustments, adjust, floor, scores
-from sampling.options import MOST_STOPS, Modes, Sampling
+from sampling.options import MOST_STOPS, Sampling
 from tree import Tree, chain, link
 
 V = 12
@@ -113,15 +113,3 @@ def test_one_stop_and_a_mapping_are_taken():
     request = Sampling(stop="###", logit_bias={5: 1, 2: -3.5})
     assert request.stop == ("###",) and request.logit_bias == ((2, -3.5), (5, 1.0))
     assert hash(request) == hash(Sampling(stop=["###"], logit_bias=[(2, -3.5), (5, 1)]))
-
-
-def test_modes():
-    assert Modes.of([Sampling(), Sampling(stop="x")]) == Modes()
-    assert Modes.of([Sampling(), Sampling(temperature=1)]) == Modes(noisy=True)
-    assert Modes.of([Sampling(min_p=0.1, top_k=3)]) == Modes()  # greedy
-    assert Modes.of([Sampling(temperature=1, min_p=0.1)]) == Modes(noisy=True, floored=True)
-    assert Modes.of([Sampling(logit_bias={1: 1})]) == Modes(adjusted=True)
-    assert Modes.of([Sampling(presence_penalty=1)], few=True) == Modes(adjusted=True, scored=True)
-    few = Modes.of([Sampling(logprobs=0), Sampling(temperature=1)], few=True)
-    assert few == Modes(True, True, True, True, True)
-    assert Modes.of([Sampling(temperature=1, top_k=2)], few=True) == Modes(True, True)

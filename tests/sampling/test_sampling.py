@@ -20,7 +20,7 @@ from sampling.restrict import restrict
 
 @pytest.fixture(scope="module")
 def bits():
-    return random_bits(seed_keys([0, 1, 12345678901234567]), torch.arange(40).expand(3, 40), 49152)
+    return random_bits(seed_keys([0, 1, 12345678901234567]), torch.arange(40).expand(3, 40), 16384)
 
 
 def test_bits_are_uniform(bits):

@@ -47,7 +47,7 @@ OF_CHATS = (
     (b"", ""), (b"{", ""), (b"[]", "the body: "), (b'"x"', ""), (b"null", ""), (b"\x80", "no UTF-8"),
     (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"), (DEEP, "nested too deeply"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "messages.0.role: "),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Input should be 'text'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is no text"),
     ({"n": 0}, "n: Input should be greater"), ({"n": 99}, "n: "), ({"stop": [""]}, "at least 1"),
     ({"stop": ["x"] * 17}, "stop: List should have at most 16"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1_0": 1}}, "logit_bias"), ({"temperature": float("inf")}, "temperature: "),
@@ -191,17 +191,25 @@ def test_every_request_has_a_line(server):
     server.post(temperature=-1)
     server.get("/health")
     server.get("/no%0Awhere")
-    first, second, third = server.printed()[seen:].splitlines()
+    tool = {"type": "function", "function": {"name": "wait"}}
+    server.post(**CHAT, tools=[tool], tool_choice="required", temperature=0, max_tokens=100)
+    first, second, third, fourth = server.printed()[seen:].splitlines()
     words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
-    assert re.fullmatch(words, first) and second == "POST /v1/chat/completions 400"
-    assert third == r"GET /no\nwhere 404"
+    assert re.fullmatch(words, first) and third == r"GET /no\nwhere 404 Not Found"
+    assert second == "POST /v1/chat/completions 400 messages: Field required"
+    assert fourth.startswith("POST /v1/chat/completions 200 tool_calls, ")
 
 
 def test_the_fields_are_listed(server):
     found = server.get("/docs")
-    assert found.headers["content-type"].startswith("text/html") and "http" not in found.text
-    for words in ("/v1/chat/completions", "parse_special", "top_k", "-1 and 0 are off", "include_usage"):
-        assert words in found.text
+    assert found.headers["content-type"].startswith("text/plain")
+    for words in (
+        "POST /v1/chat/completions\n", "  include_usage           true or false, default false\n",
+        "whole number, at least -1, below 2,147,483,648, default 0. -1 and 0 are off\n",
+        "  messages                list of Message, items: at least 1, items: at most 4,096 (needed)\n",
+        '  tool_choice             "auto" or "none" or "required" or Tool, default "auto"\n',
+    ):
+        assert words in found.text, found.text
 
 
 def test_routes(server):
@@ -321,6 +329,10 @@ def test_requests_end_before_the_server_does(golden, tmp_path):
         with server.stream(**ENDLESS) as events:
             next(events)
             server.process.send_signal(signal.SIGINT)
+            while (refused := server.post(**CHAT)).status_code == 200:  # a signal takes a moment
+                pass
+            assert refused.status_code == server.get("/health").status_code == 503
+            assert "going down" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
             *_, last, end = events
         assert json.loads(last)["choices"][0]["finish_reason"] == "length" and end == "[DONE]"
         assert server.process.wait(30) == 0

@@ -107,6 +107,8 @@ def test_a_call_that_has_to_come(chat, choice, names):
         assert call.type == "function" and call.function.name in names
         arguments = json.loads(call.function.arguments)
         assert arguments.keys() == ({"word", "count"} if call.function.name == "walk" else set())
+    (cut,) = chat(seed=2, **options | {"max_tokens": 5}).choices
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     *_, before, last = chat(seed=2, stream=True, **options)
     (streamed,) = before.choices[0].delta.tool_calls
     assert last.choices[0].finish_reason == "tool_calls" and streamed.index == 0

@@ -330,10 +330,45 @@ def test_an_answer_says_why_it_ended(page):
 
 
 def test_values_stay_within_what_the_server_accepts(page):
-    for given, kept in ("3", "2"), ("-1", "0"), ("0.75", "0.75"):
+    for given, kept in ("3", "2"), ("-1", "0"), ("0.75", "0.75"), ("", "0.7"):
         fill(page, temperature=given)
         page.keyboard.press("Tab")
         assert page.get_by_label("Temperature").input_value() == kept
+    compare = page.get_by_label("Compare with plain decoding")
+    page.get_by_label("Speculative decoding").uncheck()
+    expect(compare).to_be_disabled()
+    page.reload()
+    expect(compare).to_be_disabled()
+    page.get_by_label("Speculative decoding").check()
+    expect(compare).to_be_enabled()
+
+
+def test_an_answer_that_is_not_replaced_stays(page):
+    """By leaving, a reload, a key that stops it; and few tokens at once have no speed."""
+    fill(page, most=2)
+    write(page, "first")
+    expect(page.locator(".figures")).to_have_text(re.compile(r"^[\d.]+ tokens per step \(τ\) · 2 tokens · 0"))
+    text = page.locator(".assistant .text").inner_text()
+    fill(page, most=280, temperature=2)
+
+    def begin_another():
+        press(page, "Regenerate")
+        expect(page.locator(".assistant .figures")).to_contain_text("tokens/s")
+
+    begin_another()
+    page.keyboard.press("Alt+n")
+    page.wait_for_timeout(300)
+    page.locator("#conversations .pick").click()
+    expect(page.locator(".assistant .text")).to_have_text(text)
+    begin_another()
+    page.reload()
+    expect(page.locator(".assistant .text")).to_have_text(text)
+    begin_another()
+    page.keyboard.press("Escape")
+    ended(page)
+    expect(page.locator(".figures")).to_contain_text("stopped")
+    press(page, "Back to the old answer")
+    expect(page.locator(".assistant .text")).to_have_text(text)
 
 
 def test_a_first_visit_and_an_export(page):

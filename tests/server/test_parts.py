@@ -6,13 +6,12 @@ import queue
 import threading
 
 import pytest
-from pydantic import ValidationError
 
 from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
 from server.metrics import Metrics
-from server.protocol import CompletionBody, Message, Refusal
+from server.protocol import CompletionBody, Refusal
 from server.worker import Job, Worker
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -119,27 +118,3 @@ def test_no_job_waits_for_a_rank_that_is_lost():
 def test_the_schema_of_the_output_wherever_a_client_has_it(body, schema):
     found = CompletionBody(prompt="x", **body).schema_text
     assert (found and json.loads(found)) == schema
-
-
-def test_messages_as_templates_take_them():
-    """With arguments as an object, thoughts under every name, and fields that only the template knows."""
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    sent = {"id": "c", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    no_arguments = {"id": "c", "function": {"name": "f", "arguments": " "}}
-    thoughts = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "hm")
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    tool = {"role": "tool", "name": "f"}
-    for message, want in (
-        ({"role": "assistant", "content": None, "tool_calls": [sent]},
-         {"role": "assistant", "content": "", "tool_calls": [call]}),
-        ({"role": "developer", "content": parts, "tool_calls": []}, {"role": "system", "content": "ab"}),
-        ({**tool, "content": "7", "tool_call_id": "c"}, {**tool, "content": "7", "tool_call_id": "c"}),
-        ({"role": "assistant", "tool_calls": [no_arguments]},
-         {"role": "assistant", "content": "",
-          "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}]}),
-        ({"role": "assistant", "content": "x", "reasoning": "hm", "mood": "!", "refusal": None},
-         {"role": "assistant", "content": "x", **thoughts, "mood": "!"}),
-    ):
-        assert Message(**message).as_dict() == want
-    with pytest.raises(ValidationError, match="image_url"):
-        Message(role="user", content=[{"type": "image_url"}])

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens.calls import BARE, CallStream, arguments_of, form_of, schema_of_calls
+from tokens.calls import BARE, CallStream, form_of, schema_of_calls
 
 TAGGED, CODER, MISTRAL = ("<tool_call>",), ("<tool_call>", "<function="), ("[TOOL_CALLS]",)
 PARAMETERS = {
@@ -39,6 +39,7 @@ def coder(name: str, **parameters: str) -> str:
 
 F, G = '{"name": "f", "arguments": {"city": "é<"}}', '{"name": "g", "arguments": {}}'
 IS_F, IS_G = ("f", '{"city": "é<"}'), ("g", "{}")
+NAN = '{"name": "f", "arguments": {"days": NaN}}'
 LLAMA = '{"name": "f", "parameters": {"city": "é<"}}', '{"name": "g", "parameters": {}}'
 CALLS = {
     "two": (TAGGED, "Let me see.\n" + tag(f"\n{F}\n") + "\n" + tag(G), "Let me see.\n", [IS_F, IS_G]),
@@ -65,6 +66,35 @@ CALLS = {
     "newer Mistral": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]g[ARGS]{}", "",
                       [("f", "{}"), IS_G]),
     "Nemotron": (("<TOOLCALL>",), f"<TOOLCALL>[{F}, {G}]</TOOLCALL>", "", [IS_F, IS_G]),
+    "Granite": (("<|tool_call|>",), f"<|tool_call|>[{F}, {G}]", "", [IS_F, IS_G]),
+    "Phi": (("<|tool_call|>",), f"<|tool_call|>[{F}]<|/tool_call|>", "", [IS_F]),
+    "word of a thought": (TAGGED, f"I use the <think> tag.\n{tag(F)}", "I use the <think> tag.\n", [IS_F]),
+    "word of a thought, later": (TAGGED, f"Hm: <think> {tag(F)} so {tag(G)}", "Hm: <think>  so ",
+                                 [IS_F, IS_G]),
+    "thought in a line": (TAGGED, f"Hm: <think>{tag(F)}</think>{tag(G)}", f"Hm: <think>{tag(F)}</think>",
+                          [IS_G]),
+    "thought of Mistral": (MISTRAL, f"[THINK][TOOL_CALLS]{F}[/THINK][TOOL_CALLS]{G}",
+                           f"[THINK][TOOL_CALLS]{F}[/THINK]", [IS_G]),
+    "no number, then a call": (TAGGED, f"{tag(NAN)}\n{tag(G)}", f"{tag(NAN)}", [IS_G]),
+    "no number in one tag": (TAGGED, tag(f"{NAN}{G}"), NAN, [IS_G]),
+    "no number, Mistral": (MISTRAL, "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{\"x\": NaN}",
+                           "[TOOL_CALLS]g[ARGS]{\"x\": NaN}", [("f", "{}")]),
+    "a call, then one cut off": (TAGGED, f"<tool_call>{G}{F[:-3]}", F[:-3], [IS_G]),
+    "a brace too many": (TAGGED, tag(G + "}"), "", [IS_G]),
+    "line end in a text": (TAGGED, tag('{"name": "f", "arguments": {"city": "a\nb"}}'), "",
+                           [("f", '{"city": "a\\nb"}')]),
+    "name as function": (TAGGED, tag(F.replace('"name"', '"function"')), "", [IS_F]),
+    "arguments as a list": (TAGGED, tag('{"name": "g", "arguments": []}'), "", [IS_G]),
+    "Coder, not closed": (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n<parameter=days>\n3\n"
+                          "</function>\n</tool_call>", "", [("f", '{"city": "Rome", "days": 3}')]),
+    "Coder, function not closed": (
+        CODER, tag("<function=f><parameter=city>Rome</parameter>") + tag(coder("g")), "",
+        [("f", '{"city": "Rome"}'), IS_G]),
+    "Coder, nothing closed": (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</tool_call>\n"
+                              + tag(coder("f", days="1")), "",
+                              [("f", '{"city": "Rome"}'), ("f", '{"days": 1}')]),
+    "Coder, quoted": (CODER, '<function="f">\n<parameter=\'days\'>\n3\n</parameter>\n</function>', "",
+                      [("f", '{"days": 3}')]),
     "Llama": (BARE, f" {LLAMA[0]}", "", [IS_F]),
     "Llama, semicolon": (BARE, "; ".join(LLAMA), "", [IS_F, IS_G]),
     "Llama, lines": (BARE, "\n".join(LLAMA) + "\n", "", [IS_F, IS_G]),
@@ -89,8 +119,9 @@ def test_calls(name, size):
     (TAGGED, f"<think>I could {tag(F)}"), (TAGGED, f'<tool_call>{{"name": "f", "arguments": "{tag(G)}'),
     (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
     (BARE, "Hello {you}"), (BARE, '{"name": "h"}'), (BARE, '{"a": 1} and more'), (BARE, f"{LLAMA[0]} so"),
-    (BARE, "[1, 2]"),
-), ids=range(21))
+    (BARE, "[1, 2]"), (BARE, f"{LLAMA[0]}; {NAN}"),
+    (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>"),
+), ids=range(23))
 @pytest.mark.parametrize("size", (1, 1000))
 def test_other_text_is_no_call(form, text, size):
     early, rest, calls = read(form, text, size)
@@ -99,7 +130,7 @@ def test_other_text_is_no_call(form, text, size):
 
 def test_thoughts_that_the_prompt_has_opened():
     text = f"{tag(F)}</think>\n{tag(G)}"
-    assert read(TAGGED, text, 1, thinks=True) == (f"{tag(F)}</think>\n", "", [IS_G])
+    assert read(TAGGED, text, 1, prompt="assistant\n<think>\n") == (f"{tag(F)}</think>\n", "", [IS_G])
 
 
 @pytest.mark.parametrize("name, text, value", (
@@ -117,19 +148,11 @@ def test_parameters_have_the_types_of_the_schema(name, text, value):
     assert type(json.loads(calls[0][1])[name]) is type(value)
 
 
-@pytest.mark.parametrize("given, found", (
-    ("", {}), (" \n", {}), ("null", {}), (None, {}), ({"a": None}, {"a": None}), ('{"a": null}', {"a": None}),
-    ("broken", "broken"), ("[1]", "[1]"), ("[" * 100_000, "[" * 100_000),
-), ids=range(9))
-def test_arguments_are_an_object_where_they_can_be(given, found):
-    assert arguments_of(given) == found
-
-
 def test_the_template_decides_the_form():
     start = "{% if tools %}{{ tools }}"
     for words, form in (
         ("<tool_call>", TAGGED), ("<tool_call><function=x>", CODER), ("[TOOL_CALLS]", MISTRAL),
-        ("<TOOLCALL>", ("<TOOLCALL>",)),
+        ("<TOOLCALL>", ("<TOOLCALL>",)), ("<|tool_call|>", ("<|tool_call|>",)),
         ('{"name": x, "parameters": y} ipython', BARE),
     ):
         assert form_of(start + words) == form

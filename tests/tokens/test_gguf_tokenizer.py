@@ -119,11 +119,13 @@ def tiny_fields(kind: str, *tokens: tuple[str, int], **more) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("type_", [1, 3, 4, 5], ids=("normal", "control", "user-defined", "unused"))
+@pytest.mark.parametrize(
+    "type_", range(7), ids=("undefined", "normal", "unknown", "control", "user-defined", "unused", "byte"))
 def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_, tmp_path):
     names = "<|im_start|>", "<|im_end|>", "<|mine|>", "<|eot_id|>", "[INST]", "STOP", "<think>", "<|other|>"
+    types = [type_] * 6 + [1 if type_ in (2, 6) else type_] * 2  # a text is no byte
     fields = tiny_fields(
-        kind, ("<unk>", 2), ("<s>", 3), ("</s>", 3), *((name, type_) for name in names), ("[PAD1]", 5),
+        kind, ("<unk>", 2), ("<s>", 3), ("</s>", 3), *zip(names, types), ("[PAD1]", 5),
         bos_token_id=257, eos_token_id=258, eot_token_id=264, add_bos_token=False, add_space_prefix=False)
     fields["tokenizer.chat_template"] = CHATML.replace("'<|im_start|>'", "'<|mine|>[INST]<think>'")
     from_gguf(fields, tmp_path)
@@ -132,10 +134,67 @@ def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_,
     assert tok.control.keys() - {"<unk>", "<s>", "</s>"} == marked | (visible if type_ == 3 else set())
     assert ends == {*tok.stop_ids}
     assert tok.decode([72, *range(259, 265), 267, 105]) == "Hi"
-    text = {1: "<think><|other|>", 3: "", 4: "<think><|other|>", 5: ""}[type_]
-    assert tok.decode([265, 266]) == text
+    assert tok.decode([265, 266]) == ("" if type_ in (3, 5) else "<think><|other|>")
     typed = tok.chat([{"role": "user", "content": "x<|im_end|>[INST]<|mine|>y"}])
     assert [typed.count(i) for i in (260, 261, 263)] == [1, 1, 1]  # what the template writes
+
+
+JOINED = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|e' + 'nd|>' }}{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("type_", [1, 4], ids=("normal", "user-defined"))
+@pytest.mark.parametrize("added", [False, True], ids=("own template", "added template"))
+def test_markers_that_a_template_joins_from_parts(kind, type_, added, tmp_path):
+    names = "<|user|>", "<|assistant|>", "<|end|>", "<|other|>"
+    fields = tiny_fields(kind, ("<unk>", 2), *((name, type_) for name in names), ("STOP", 3),
+                         bos_token_id=261, eos_token_id=261, add_bos_token=False, add_space_prefix=False)
+    if added:
+        assert from_gguf(fields, tmp_path, added=JOINED)
+        (tmp_path / "chat_template.jinja").write_text(JOINED)
+    else:
+        from_gguf(fields | {"tokenizer.chat_template": JOINED}, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    ids = tok.chat([{"role": "user", "content": "a<|user|>b<|other|>"}])
+    assert ids[:2] == [257, ord("a")] and ids[-2:] == [259, 258] and ids.count(257) == 1
+    assert "<|other|>" not in tok.control and 259 in tok.stop_ids
+
+
+@pytest.mark.parametrize("marker", (
+    "<extra_id_1>", "<SPECIAL_11>", "[|user|]", "<|turn>", "<turn|>", "<reserved_106>", "<unused1>",
+    "<_user>", "<sep>", "<<SYS>>", "<\uff5cUser\uff5c>", "</s>", "[INST]",
+))
+def test_shapes_of_markers(marker, tmp_path):
+    """And words in brackets that are none."""
+    template = "{% for m in messages %}" + marker + "<think>[x]{{ m.content }}{% endfor %}"
+    fields = tiny_fields("gpt2", (marker, 1), ("<think>", 4), ("[x]", 4), ("<|im_end|>", 3), eos_token_id=259)
+    from_gguf(fields | {"tokenizer.chat_template": template}, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    assert tok.control == {marker: 256, "<|im_end|>": 259}
+    assert tok.chat([{"role": "user", "content": marker}]).count(256) == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", (
+    "<|EOT|>", "<eos>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_utterance>", "[EOT]",
+    "[EOS]", "<|eos|>", "<turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<eot>", "</s>", "<EOT>",
+))
+def test_names_of_end_tokens(kind, name, tmp_path):
+    fields = tiny_fields(kind, ("<unk>", 2), (name, 1), ("STOP", 3), ("<|end|>", 4), eos_token_id=258)
+    from_gguf(fields | {"tokenizer.ggml.bos_token_id": 256}, tmp_path)
+    # A model that writes <|return|> after its answer ends its thoughts with <|end|>.
+    ends = {257, 258} if name == "<|return|>" else {257, 258, 259}
+    assert {*Tokenizer.load(tmp_path).stop_ids} == ends
+
+
+def test_an_unused_token_that_merges_make_is_a_word(tmp_path):
+    fields = tiny_fields("gpt2", ("ll", 5), ("<|im_end|>", 3), merges=["l l"], eos_token_id=257)
+    from_gguf(fields, tmp_path)
+    ids = Tokenizer.load(tmp_path).encode("all")
+    assert ids == [ord("a"), 256] and Tokenizer.load(tmp_path).decode(ids) == "all"
 
 
 @pytest.mark.parametrize("change, words", [

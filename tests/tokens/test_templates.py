@@ -16,7 +16,7 @@ from helpers.tokenizers import (
 )
 
 from common.errors import InputError
-from tokens.templates import TEMPLATES, Template, find_template, render_template, thoughts_of
+from tokens.templates import TEMPLATES, Template, find_template, render_template
 from tokens.tokenizer import Tokenizer, copy_files
 
 # Each conversation and the texts that the built-in templates have made of it since their first release.
@@ -141,7 +141,10 @@ FLAT, EXTRA = "tool_use.jinja", "additional_chat_templates/tool_use.jinja"
     ({"chat_template.json": config(NAMED)}, "D", "T"),
     ({"tokenizer_config.json": config(NAMED), "chat_template.jinja": "J"}, "J", "J"),  # as in transformers
     ({"tokenizer_config.json": config(NAMED), EXTRA: "E"}, "D", "E"),
-], ids=range(8))
+    ({EXTRA: "T"}, "T", "T"), ({FLAT: "T"}, "T", "T"),
+    ({"tokenizer_config.json": config({"tool_use": "T", "default": "D"})}, "D", "T"),
+    ({"chat_template.json": config({"tool_use": "T", "default": "D"})}, "D", "T"),
+], ids=range(12))
 def test_tools_have_a_template_of_their_own_where_one_is_named(bpe, tmp_path, files, plain, with_tools):
     """In the folder of a model and, after its files are copied, in a converted one."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -162,13 +165,6 @@ def test_an_error_names_the_file_of_the_template_for_tools(bpe, tmp_path):
     (tmp_path / FLAT).write_text("{{ 1 / 0 }}")
     with pytest.raises(InputError, match=f"^{re.escape(str(tmp_path / FLAT))}: chat template: division"):
         Tokenizer.load(tmp_path).chat(user("x"), tools=[{}])
-
-
-@pytest.mark.parametrize("name", ("reasoning_content", "reasoning", "thinking"))
-def test_thoughts_have_every_name_that_templates_read(name):
-    every = {"reasoning_content": "hm", "reasoning": "hm", "thinking": "hm"}
-    assert thoughts_of({"content": "x", name: "hm"}) == every
-    assert thoughts_of({name: ""}) == thoughts_of({name: None}) == thoughts_of({name: [1]}) == {}
 
 
 @pytest.mark.parametrize("template, words", [

@@ -61,6 +61,8 @@ def folder_of(tmp_path, config: dict, added: dict[str, bool] | None = None, **fi
     # A list changes no flag of a token that the encoder has.
     ({START: False, END: False}, {"additional_special_tokens": [START, END]}, {}, 21, f"{START}b{END}c",
      set()),
+    # A name that no file gives an id.
+    ({START: True, END: True}, {"pad_token": "<pad>"}, {}, 21, "bc", {START, END, "<pad>"}),
     # added_tokens.json is older than added_tokens_decoder.
     ({}, {"added_tokens_decoder": {}}, {"added_tokens": {START: 257, END: 258}}, 52, "bc", set()),
 ])
@@ -105,10 +107,24 @@ def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
     old = json.loads((sp / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(old | config))
     tok = Tokenizer.load(tmp_path)
-    assert tok.control["<sep>"] == 3 and tok.stop_ids == [3 if "eos_token" in config else 2]
+    assert tok.control["<sep>"] == 3 and tok.stop_ids == ([3, 2] if "eos_token" in config else [2])
     ids = tok.encode("a<sep>b", bos=False)
     assert 3 not in ids and tok.decode([*ids, 3]) == "a<sep>b"
     assert tok.encode("a<sep>b", parse_special=True).count(3) == 1
+
+
+def test_special_tokens_that_only_their_names_give_to_sentencepiece(sp, tmp_path):
+    """They come after the last one. The text after them has one space, however it begins."""
+    copy_files(sp, tmp_path)
+    names = {"eos_token": END, "pad_token": "<pad>", "additional_special_tokens": [START, "<sep>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    tok = Tokenizer.load(tmp_path)
+    assert {END: 520, "<pad>": 521, START: 522}.items() < tok.control.items() and tok.vocab_size == 523
+    assert tok.stop_ids == [520, 2] and "<sep>" not in tok.control
+    for text in ("the fox", " the fox"):
+        ids = tok.encode(f"a {END}{text}", parse_special=True)
+        assert ids == tok.encode("a ") + [520] + tok.encode("the fox", bos=False)
 
 
 def test_ids_with_gaps(tmp_path):
@@ -157,3 +173,26 @@ def test_vocab_json_and_merges(tmp_path, config, model):
     assert tok.encode(f"hello {END}", parse_special=True) == [256, 257, 78, 220, 259]
     assert tok.encode("e\u0301 12") == tok.encode("\u00e9 12") and tok.encode("12") == [16, 17]
     assert tok.stop_ids == [259, 258] and tok.chat(CHAT)[0] == 260
+
+
+@pytest.mark.parametrize("more, kind, config, id_, ids", [
+    ({}, "qwen2", None, 258, [256, 257, 78]), ({"<|endoftext|>": 258}, "gpt2", None, 258, [256, 257, 78]),
+    ({"<|endoftext|>": 258}, "qwen3", {"eos_token": END}, 258, [256, 257, 78]),
+    ({}, "qwen2", {"eos_token": END, "added_tokens_decoder": special(i258=END)}, 259, [256, 257, 78]),
+    ({}, "gpt2", {"add_prefix_space": True}, 258, [220, 256, 257, 78]),
+    ({}, "qwen2", {"add_prefix_space": True}, 258, [220, 256, 257, 78]),
+])
+def test_what_the_class_of_a_vocab_json_adds(tmp_path, more, kind, config, id_, ids):
+    """The end of text is a control token of these classes, whether a file names it or not."""
+    source, copy = tmp_path / "in", tmp_path / "out"
+    source.mkdir(), copy.mkdir()
+    vocab = {c: i for i, c in enumerate(sorted(byte_alphabet()))} | {"he": 256, "ll": 257} | more
+    contents = {"vocab": vocab, "config": {"model_type": kind}, "tokenizer_config": config}
+    for name, content in contents.items():
+        if content is not None:
+            (source / f"{name}.json").write_text(json.dumps(content))
+    (source / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    copy_files(source, copy)
+    for tok in map(Tokenizer.load, (source, copy)):
+        assert tok.control["<|endoftext|>"] == id_ and id_ in tok.stop_ids and tok.decode([id_]) == ""
+        assert tok.encode("hello") == ids and tok.special_tokens_map["unk_token"] == "<|endoftext|>"

@@ -105,14 +105,6 @@ def test_a_line_that_is_no_row(tmp_path, line, words):
         data.read_shards([shard], 256, "this")
 
 
-def test_shards_that_cannot_be_read(tmp_path):
-    with pytest.raises(InputError, match=r"--shards .*: holds no shards"):
-        data.shards_in(tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(InputError, match=r"a\.jsonl: cannot be read"):
-        data.read_shards(data.shards_in(tmp_path), 256, "this")
-
-
 def test_no_prompt_is_both_held_out_and_trained_on():
     rows = [
         {"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x", "chat": data.chat_of([i // 3, 0])}

@@ -34,7 +34,7 @@ def test_stored_features_are_the_computed_ones(models, tmp_path):
             torch.testing.assert_close(a[0], b[:n], rtol=1e-4, atol=1e-5)  # other batches round otherwise
 
 
-@pytest.mark.parametrize("kernels", (False, True))
+@pytest.mark.parametrize("kernels", (False, pytest.param(True, marks=pytest.mark.kernels)))
 def test_a_reader_reads_as_the_target_does(models, tmp_path, kernels):
     target, head = models
     twin = copy.deepcopy(target)

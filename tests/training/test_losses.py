@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.training import ROWS, random_rows
+from helpers.training import ROWS, loss_on, random_rows, shaken
 from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
@@ -75,12 +75,8 @@ def chain_steps(head, features, row: dict, steps: int):
 
 @torch.no_grad()
 def test_unrolled_losses_are_the_drafters_chains(models):
-    target, head = models
-    steps = 4
-    objective = Eagle3Objective(target, head, steps)
-    batch = objective.batch(ROWS, steps)
-    states = Features(target, objective.aux_layers).read(ROWS)
-    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    (target, head), steps = models, 4
+    loss, hits, batch, states = loss_on(Eagle3Objective(target, head, steps))
     in_draft = set(head.draft_ids.tolist())
     losses = [torch.zeros(()) for _ in range(steps)]
     right, valid, scored = [0] * steps, [0] * steps, [0] * steps
@@ -103,11 +99,7 @@ def test_unrolled_losses_are_the_drafters_chains(models):
 @torch.no_grad()
 def test_regression_losses_are_the_heads_outputs(models1):
     target, head = models1
-    objective = Eagle1Objective(target, head)
-    batch = objective.batch(ROWS, 1)
-    states = Features(target, objective.aux_layers).read(ROWS)
-    # Without gradients there is no noise.
-    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    loss, hits, batch, states = loss_on(Eagle1Objective(target, head))  # without gradients there is no noise
     expected, right = torch.zeros(()), 0
     tokens = pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True)
     raw = target.causal(tokens, head.args.aux_layers)[1]
@@ -137,19 +129,15 @@ def test_noise_belongs_to_the_row(models1):
 
     objective.run = watched
 
-    def compute(rows: list[dict], states: TargetStates, seeds: list[int]) -> None:
-        batch = objective.batch(rows, 1)
-        objective.loss(batch, states, batch.scored, seeds)
-
-    compute(ROWS, states, [3, 4, 5, 6])
-    compute(ROWS[1:2], TargetStates(*(x[1:2, :9] for x in states)), [4])
+    loss_on(objective, states, seeds=[3, 4, 5, 6])
+    loss_on(objective, TargetStates(*(x[1:2, :9] for x in states)), ROWS[1:2], [4])
     together, alone = noises
     assert torch.equal(together[1, :9], alone[0]) and not torch.equal(together[0, :9], together[1, :9])
     most = 0.1 * float(objective.scale)
     assert float(together.abs().max()) <= most
     assert float(together[3].abs().mean()) == pytest.approx(most / 2, rel=0.1)
     with torch.no_grad():
-        compute(ROWS, states, [3, 4, 5, 6])
+        loss_on(objective, states, seeds=[3, 4, 5, 6])
     assert not noises[-1].any()
 
 
@@ -162,11 +150,7 @@ def test_a_compiled_loss_is_the_loss(models):
     head = head.twin(target, torch.float32)
     objectives = [Eagle3Objective(target, head, 3, compiled=compiled) for compiled in (False, True)]
     for rows in (ROWS, ROWS[1:]):
-        states = Features(target, objectives[0].aux_layers).read(rows)
-        (plain, _), (compiled, _) = (
-            objective.loss(objective.batch(rows, 3), states, [9, 9, 9], [0] * len(rows))
-            for objective in objectives
-        )
+        plain, compiled = (loss_on(objective, rows=rows)[0] for objective in objectives)
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -182,7 +166,7 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     torch.testing.assert_close(size, torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
     raw = Eagle3Objective(target, objective.trained(), 2)
     with torch.no_grad():
-        a, b = (x.loss(x.batch(ROWS, 2), states, [9, 9], [0] * 4)[0] for x in (objective, raw))
+        a, b = (loss_on(x, states)[0] for x in (objective, raw))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -229,15 +213,6 @@ def objective_of(target, name: str, head, **more):
     return KINDS[name.split("+")[0]].objective(target, head, **more)
 
 
-def shaken(head):
-    """The head with some of every weight changed at random: parts that begin as nothing count too."""
-    torch.manual_seed(4)
-    for p in head.own_state().values():  # the table is the target's
-        if p.is_floating_point():
-            p.data.add_(0.05 * torch.randn_like(p))
-    return head
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_losses_are_the_drafters_rows(models, name):
@@ -245,10 +220,8 @@ def test_block_losses_are_the_drafters_rows(models, name):
     target, _ = models
     ids = torch.arange(0, 320, 2)
     head = shaken(block_head(target, name, ids))
-    objective, steps = objective_of(target, name, head), head.args.drafts
-    batch = objective.batch(ROWS, steps)
-    states = Features(target, objective.aux_layers).read(ROWS)
-    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    loss, hits, batch, states = loss_on(objective_of(target, name, head))
+    steps = head.args.drafts
     losses = [torch.zeros(()) for _ in range(steps)]
     right, scored = [0] * steps, [0] * steps
     for features, state, greedy, row in zip(*states, ROWS):
@@ -299,11 +272,8 @@ def test_every_weight_of_a_block_head_learns(models, name):
     head = block_head(target, name, torch.arange(320))
     objective = objective_of(target, name, head, losses=(("ce", 0.1), ("lk", 0.9)))
     objective.draw = Draw(0.7, 0.8)
-    states, steps = Features(target, objective.aux_layers).read(ROWS), head.args.drafts
     for _ in range(2):  # the Markov head begins where nothing reads it
-        batch = objective.batch(ROWS, steps, [1, 2, 3, 4])
-        loss, _ = objective.loss(batch, states, batch.scored, [0] * 4)
-        loss.backward()
+        loss_on(objective, seeds=[1, 2, 3, 4])[0].backward()
         with torch.no_grad():
             for p in head.parameters():
                 if p.grad is not None:
@@ -320,10 +290,7 @@ def test_only_the_confidence_head_learns_how_sure_it_is(models, name):
     for confidence in (True, False):
         head = shaken(block_head(target, name, torch.arange(320)))
         head.args = replace(head.args, confidence=confidence)
-        objective = objective_of(target, name, head)
-        states = Features(target, objective.aux_layers).read(ROWS)
-        batch = objective.batch(ROWS, head.args.drafts)
-        objective.loss(batch, states, batch.scored, [0] * 4)[0].backward()
+        loss_on(objective_of(target, name, head))[0].backward()
         found.append({n: p.grad for n, p in head.named_parameters() if p.grad is not None})
     learnt, without = found
     alone = learnt.keys() - without.keys()

@@ -1,19 +1,16 @@
 """The training loop: batches, gradients, the average, the schedule, the saved state, the processes."""
-import io
-import time
 
 import pytest
 import torch
 from helpers.training import ROWS
 
 from common.errors import InputError
-from training import report
 from training import trainer as room
 from training.batches import batches
 from training.features import Features
 from training.losses import Eagle3Objective
 from training.processes import Processes
-from training.report import LiveBar, TrainingLog, chain_tau, doubt_of, draw_curves
+from training.report import chain_tau
 from training.trainer import Plan, Trainer, save_state
 
 
@@ -103,48 +100,6 @@ def test_a_good_state_that_cannot_be_read_now(models, tmp_path, monkeypatch, err
         with monkeypatch.context() as patch, pytest.raises(type(error)):
             patch.setattr(place, name, fails)
             trainer(models, tmp_path).resume()
-
-
-def test_curves(tmp_path, monkeypatch):
-    """A run needs no matplotlib, and a picture needs steps."""
-    entries = [{"step": i, "loss": 3.0 - i / 10, "accuracy": [0.1 * i, 0.05 * i]} for i in range(1, 6)]
-    entries.append({"step": 5, "epoch": 1, "held_out": [0.5, 0.4], "tau": 1.8})
-    draw_curves(entries[-1:], tmp_path / "none.png")
-    draw_curves(entries, tmp_path / "curves.png")
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    draw_curves(entries, tmp_path / "none.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
-
-
-def test_figures_have_the_names_of_the_page(tmp_path, capsys):
-    log, accuracy = TrainingLog(tmp_path, 0, 4), [0.5, 0.4]
-    log.move(100, 1.5)
-    log.step({"step": 1, "loss": 3.0, "accuracy": accuracy})
-    log.validation({"step": 1, "epoch": 1, "held_out": accuracy, "tau": 1.834})
-    log.close()
-    printed = capsys.readouterr().err
-    assert "epoch 1: held-out accuracy 0.500 0.400, chain τ 1.70, tree τ 1.83\n" in printed
-    assert "loss 3.000, accuracy 0.50 0.40, chain τ 1.70 |" in printed and " 37.5% [" in printed
-    assert "100 tokens, " in printed
-
-
-def test_a_live_line_is_drawn_while_nothing_moves(monkeypatch):
-    monkeypatch.setattr(report.sys, "stderr", io.StringIO())
-    monkeypatch.setattr(report.sys.stderr, "isatty", lambda: True, raising=False)
-    with LiveBar(total=3) as bar:
-        limit = time.monotonic() + 20
-        while "00:01" not in bar.fp.getvalue():
-            assert time.monotonic() < limit, bar.fp.getvalue()
-            time.sleep(0.05)
-
-
-@pytest.mark.parametrize("accuracy, step, advice", [
-    (0.003, 3, "0.3%: the head has learnt next to nothing in 3 optimizer steps; give it more text"),
-    (0.0, 5000, "nothing in 5,000 optimizer steps; try a smaller --lr"), (0.02, 3, None),
-])
-def test_a_head_that_has_learnt_nothing(accuracy, step, advice):
-    doubt = doubt_of([{"step": step, "held_out": [accuracy, 0.0]}, {"step": step, "loss": 1.0}])
-    assert doubt.endswith(advice) if advice else doubt == ""
 
 
 def test_a_group_that_is_described_in_part(monkeypatch):
