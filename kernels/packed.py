@@ -169,16 +169,23 @@ class PackedStack(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """`Experts`, which only whole layers compute."""
+    """`Experts`, those that rows chose read once."""
 
     def __init__(self, backend, experts: Experts, dtype: torch.dtype):
         super().__init__()
+        self.backend = backend
         self.router = PackedLinear(backend, experts.router, dtype)
         self.w_gate_up = PackedStack(backend, experts.w_gate_up, dtype, gated=True)
         experts.w_gate_up = None  # its memory is free before the next is packed
         self.w_down = PackedStack(backend, experts.w_down, dtype)
         # As csrc/operators.cpp: mixture_of reads it.
         self.bits = self.router.columns << 16 | experts.used << 32 | int(experts.renormalise) << 48
+
+    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
+        """As `MLP.forward`."""
+        stacks = (self.w_gate_up.packed, self.w_gate_up.scale, self.w_down.packed, self.w_down.scale)
+        onto = torch.zeros_like(x) if onto is None else onto
+        return self.backend.ops.experts(x, onto, self.router.packed, *stacks, self.bits)
 
 
 class PackedNorm(nn.Module):
@@ -336,7 +343,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 setattr(parent, name, PackedNorm(backend, child))
             elif isinstance(child, MLP) and all(_takes(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
-            elif isinstance(child, Experts) and isinstance(parent, Block) and _takes_experts(child, device):
+            elif isinstance(child, Experts) and _takes_experts(child, device):
                 setattr(parent, name, PackedExperts(backend, child, dtype))
             elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
                 setattr(parent, name, packed(child, dtype))

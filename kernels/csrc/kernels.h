@@ -91,6 +91,9 @@ struct Kernels {
   static void attend(int threads, const Rows& rows, const void* qkv, const Norms& norms, const Cache& k,
                      const Cache& v, void* out);
 
+  // Add to `stream` [M, H] what the mixture of a layer makes of x [M, H].
+  static void experts(int threads, const void* x, int64_t M, int64_t H, const Layer& layer, void* stream);
+
   // Each row of x [M, H] over its root mean square, times weight [H].
   static void rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out);
 

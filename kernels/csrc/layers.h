@@ -175,6 +175,19 @@ struct Experts {
 };
 
 template <class E>
+void Kernels<E>::experts(int threads, const void* x, int64_t M, int64_t H, const Layer& layer, void* stream) {
+  using X = Read<E>;
+  const Experts<E> experts(layer.mixture, M, H);
+  const int64_t inner = inputs_of<X>(layer.down), most = std::max(M, experts.rows);
+  Rounded rounded(layer.down.rounds() ? most : 0, std::max(H, inner));
+  const Room<X> read(M * H), gated(most * inner);
+  Team::run(threads, [&](const Team& team) {
+    as_read<E>(team, static_cast<const Value<E>*>(x), M, H, read);
+    experts.add(team, layer, read, inner, rounded, gated, static_cast<Value<E>*>(stream));
+  });
+}
+
+template <class E>
 void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
                         const std::vector<int64_t>& aux, const void* read, void* x, void* features) {
   using X = Read<E>;  // what goes into products is written as they read it
@@ -183,7 +196,7 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const Weight& down = layers[0].down;
   const int64_t inner = inputs_of<X>(down), L = layers.size(), A = aux.size();
   const int64_t first = inputs_of<X>(layers[0].wqkv);  // more than H if `read` is
-  Experts<E> experts(layers[0].mixture, M, H);
+  const Experts<E> experts(layers[0].mixture, M, H);
   const int64_t most = std::max(M, experts.rows);
   Rounded rounded(down.rounds() ? most : 0, std::max({first, inside, inner}));
   const Room<E> qkv(M * width), rotated(M * inside);

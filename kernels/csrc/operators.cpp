@@ -123,6 +123,22 @@ std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>&
   return all;
 }
 
+// residual [.., H] and what a mixture makes of x [.., H]. bits: see `mixture_of`.
+Tensor experts(const Tensor& x, const Tensor& residual, const Tensor& router, const Tensor& gate_up,
+               const Maybe& gate_up_scale, const Tensor& down, const Maybe& down_scale, int64_t bits) {
+  const Tensor in = whole(x);
+  Tensor out = copy(whole(residual));
+  const int64_t H = in.size(-1);
+  Layer layer{};
+  layer.gate_up = weight(gate_up, gate_up_scale ? &*gate_up_scale : nullptr);
+  layer.down = weight(down, down_scale ? &*down_scale : nullptr);
+  layer.mixture = mixture_of(&router, bits);
+  by_dtype(in, [&](auto kernels) {
+    kernels.experts(threads(), data(in), in.numel() / H, H, layer, out.mutable_data_ptr());
+  });
+  return out;
+}
+
 // x [B, T, H] -> the residual stream after all layers, and those entering the layers `aux` (L: after all).
 // read [B, T, inputs]: what the first layer's attention reads, if that is not x, normed. weights: of each layer
 // those that it has, in the order of `Part`; parts: a layer's have the bits set that have their numbers.
@@ -386,6 +402,8 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
     " mode) -> Tensor") \
   X(attend, "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps," \
     " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible) -> Tensor") \
+  X(experts, "experts(Tensor x, Tensor residual, Tensor router, Tensor gate_up, Tensor? gate_up_scale, Tensor down," \
+    " Tensor? down_scale, int bits) -> Tensor") \
   X(rms_norm, "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor") \
   X(layers, "layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k," \
     " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)") \
