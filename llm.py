@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from common.errors import InputError
 from common.schema import Schema, as_python, whole, with_options
-from drafters import Drafting
+from drafters import AUTO, Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
@@ -65,7 +65,8 @@ class LLM:
     """A target, what drafts for it, and the engine that decodes with both.
 
     checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
-    a method such as "eagle3", or a `Drafting`; None is "none". draft: the head (default CHECKPOINT/KIND) or
+    a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
+    folder and prompt lookup, each where it pays. draft: the head (default CHECKPOINT/KIND) or
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
     max_seq_len: most tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such
     as device="cpu" or dtype=torch.bfloat16. say: called with one line when something slow starts or ends.
@@ -75,7 +76,7 @@ class LLM:
 
     @errors_in_python()
     def __init__(
-        self, checkpoint: str | Path, speculate: str | Drafting | None = "none", *,
+        self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, say: Callable[[str], None] = lambda line: None,
         ranks: Ranks | None = None, **runtime,
