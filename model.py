@@ -52,9 +52,7 @@ class ModelArgs:
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP. With experts, intermediate_size is of one expert
     experts_per_token: whole(0, 10_000) = 0  # A
     renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
-    # The sliding window of each layer: a row sees the last so many tokens, itself included; 0: all. (): no layer
-    # has one.
-    windows: tuple[whole(), ...] = ()
+    windows: tuple[whole(), ...] = ()  # last tokens that a row of each layer sees, 0: all; (): all layers all
     # The rest is Gemma's.
     local_rope_base: number(above=1, high=1e15) | None = None  # of layers with a window, if it is another
     activation: Literal[tuple(ACTIVATIONS)] = "silu"
@@ -76,8 +74,7 @@ class ModelArgs:
 
     @property
     def rope_factor(self) -> float:
-        """The factor of cos and sin. Scores have its square, so that `query_scalar` needs no place in attention.
-        """
+        """The factor of cos and sin. Scores have its square: attention needs no `query_scalar`."""
         return self._scaling_factor * (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.25
 
     @property
@@ -117,7 +114,7 @@ def blank() -> Iterator[None]:
 
 
 def inverse_frequencies(args: ModelArgs) -> Tensor:
-    """RoPE inverse frequencies [hd/2], float32. With a `local_rope_base` [2, hd/2]: then those of that base.
+    """RoPE inverse frequencies [hd/2], float32; [2, hd/2] if there is a `local_rope_base`, whose are second.
 
     `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
     divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
@@ -310,8 +307,8 @@ def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
 def last_seen(visible: Tensor, window: int) -> Tensor:
     """Of the slots that each row sees, visible [B, T, n], the last `window`: the same, bool.
 
-    A row sees one slot for each position of its text up to its own, in ascending order. So these are the slots
-    of the last positions, be they committed or its ancestors'.
+    A row sees one slot for each position of its text up to its own, in ascending order. So these are the
+    slots of the last positions, be they committed or its ancestors'.
     """
     rank = visible.cumsum(-1)
     return visible & (rank > rank[..., -1:] - window)

@@ -28,8 +28,8 @@ from tree import Growth, Tree
 class Sight(NamedTuple):
     """Which cache slots each row of a pass attends to: the arguments of `tree.visible_slots`.
 
-    The pass's own rows stand in the last T of the M slots that `local` [B, T, M] describes. first [B, T]: of the
-    first `length` slots each row sees those from this one on; None: all.
+    The pass's own rows stand in the last T of the M slots that `local` [B, T, M] describes. first [B, T]: the
+    first of the committed slots that each row sees; None: it sees all.
     """
 
     slots: Tensor

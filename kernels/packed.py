@@ -365,8 +365,8 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     """Return what `ops.layers` reads of a layer, collected once: asking modules takes as long as an operator.
 
-    The first list has its weights, of fifteen kinds. The second has a bit for each kind that it has, its window,
-    and the mode of its gate.
+    The first list has its weights, of fifteen kinds. The second has a bit for each kind that it has, its
+    window, and the mode of its gate.
     """
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
     attn_norm, wo_norm, mlp_norm, down_norm = (
