@@ -114,7 +114,7 @@ def blank() -> Iterator[None]:
 
 
 def inverse_frequencies(args: ModelArgs) -> Tensor:
-    """RoPE inverse frequencies [hd/2], float32; [2, hd/2] if there is a `local_rope_base`, whose are second.
+    """RoPE inverse frequencies [hd/2], float32. A `local_rope_base` makes them [2, hd/2], its own second.
 
     `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
     divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
@@ -122,8 +122,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
     stores llama3 scaling (`rope_freqs.weight`).
     """
     if args.local_rope_base is not None:
-        local = replace(args, rope_base=args.local_rope_base, rope_scaling=None, local_rope_base=None)
-        return torch.stack([inverse_frequencies(each) for each in (replace(args, local_rope_base=None), local)])
+        usual = replace(args, local_rope_base=None)
+        local = replace(usual, rope_base=args.local_rope_base, rope_scaling=None)
+        return torch.stack((inverse_frequencies(usual), inverse_frequencies(local)))
     # On the CPU, whatever device modules are being made on: see `blank`.
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
     freq = 1.0 / (args.rope_base ** exponents)

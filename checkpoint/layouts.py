@@ -182,5 +182,5 @@ def _target_class(target: dict) -> str:
     if target.get("num_experts"):
         return "Qwen3MoeForCausalLM" if target.get("qk_norm") else "MixtralForCausalLM"
     if target.get("qk_norm"):
-        return "Qwen3ForCausalLM"
+        return "Gemma3ForCausalLM" if target.get("zero_centred") else "Qwen3ForCausalLM"
     return "Qwen2ForCausalLM" if target.get("qkv_bias") else "LlamaForCausalLM"

@@ -1,10 +1,10 @@
 """Tree attention in one kernel a layer: what stands between a layer's wqkv and its wo.
 
-A row of a pass sees every committed slot of the cache, or those of its window, which needs no mask. Of the
-slots after them it sees those that its tree allows. The number of committed slots is read on the device, so one
-captured graph serves every context. The keys are divided among programs (split over keys, as in FlashDecoding)
-by that length: few where the text is short. Queries that share a key/value head are rows of one product. The
-pass's own keys and values come out of qkv and go into the cache on the way.
+A row of a pass sees every committed slot of the cache, or those of its window, which needs no mask, and of
+the slots after them those that its tree allows. The number of committed slots is read on the device, so one
+captured graph serves every context. The keys are divided among programs (split over keys, as in
+FlashDecoding) by that length: few where the text is short. Queries that share a key/value head are rows of
+one product. The pass's own keys and values come out of qkv and go into the cache on the way.
 
 Programs that share a row leave their parts of the softmax in scratch memory. The last one to arrive adds the
 parts up in the order of the keys: results do not depend on the order of arrival.
