@@ -4,11 +4,14 @@ Logits agree to 1e-4 relative, and 64 greedy tokens are equal, with plain and wi
 of the prompts is longer than the windows of families that have one.
 """
 import json
+import math
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from helpers.families import LLAMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
+from helpers.families import GEMMA3, LLAMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
 from helpers.heads import make_head, write_head
 from helpers.sources import write_gguf
 from safetensors.torch import load_file
@@ -198,15 +201,26 @@ def test_experts_of_few_rows_and_of_many(tmp_path):
 # GGUF files of every family
 
 
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
 def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
     """A model of transformers as a GGUF file."""
     config, state = reference.config, dict(reference.state_dict())
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys = config.to_dict() | {
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": rope["rope_theta"],
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
     }
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
+    if arch == "gemma3":  # llama.cpp adds the 1 of zero-centred norms
+        state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
+        for theirs, ours in GEMMA_NORMS.items():
+            state = {n.replace(theirs, ours): t for n, t in state.items()}
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:  # transformers 5 holds them stacked: gate above up
         for i in range(config.num_hidden_layers):
@@ -216,6 +230,17 @@ def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
             state |= {f"{layer}_{x}_exps.weight": t for x, t in (("gate", gate), ("up", up), ("down", down))}
 
     def with_experts(w) -> None:
+        if arch in ("gemma3", "phi3"):
+            w.add_sliding_window(config.sliding_window)
+        if arch == "gemma3":
+            w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(rope["factor"])
+        if "short_factor" in rope:
+            for kind in ("short", "long"):
+                w.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            w.add_rope_scaling_attn_factors((1 + math.log(2) / math.log(256)) ** 0.5)
         if experts:
             w.add_expert_count(experts)
             w.add_expert_used_count(config.num_experts_per_tok)
@@ -227,8 +252,6 @@ def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
 
 
 def test_gguf_yarn_and_window(tmp_path):
-    import gguf
-
     reference = make_target(tmp_path / "in", "Qwen3 tied, yarn")
 
     def yarn(w):
@@ -248,17 +271,26 @@ def test_gguf_yarn_and_window(tmp_path):
 
 @pytest.mark.parametrize("name,arch", [
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
-    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"),
+    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
+    ("Gemma 3", "gemma3"),
 ])
 def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
     reference = make_target(tmp_path / "in", name)
     a = convert(tmp_path / "in", tmp_path / "a", quiet=True)
     b = convert(family_gguf(tmp_path / "m.gguf", reference, arch), tmp_path / "b", quiet=True)
     x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+    assert x.keys() == y.keys()
+    for k in x:  # 1 is added and taken away
+        torch.testing.assert_close(x[k], y[k], rtol=0, atol=2e-7 if arch == "gemma3" and "norm" in k else 0)
     same = (
         "num_layers", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_base", "qkv_bias", "qk_norm",
-        "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings",
+        "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings", "windows",
+        "local_rope_base", "activation", "zero_centred", "output_norms", "scaled_embedding", "max_seq_len",
     )
     one, two = read_config(a), read_config(b)
+    for config in (one, two):
+        if rope := config["rope_scaling"]:  # float32 in a GGUF
+            factors = (rope.get(key, 1) for key in ("attention_factor", "factor"))
+            config["numbers"] = [*rope.get("divisors", ()), *factors]
+    assert one.get("numbers") == pytest.approx(two.get("numbers"))
     assert [one.get(k) for k in same] == [two.get(k) for k in same]

@@ -66,7 +66,10 @@ TARGETS = {
                   "layer_types": ["sliding_attention", "full_attention"] * 4}, "one file"
     ),
     "Phi-3": ("Phi3", {"rope_parameters": ROPE, "sliding_window": WINDOW}, "sharded"),
-    "Phi-3 with longrope": ("Phi3", {"rope_parameters": LONGROPE, "sliding_window": WINDOW}, "one file"),
+    "Phi-3 with longrope": (
+        "Phi3", {"rope_parameters": LONGROPE, "sliding_window": WINDOW,
+                 "original_max_position_embeddings": 256}, "one file"
+    ),
     "Gemma 3": ("Gemma3Text", GEMMA3, "sharded"),
     "Gemma 3 with eyes": ("Gemma3", GEMMA3, "sharded"),
     "Mixtral": (
