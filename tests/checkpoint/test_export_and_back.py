@@ -74,6 +74,15 @@ def test_the_layers_that_a_head_reads(golden, models, tmp_path, layout, layers):
     assert read_config(back)["aux_layers"] == [*layers]
 
 
+@pytest.mark.parametrize("layout", ("sglang", "speculators"))
+def test_the_window_of_a_head(golden, models, tmp_path, layout):
+    head = copy.copy(models[1])
+    head.args = dataclasses.replace(head.args, windows=(9,), activation="gelu_tanh")
+    export(head, tmp_path / "out", layout, read_config(golden))
+    back = read_config(convert(tmp_path / "out", tmp_path / "back", golden, quiet=True))
+    assert back["windows"] == [9] and back["activation"] == "gelu_tanh"
+
+
 def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
     """It is the residual stream before the final norm; the text is plain text."""
     target, head = models[0], copy.copy(models[1])

@@ -74,8 +74,10 @@ def chain_steps(head, features, row: dict, steps: int):
 
 
 @torch.no_grad()
-def test_unrolled_losses_are_the_drafters_chains(models):
+@pytest.mark.parametrize("window", (0, 5))
+def test_unrolled_losses_are_the_drafters_chains(models, monkeypatch, window):
     target, head = models
+    monkeypatch.setattr(head.layer, "window", window)
     steps = 4
     objective = Eagle3Objective(target, head, steps)
     batch = objective.batch(ROWS, steps)
