@@ -306,7 +306,7 @@ def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
 
 
 def last_seen(visible: Tensor, window: int) -> Tensor:
-    """Of the slots that each row sees, visible [B, T, n], the last `window`: the same, bool.
+    """Return visible [B, T, n], bool, with the last `window` of the slots that each row sees.
 
     A row sees one slot for each position of its text up to its own, in ascending order. So these are the
     slots of the last positions, be they committed or its ancestors'.
