@@ -106,7 +106,7 @@ def check_args(args: ModelArgs) -> None:
 
 def _check_relations(args: ModelArgs) -> None:
     scaling = args.rope_scaling or {}
-    divisors, kind = scaling.get("divisors"), (scaling.get("rope_type"), scaling.get("type"))
+    divisors, kind = scaling.get("divisors"), scaling.get("rope_type", scaling.get("type"))
     if args.rope_scaling is not None:
         check_rope(args.rope_scaling)
     rules = [
@@ -119,7 +119,7 @@ def _check_relations(args: ModelArgs) -> None:
         ("rope_scaling", divisors is None or len(divisors) == args.head_dim // 2,
          f"{args.head_dim // 2} divisors, half of head_dim"),
         ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
-        ("local_rope_base", args.local_rope_base is None or not {"yarn", "divisors"} & {*kind},
+        ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
         ("activation", args.activation == "silu" or not args.num_experts, "silu, of mixtures of experts"),
     ]
