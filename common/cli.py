@@ -261,8 +261,8 @@ class Options(argparse.ArgumentParser):
         group = self.add_argument_group("drafting")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--speculate", type=method, default=default, metavar="METHOD",
-            help=f"default {default}; none: not at all; {methods}. Two with a plus, such as lookup+eagle3, draft one"
-                 " tree")
+            help=f"default {default}; none: not at all; {methods}. Two with a plus, such as lookup+eagle3, draft"
+                 " one tree")
         add("--draft",
             help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
         add("--tree", metavar="SPEC",

@@ -33,19 +33,19 @@ void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
 #endif
 }
 
-// x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a
-// block holds as many gate as up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w rounds
+// x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gate`: if any,
+// a block holds as many gate as up columns; gate(gate) * up comes out. `rounded`: room for x as bytes, if w rounds
 // it. `after`: the weight that is read next, if any.
 template <class X, class Out>
 void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w, const float* bias,
-                 const Value<Out>* residual, bool gated, int64_t N, Rounded& rounded, const Weight* after,
+                 const Value<Out>* residual, Gate gate, int64_t N, Rounded& rounded, const Weight* after,
                  Value<Out>* out) {
   const int64_t K = inputs_of<X>(w);
   if (w.rounds()) rounded.round<X>(team, x, M, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
                        : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
   const bool tiled = TILE_ROWS && (w.rounds() || std::is_same_v<X, Bf16>);
-  const int64_t width = gated ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
+  const int64_t width = gate != Gate::NONE ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
   const int64_t tall = tile_size(M, most), tiles = tiles_of(M, most);
   alignas(64) float sums[std::max(TILE_ROWS, ROWS) * BLOCK];
   Tiles shapes;
@@ -66,7 +66,8 @@ void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w
           const int64_t column = b * width + c, place = (m + r) * N + column;
           if (column >= N) break;
           Floats sum = load<Floats>(sums + r * BLOCK + c);
-          if (gated) sum = silu(sum) * load<Floats>(sums + r * BLOCK + width + c);
+          if (gate != Gate::NONE)
+            sum = (gate == Gate::SILU ? silu(sum) : gelu(sum)) * load<Floats>(sums + r * BLOCK + width + c);
           if (bias) sum += Fp32::get(bias + column, N - column);
           if (residual) sum += Out::get(residual + place, N - column);
           Out::put(out + place, sum, N - column);
