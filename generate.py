@@ -61,7 +61,7 @@ def parser() -> Options:
     refuse(lambda o: o.system and o.raw,
            lambda o: "--system: is written by the chat template, which --raw leaves out; choose one")
     refuse(lambda o: not (o.raw or o.parse_special),
-           lambda o: "--no-parse-special: other prompts than those of --raw stay text anyway; leave it out")
+           lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
     refuse(lambda o: "" in o.prompt, lambda o: "--prompt: is empty; give a text")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"

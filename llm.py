@@ -114,8 +114,8 @@ class LLM:
         array; or a list of chat messages. parse_special: false keeps control tokens spelled out in raw text
         as text. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a
         `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and
-        more. Raises ValueError, TypeError or InputError, before anything is decoded,
-        on a prompt or an option that cannot be.
+        more. Raises ValueError, TypeError or InputError, before anything is decoded, on a prompt or an option
+        that cannot be.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)

@@ -27,12 +27,12 @@ from tokens.stops import begun
 
 FUNCTION, THOUGHTS = "<function=", {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the latter are Mistral's
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
-         "<｜tool▁call▁begin｜>", FUNCTION)
+         "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: of Seed-OSS, else like Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
 # A text with tools shows these, also where they are control tokens.
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
         "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-        *THOUGHTS, *THOUGHTS.values())
+        "</seed:tool_call>", *THOUGHTS, *THOUGHTS.values())
 
 # Newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}, older ones of DeepSeek
 # function<｜tool▁sep｜>f and the arguments in a code fence.
@@ -52,9 +52,9 @@ _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for 
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
 _OBJECT = re.compile(r"\s*(?={)")
-_END = re.compile(r"\s*(?:</function>|(?=</tool_call>))")
+_END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # with brackets too many
-    r"[\s}\]`]*(?:</tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)"
+    r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)"
 )
 _BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))")  # may become calls
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}

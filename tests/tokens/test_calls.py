@@ -7,6 +7,7 @@ from common.errors import InputError
 from tokens.calls import BARE, CallStream, form_of, schema_of_calls
 
 TAGGED, CODER, MISTRAL = ("<tool_call>",), ("<tool_call>", "<function="), ("[TOOL_CALLS]",)
+SEED = ("<seed:tool_call>", "<function=")
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": [1, 2]}},
@@ -106,6 +107,8 @@ CALLS = {
                               [("f", '{"city": "Rome"}'), ("f", '{"days": 1}')]),
     "Coder, quoted": (CODER, '<function="f">\n<parameter=\'days\'>\n3\n</parameter>\n</function>', "",
                       [("f", '{"days": 3}')]),
+    "Seed": (SEED, f"So. <seed:tool_call>{coder('f', days='3')}</seed:tool_call>\n", "So. ",
+             [("f", '{"days": 3}')]),
     "GLM": (TAGGED, "So.\n" + keyed("f", city="Paris, 3", days="3") + "\n" + keyed("g"), "So.\n",
             [("f", '{"city": "Paris, 3", "days": 3}'), IS_G]),
     "GLM, tags inside": (TAGGED, keyed("f", city="</tool_call>\n</arg_value> x"), "",
@@ -186,7 +189,7 @@ def test_the_template_decides_the_form():
     for words, form in (
         ("<tool_call>", TAGGED), ("<tool_call><function=x>", CODER), ("[TOOL_CALLS]", MISTRAL),
         ("<TOOLCALL>", ("<TOOLCALL>",)), ("<|tool_call|>", ("<|tool_call|>",)),
-        ("".join(DEEPSEEK), DEEPSEEK),
+        ("".join(DEEPSEEK), DEEPSEEK), ("<seed:tool_call><function=x>", SEED),
         ('{"name": x, "parameters": y} ipython', BARE),
     ):
         assert form_of(start + words) == form
