@@ -27,7 +27,7 @@ from tokens.stops import begun
 
 FUNCTION, THOUGHTS = "<function=", {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the latter are Mistral's
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
-         "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: of Seed-OSS, else like Qwen3-Coder
+         "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
 # A text with tools shows these, also where they are control tokens.
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
