@@ -37,7 +37,7 @@ ARGUMENTS = {
 }
 CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
 OPTIONS = {field.name for kind in (Runtime, Sampling, Drafting) for field in fields(kind)}
-NAMES = {"raw", "system", *ARGUMENTS, *OPTIONS}
+NAMES = {"raw", "system", "parse_special", *ARGUMENTS, *OPTIONS}
 COMMAND_OR_FLAG = re.compile(r"python [\w.]+ [^;]*|--(no-)?([a-z][a-z-]*)|\b(?:null|true|false)\b")
 CONSTANTS = {"null": "None", "true": "True", "false": "False"}
 
@@ -101,37 +101,42 @@ class LLM:
 
     @errors_in_python()
     def encode(self, prompt: Prompt, **options) -> list[int]:
-        """Turn a prompt into token ids; options: `raw`, `system` of `engine.prompt.encode`."""
+        """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
         return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
 
     @errors_in_python()
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None, **sampling
+        self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
+        parse_special: bool = True, **sampling
     ) -> Request | list[Request]:
         """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
-        array; or a list of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with
-        `seed` + i. Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
-        `tokens_per_second` and more. Raises ValueError, TypeError or InputError, before anything is decoded,
-        on a prompt or an option that cannot be.
+        array; or a list of chat messages. parse_special: false keeps control tokens spelled out in raw text
+        as text. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a
+        `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and
+        more. Raises ValueError, TypeError or InputError, before anything is decoded, on a prompt or an option
+        that cannot be.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
-        ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
+        encoding = {"raw": raw, "system": system, "parse_special": parse_special}
+        ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         requests = self.engine.generate(ids, samplings)
         return requests[0] if alone else requests
 
     def stream(
-        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling
+        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, parse_special: bool = True,
+        **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         with errors_in_python():
-            ids, options = [self.encode(prompt, raw=raw, system=system)], with_options(Sampling, sampling)
+            ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
+            options = with_options(Sampling, sampling)
             self._warm_up(options)
-            yield from self.engine.run(ids, [options], [])
+            yield from self.engine.run([ids], [options], [])
 
     @errors_in_python()
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
