@@ -17,7 +17,7 @@ RUN = $(VENV)/bin/python
 
 demo: $(VENV)/ready
 	@$(MAKE) --no-print-directory fetch
-	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt $(QUOTED) --compare $(ARGS)
+	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate auto --prompt $(QUOTED) --compare $(ARGS)
 
 fetch: $(VENV)/ready
 	$(RUN) -m demo.fetch

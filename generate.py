@@ -40,6 +40,8 @@ def parser() -> Options:
     add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
     add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
+    add("--no-parse-special", action="store_false", dest="parse_special",
+        help="with --raw: control tokens spelled out stay text")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
@@ -58,6 +60,8 @@ def parser() -> Options:
            lambda o: "--interactive: ranks have one terminal together; start it without torchrun")
     refuse(lambda o: o.system and o.raw,
            lambda o: "--system: is written by the chat template, which --raw leaves out; choose one")
+    refuse(lambda o: not (o.raw or o.parse_special),
+           lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
     refuse(lambda o: "" in o.prompt, lambda o: "--prompt: is empty; give a text")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"
@@ -149,6 +153,11 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
 
+def encoding(o) -> dict:
+    """Return the arguments of `engine.prompt.encode` that the options name."""
+    return {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}
+
+
 def load(o, prompts: Prompts, ranks=None) -> tuple:
     """Load the target, and make its engine -> both. ranks: the `kernels.tp.Ranks` to deal it among, if any.
 
@@ -172,7 +181,7 @@ def load(o, prompts: Prompts, ranks=None) -> tuple:
     folder, drafting = converted(o.checkpoint, drafting, note)
     if o.verify:
         verify(folder, drafting.draft, True, note)
-    check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
+    check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, **encoding(o))
     drafting.name_unused(folder, note)
     target = load_target(folder, runtime, note, ranks)
     return target, target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len)
@@ -212,7 +221,7 @@ def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int
     from engine.prompt import encode
 
     tokenizer, ranks, room = engine.tokenizer, engine.target.ranks, engine.max_seq_len
-    ids = [encode(tokenizer, prompt, raw=o.raw, system=o.system, room=room) for prompt in prompts]
+    ids = [encode(tokenizer, prompt, room=room, **encoding(o)) for prompt in prompts]
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
     requests, turns, printed, interrupted, before = [], [], 0, False, engine.bytes_read
     rule = engine.drafter.rule if o.temperature > 0 else "equal"

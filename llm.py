@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from common.errors import InputError
 from common.schema import Schema, as_python, whole, with_options
-from drafters import Drafting
+from drafters import AUTO, Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
@@ -37,7 +37,7 @@ ARGUMENTS = {
 }
 CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
 OPTIONS = {field.name for kind in (Runtime, Sampling, Drafting) for field in fields(kind)}
-NAMES = {"raw", "system", *ARGUMENTS, *OPTIONS}
+NAMES = {"raw", "system", "parse_special", *ARGUMENTS, *OPTIONS}
 COMMAND_OR_FLAG = re.compile(r"python [\w.]+ [^;]*|--(no-)?([a-z][a-z-]*)|\b(?:null|true|false)\b")
 CONSTANTS = {"null": "None", "true": "True", "false": "False"}
 
@@ -65,7 +65,8 @@ class LLM:
     """A target, what drafts for it, and the engine that decodes with both.
 
     checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
-    a method such as "eagle3", or a `Drafting`; None is "none". draft: the head (default CHECKPOINT/KIND) or
+    a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
+    folder and prompt lookup, each where it pays. draft: the head (default CHECKPOINT/KIND) or
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
     max_seq_len: most tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such
     as device="cpu" or dtype=torch.bfloat16. say: called with one line when something slow starts or ends.
@@ -75,7 +76,7 @@ class LLM:
 
     @errors_in_python()
     def __init__(
-        self, checkpoint: str | Path, speculate: str | Drafting | None = "none", *,
+        self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, say: Callable[[str], None] = lambda line: None,
         ranks: Ranks | None = None, **runtime,
@@ -100,37 +101,42 @@ class LLM:
 
     @errors_in_python()
     def encode(self, prompt: Prompt, **options) -> list[int]:
-        """Turn a prompt into token ids; options: `raw`, `system` of `engine.prompt.encode`."""
+        """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
         return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
 
     @errors_in_python()
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None, **sampling
+        self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
+        parse_special: bool = True, **sampling
     ) -> Request | list[Request]:
         """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
-        array; or a list of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with
-        `seed` + i. Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
-        `tokens_per_second` and more. Raises ValueError, TypeError or InputError, before anything is decoded,
-        on a prompt or an option that cannot be.
+        array; or a list of chat messages. parse_special: false keeps control tokens spelled out in raw text
+        as text. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a
+        `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and
+        more. Raises ValueError, TypeError or InputError, before anything is decoded, on a prompt or an option
+        that cannot be.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
-        ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
+        encoding = {"raw": raw, "system": system, "parse_special": parse_special}
+        ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         requests = self.engine.generate(ids, samplings)
         return requests[0] if alone else requests
 
     def stream(
-        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling
+        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, parse_special: bool = True,
+        **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         with errors_in_python():
-            ids, options = [self.encode(prompt, raw=raw, system=system)], with_options(Sampling, sampling)
+            ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
+            options = with_options(Sampling, sampling)
             self._warm_up(options)
-            yield from self.engine.run(ids, [options], [])
+            yield from self.engine.run([ids], [options], [])
 
     @errors_in_python()
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:

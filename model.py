@@ -1,4 +1,4 @@
-"""The targets: LLaMA, Qwen, Mistral and Mixtral. Definitions only.
+"""The targets: LLaMA, Qwen, Mistral, Mixtral, Phi-3 and Gemma 3. Definitions only.
 
 Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
@@ -13,7 +13,9 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -22,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.schema import Flag, Ids, Layers, Many, Width, number, whole
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ class ModelArgs:
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP. With experts, intermediate_size is of one expert
     experts_per_token: whole(0, 10_000) = 0  # A
     renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
+    windows: tuple[whole(), ...] = ()  # last tokens that a row of each layer sees, 0: all; (): all layers all
+    # The rest is Gemma's.
+    local_rope_base: number(above=1, high=1e15) | None = None  # of layers with a window, if it is another
+    activation: Literal[tuple(ACTIVATIONS)] = "silu"
+    scaled_embedding: Flag = False  # embeddings are multiplied by the square root of H
+    zero_centred: Flag = False  # norms multiply by 1 + weight
+    output_norms: Flag = False  # outputs of attention and of the MLP are normed, too
+    query_scalar: number(above=0, high=1e6) | None = None  # scores are over its square root; None: head_dim
 
     @classmethod
     def from_config(cls, config: dict):
@@ -55,14 +67,24 @@ class ModelArgs:
         names = {f.name for f in fields(cls)}
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
 
+    def embedding_scale(self, dtype: torch.dtype) -> float:
+        """The factor of embeddings, rounded to their dtype."""
+        scale = self.hidden_size**0.5 if self.scaled_embedding else 1.0
+        return torch.tensor(scale, dtype=dtype, device="cpu").item()
+
     @property
     def rope_factor(self) -> float:
-        """The factor of cos and sin: 1 without yarn (arXiv 2309.00071, section 3.4)."""
+        """The factor of cos and sin. Scores have its square: attention needs no `query_scalar`."""
+        return self._scaling_factor * (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.25
+
+    @property
+    def _scaling_factor(self) -> float:
+        """The factor of cos and sin that belongs to yarn (arXiv 2309.00071, section 3.4) and to longrope."""
         scaling = self.rope_scaling or {}
-        if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        if scaling.get("rope_type", scaling.get("type")) not in ("yarn", "divisors"):
             return 1.0
-        if scaling.get("attention_factor") is not None:
-            return float(scaling["attention_factor"])
+        if scaling.get("attention_factor") is not None or "divisors" in scaling:
+            return float(scaling.get("attention_factor") or 1)
 
         def magnitude(weight: float) -> float:
             return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
@@ -92,13 +114,17 @@ def blank() -> Iterator[None]:
 
 
 def inverse_frequencies(args: ModelArgs) -> Tensor:
-    """RoPE inverse frequencies [hd/2], float32.
+    """RoPE inverse frequencies [hd/2], float32. A `local_rope_base` makes them [2, hd/2], its own second.
 
     `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
     divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
     (arXiv 2309.00071); see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF
     stores llama3 scaling (`rope_freqs.weight`).
     """
+    if args.local_rope_base is not None:
+        usual = replace(args, local_rope_base=None)
+        local = replace(usual, rope_base=args.local_rope_base, rope_scaling=None)
+        return torch.stack((inverse_frequencies(usual), inverse_frequencies(local)))
     # On the CPU, whatever device modules are being made on: see `blank`.
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
     freq = 1.0 / (args.rope_base ** exponents)
@@ -137,9 +163,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The cosines and sines of `positions` [B, T]: two of [B, T, hd/2], float32.
 
-    They are computed once per pass and used by every layer.
+    They are computed once per pass and used by every layer. With two kinds of frequencies: [2, B, T, hd/2].
     """
-    angles = positions[..., None].float() * inv_freq
+    angles = positions[..., None].float() * (inv_freq if inv_freq.ndim == 1 else inv_freq[:, None, None])
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
 
 
@@ -151,14 +177,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Divide each row by its root mean square and scale by a weight (arXiv 1910.07467)."""
+    """Divide each row by its root mean square and scale by a weight (arXiv 1910.07467).
 
-    def __init__(self, size: int, eps: float):
+    zero_centred: scale by 1 + weight, in float32.
+    """
+
+    def __init__(self, size: int, eps: float, zero_centred: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centred else torch.ones(size))
+        self.eps, self.zero_centred = eps, zero_centred
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor of each number of a row [size]."""
+        return 1 + self.weight.float() if self.zero_centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centred:
+            return F.rms_norm(x.float(), (x.shape[-1],), self.scale, self.eps).to(x.dtype)
         # .to(): in training the weights are float32 and x may be bfloat16; the fused kernel wants one dtype.
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
@@ -197,10 +233,10 @@ class KVCache(nn.Module):
         qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a
         key/value head become G*T rows of it: keys and values are never repeated in memory.
         """
-        q, k, v = block.split(_rotated(block, qkv, *shared.angles()))
+        q, k, v = block.split(_rotated(block, qkv, *block.own(shared.angles())))
         self.write(k, v, shared.slots)
         B, T, nh, hd = q.shape
-        nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype)
+        nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype, block.window)
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
         k, v = self.live(bias.shape[-1], q.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -269,6 +305,16 @@ def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
     return other
 
 
+def last_seen(visible: Tensor, window: int) -> Tensor:
+    """Return visible [B, T, n], bool, with the last `window` of the slots that each row sees.
+
+    A row sees one slot for each position of its text up to its own, in ascending order. So these are the
+    slots of the last positions, be they committed or its ancestors'.
+    """
+    rank = visible.cumsum(-1)
+    return visible & (rank > rank[..., -1:] - window)
+
+
 class Pass:
     """The inputs that all layers of one forward pass share.
 
@@ -280,21 +326,33 @@ class Pass:
         self._positions = args, inv_freq, positions
         self.slots, self.visible = slots, visible
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._bias: Tensor | None = None
+        self._seen: dict[int, object] = {0: visible}
+        self._bias: dict[int, Tensor] = {}
 
     def angles(self, table: Callable = rope_table) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of the rows' positions by `rope_table`, or a function like it; made once."""
+        """The cosines and sines of the rows' positions by `rope_table`, or a function like it; made once.
+
+        `Block.own` takes those of a layer.
+        """
         if self._angles is None:
             self._angles = table(*self._positions)
         return self._angles
 
-    def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Return the mask as an additive one [B, 1, groups*T, n], 0 or -inf, made once."""
-        if self._bias is None:
-            visible = self.visible if isinstance(self.visible, Tensor) else self.visible.dense()
+    def seen(self, window: int):
+        """Return `visible` of layers with this window, made once."""
+        if window not in self._seen:
+            dense = isinstance(self.visible, Tensor)
+            self._seen[window] = last_seen(self.visible, window) if dense else self.visible.within(window)
+        return self._seen[window]
+
+    def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
+        """Return that mask as an additive one [B, 1, groups*T, n], 0 or -inf, made once."""
+        if window not in self._bias:
+            seen = self.seen(window)
+            visible = seen if isinstance(seen, Tensor) else seen.dense()
             zero = torch.zeros((), dtype=dtype, device=visible.device)
-            self._bias = torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
-        return self._bias
+            self._bias[window] = torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+        return self._bias[window]
 
 
 class Linear(nn.Linear):
@@ -323,13 +381,14 @@ def scores(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
+        self.activation = args.activation
         self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
         self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """Normed x [B, T, H]; what comes out is added to the residual stream `onto` [B, T, H], if given."""
         gate, up = self.w_gate_up(x).chunk(2, dim=-1)
-        return self.w_down(F.silu(gate) * up, onto)
+        return self.w_down(ACTIVATIONS[self.activation](gate) * up, onto)
 
 
 class Experts(nn.Module):
@@ -409,19 +468,24 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 class Block(nn.Module):
     """One decoder layer.
 
-    A layer of the target norms what it reads (`TargetBlock`); the first layer of a head does not.
+    A layer of the target norms what it reads (`TargetBlock`); the first layer of a head does not. layer: its
+    number, which tells its window.
     """
 
-    def __init__(self, args: ModelArgs, input_size: int | None = None):
+    def __init__(self, args: ModelArgs, input_size: int | None = None, layer: int = 0):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
+        self.window = args.windows[layer] if args.windows else 0
         H, width = args.hidden_size, args.num_heads * args.head_dim
+        norm = partial(RMSNorm, eps=args.norm_eps, zero_centred=args.zero_centred)
         self.wqkv = Linear(input_size or H, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
-        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.q_norm = norm(args.head_dim) if args.qk_norm else None
+        self.k_norm = norm(args.head_dim) if args.qk_norm else None
         self.wo = Linear(width, H, bias=False)
-        self.mlp_norm = RMSNorm(H, args.norm_eps)
+        self.wo_norm = norm(H) if args.output_norms else None
+        self.mlp_norm = norm(H)
         self.mlp = Experts(args) if args.num_experts else MLP(args)
+        self.mlp_out_norm = norm(H) if args.output_norms else None
 
     def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
         """Residual stream x [B, T, H] -> the stream after this layer; keys and values go to `cache`.
@@ -440,7 +504,11 @@ class Block(nn.Module):
         """The weights of the norms of q and k and their eps, for a kernel; None, None, 0.0 without them."""
         if self.q_norm is None:
             return None, None, 0.0
-        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return self.q_norm.scale, self.k_norm.scale, self.q_norm.eps
+
+    def own(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This layer's cosines and sines [B, T, hd/2], of those of `rope_table`."""
+        return angles if angles[0].ndim == 3 else tuple(x[int(self.window > 0)] for x in angles)
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Output of `wqkv` -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
@@ -457,16 +525,25 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream x [B, T, H] and attention output [B, T, nh*hd] -> the stream after the layer."""
-        x = self.wo(attended, x)
-        return self.mlp(self.mlp_norm(x), x)
+        x = self.mixed(x, attended)
+        return self.mlp(self.mlp_norm(x), x) if self.mlp_out_norm is None else x + self.fed(x)
+
+    def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream and attention output -> the stream after attention."""
+        return self.wo(attended, x) if self.wo_norm is None else x + self.wo_norm(self.wo(attended))
+
+    def fed(self, x: Tensor) -> Tensor:
+        """Residual stream after attention -> the addition of the MLP [B, T, H]."""
+        y = self.mlp(self.mlp_norm(x), None)
+        return y if self.mlp_out_norm is None else self.mlp_out_norm(y)
 
 
 class TargetBlock(Block):
     """A layer of the target: it reads the normed residual stream."""
 
-    def __init__(self, args: ModelArgs):
-        super().__init__(args)
-        self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
+    def __init__(self, args: ModelArgs, layer: int = 0):
+        super().__init__(args, layer=layer)
+        self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps, args.zero_centred)
 
     def project(self, x: Tensor) -> Tensor:
         return self.wqkv(self.attn_norm(x))
@@ -487,8 +564,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers))
-        self.norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.layers = nn.ModuleList(TargetBlock(args, i) for i in range(args.num_layers))
+        self.norm = RMSNorm(args.hidden_size, args.norm_eps, args.zero_centred)
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
 
@@ -514,7 +591,12 @@ class Transformer(nn.Module):
         side by side [B, T, len(aux_layers)*H], else None.
         """
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        return self.run_layers(self.embed(tokens), caches, shared, aux_layers)
+        return self.run_layers(self.embedded(tokens), caches, shared, aux_layers)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the first residual stream [B, T, H]."""
+        x = self.embed(tokens)
+        return x * self.args.embedding_scale(x.dtype) if self.args.scaled_embedding else x
 
     def run_layers(
         self, x: Tensor, caches: KVCaches, shared: Pass, aux_layers: tuple[int, ...]
@@ -548,16 +630,21 @@ class Transformer(nn.Module):
         For training and for scoring.
         """
         T = tokens.shape[1]
-        cos, sin = rope_table(self.args, self.inv_freq, torch.arange(T, device=tokens.device)[None])
+        at = torch.arange(T, device=tokens.device)
+        angles = rope_table(self.args, self.inv_freq, at[None])
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
-            q, k, v = (t.transpose(1, 2) for t in layer.split(layer.heads(layer.project(x), cos, sin)))
+            heads = layer.heads(layer.project(x), *layer.own(angles))
+            q, k, v = (t.transpose(1, 2) for t in layer.split(heads))
             groups = q.shape[1] // k.shape[1]  # of this rank's heads, where the target is dealt
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            near = None
+            if 0 < layer.window < T:
+                near = (at <= at[:, None]) & (at > at[:, None] - layer.window)
+            attended = F.scaled_dot_product_attention(q, k, v, near, is_causal=near is None)
             return layer.finish(x, attended.transpose(1, 2).flatten(2))
 
-        return self.through(self.embed(tokens), aux_layers, apply)
+        return self.through(self.embedded(tokens), aux_layers, apply)
 
     @property
     def lm_rows(self) -> Tensor:

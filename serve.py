@@ -1,6 +1,6 @@
 """Serve a converted checkpoint over HTTP, in OpenAI's form, with a page to chat on.
 
-    python serve.py --checkpoint checkpoints/smollm2-135m --speculate eagle3
+    python serve.py --checkpoint checkpoints/smollm2-135m
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.torchrun import command_in_words, is_first, one_voice, several
-from drafters import Drafting, add_drafting
+from drafters import AUTO, Drafting, add_drafting
 
 STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -60,7 +60,7 @@ def parser() -> Options:
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
     p.judge(key_of)
-    add_drafting(p)
+    add_drafting(p, AUTO)
     p.add_runtime()
     return p
 

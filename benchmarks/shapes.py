@@ -39,15 +39,6 @@ SHAPES = {
     "tiny-mixture": (
         ModelArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096, num_experts=6, experts_per_token=2), 256, 128
     ),
-    "qwen3-30b-a3b": (
-        ModelArgs(
-            151936, 2048, 768, 48, 32, 4, 128, 1e-6, 1e6, max_seq_len=40960, qk_norm=True, num_experts=128,
-            experts_per_token=8,
-        ), 32000, 6144,
-    ),
-    "tiny-mixture": (
-        ModelArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096, num_experts=6, experts_per_token=2), 256, 128
-    ),
     "tiny": (ModelArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096), 256, 128),
 }
 

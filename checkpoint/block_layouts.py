@@ -58,12 +58,12 @@ def read_block(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     flags = config | (config.get("dflash_config") or {})
-    if "sliding_attention" in (flags.get("layer_types") or ()):
-        raise InputError(f"{path}: layers with a sliding window (layer_types) are not supported in a head")
     for key in ("block_size", "mask_token_id"):
         if type(flags.get(key)) is not int:
             raise InputError(f"{path}: config: {key} must be a number, found {flags.get(key)!r}")
     fields = model_fields(path, config | {"tie_word_embeddings": False})
+    if "windows" in fields:
+        raise InputError(f"{path}: sliding windows are not supported in a head that drafts blocks")
     fields |= layouts.read_layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "aux_layers": _aux_layers(source, flags, target),

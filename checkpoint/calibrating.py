@@ -51,10 +51,11 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
                 )
             return tensor
 
-        x = read("embed.weight")[ids].float()
+        embed = read("embed.weight")
+        x = embed[ids].float() * args.embedding_scale(embed.dtype)
         for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
             with blank():
-                block = TargetBlock(args)
+                block = TargetBlock(args, i)
             state = {name: read(f"layers.{i}.{name}").float() for name in block.state_dict()}
             block.load_state_dict(state, assign=True)
             for parameter in block.parameters():

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.folder import CONFIG, ROPE, check_rope, is_gguf
+from typing_extensions import NotRequired, TypedDict
+
+from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
 from checkpoint.source import Source
 from common.errors import InputError, printable
-from common.schema import ABSENT, Wrong, named
+from common.schema import ABSENT, Schema, Wrong, in_words, named, number
 from model import ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
@@ -28,6 +31,11 @@ KEYS = {
     "rope_scaling": ("rope_scaling", None), "max_seq_len": ("max_position_embeddings", 2048),
     "tie_embeddings": ("tie_word_embeddings", False),
 }
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+LONGROPE = Schema(TypedDict("Longrope", {
+    "short_factor": Divisors, "factor": NotRequired[Factor], "attention_factor": NotRequired[Factor],
+    "original_max_position_embeddings": NotRequired[number(2, 2**31)],
+}))
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 # Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
 MOST_BEFORE_SCALING = 8192
@@ -44,6 +52,16 @@ ATTENTION: NameTable = {
 DENSE: NameTable = {
     "mlp.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.w_down.weight": ["mlp.down_proj.weight"],
+}
+PHI3: NameTable = {  # stacked as ours are
+    "wqkv.weight": ["self_attn.qkv_proj.weight"],
+    "mlp.w_gate_up.weight": ["mlp.gate_up_proj.weight"],
+    "mlp.w_down.weight": ["mlp.down_proj.weight"],
+}
+GEMMA3: NameTable = DENSE | {
+    "wo_norm.weight": ["post_attention_layernorm.weight"],
+    "mlp_norm.weight": ["pre_feedforward_layernorm.weight"],
+    "mlp_out_norm.weight": ["post_feedforward_layernorm.weight"],
 }
 MIXTRAL: NameTable = {
     "mlp.router.weight": ["block_sparse_moe.gate.weight"],
@@ -73,19 +91,19 @@ def parts_of(
     patterns = names[name] if name in names else names[re.sub(r"^layers\.\d+", "layers.{i}", name)]
     experts = range(shape[0]) if len(shape) == 3 else (None,)
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
-    if ".wqkv." in f".{name}":
+    if len(patterns) == 1:
+        rows = (shape[-2] if len(shape) > 1 else shape[0],)
+    elif ".wqkv." in f".{name}":
         kv = args.num_kv_heads * args.head_dim
         rows = args.num_heads * args.head_dim, kv, kv
-    elif ".w_gate_up" in name:
+    else:  # w_gate_up
         rows = args.intermediate_size, args.intermediate_size
-    else:
-        rows = (shape[-2] if len(shape) > 1 else shape[0],)
     columns = shape[-1:] if len(shape) > 1 else ()
     return {source: (count, *columns) for source, count in zip(sources, rows * len(experts), strict=True)}
 
 
 def hugging_face(mlp: NameTable) -> NameTable:
-    """The table of a Hugging Face model whose layers have this kind of MLP."""
+    """The table of a Hugging Face model whose layers have this kind of MLP, and what else differs."""
     layer = ATTENTION | mlp | {"attn_norm.weight": ["input_layernorm.weight"]}
     return {
         "embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"],
@@ -113,6 +131,12 @@ GGUF: NameTable = {
         "mlp.w_down": ["ffn_down_exps.weight[{e}]"],
     }, "layers.{i}.", "blk.{i}."),
 }
+GGUF_GEMMA3 = GGUF | with_prefix({
+    "wo_norm.weight": ["post_attention_norm.weight"], "mlp_out_norm.weight": ["post_ffw_norm.weight"],
+}, "layers.{i}.", "blk.{i}.")
+GGUF_PHI3 = GGUF | with_prefix({
+    "wqkv.weight": ["attn_qkv.weight"], "mlp.w_gate_up.weight": ["ffn_up.weight"],
+}, "layers.{i}.", "blk.{i}.")
 
 
 @dataclass(frozen=True)
@@ -129,13 +153,22 @@ class Family:
     experts: bool = False
 
 
-NO_WINDOW = {"use_sliding_window": False}  # Qwen's windows have a switch, off unless a config says otherwise
+# Qwen's windows have a switch, off unless a config says otherwise, and begin at a layer. LLaMA has none.
+NO_WINDOW = {"use_sliding_window": False, "max_window_layers": 28}
+GEMMA3_FIXED = dict.fromkeys(("qk_norm", "zero_centred", "output_norms", "scaled_embedding"), True)
+# Published configs leave out all that transformers' class has by default.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
+}
 MIXTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family(hugging_face(DENSE)),
+    "LlamaForCausalLM": Family(hugging_face(DENSE), defaults=NO_WINDOW),
     "MistralForCausalLM": Family(
         hugging_face(DENSE), defaults={"num_key_value_heads": 8, "sliding_window": 4096}
     ),
@@ -147,9 +180,16 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True
     ),
+    "Phi3ForCausalLM": Family(
+        hugging_face(PHI3), defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    ),
+    "Gemma3ForCausalLM": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
+    "Gemma3ForConditionalGeneration": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
     "gguf:qwen3": Family(GGUF, {"qk_norm": True}),
+    "gguf:phi3": Family(GGUF_PHI3),
+    "gguf:gemma3": Family(GGUF_GEMMA3, GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "gguf:llama+experts": Family(GGUF, {"renormalise_experts": True}, experts=True),
     "gguf:qwen3moe+experts": Family(GGUF, {"qk_norm": True, "renormalise_experts": True}, experts=True),
 }
@@ -169,14 +209,15 @@ def target_fields(source: Source) -> dict:
     Raises InputError for anything that we would compute wrongly.
     """
     family, path = family_of(source), source.path
-    _refuse(path, source.config, "attention_bias")
+    _refuse(path, source.config, "attention_bias", "attn_logit_softcapping", "final_logit_softcapping",
+            "use_bidirectional_attention")
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
     config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
     fields = model_fields(path, config)
     fields |= family.fixed
     if not family.experts:
         return fields
-    _refuse(path, config, "mlp_only_layers")
+    _refuse(path, config, "mlp_only_layers", "use_sliding_window")
     if config.get("decoder_sparse_step", 1) != 1:
         raise InputError(
             f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not"
@@ -198,9 +239,11 @@ def model_fields(path: Path, config: dict) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    _refuse(path, config, "quantization_config", "mlp_bias", "use_sliding_window")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise InputError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
+    _refuse(path, config, "quantization_config", "mlp_bias")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise InputError(f"{path}: activation {printable(activation)} is not supported (these are: {known})")
     where = path if is_gguf(path) else path / CONFIG
     for name in NEEDED:
         if config.get(KEYS[name][0]) is None:
@@ -209,10 +252,15 @@ def model_fields(path: Path, config: dict) -> dict:
     hidden, heads = fields["hidden_size"], fields["num_heads"]
     if "head_dim" not in config and hidden % heads:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    _refuse_windows(path, config, fields["max_seq_len"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
+    rope, local = _rope_of_kinds(path, config, rope)
     scaling, longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
-    return fields | {
+    special = {  # in few families: other configs are left as they were
+        "windows": _windows(where, config, fields["num_layers"], longest if local is None else math.inf),
+        "local_rope_base": local, "query_scalar": config.get("query_pre_attn_scalar"),
+        "activation": ACTIVATIONS[activation] if ACTIVATIONS[activation] != "silu" else None,
+    }
+    return fields | {name: value for name, value in special.items() if value} | {
         "num_kv_heads": config.get("num_key_value_heads", heads),
         "head_dim": config.get("head_dim", hidden // heads),
         "rope_base": rope.get("rope_theta", fields["rope_base"]), "rope_scaling": scaling,
@@ -227,21 +275,44 @@ def _refuse(path: Path, config: dict, *keys: str) -> None:
             raise InputError(f"{path}: {key} {json.dumps(config[key])[:60]} is not supported")
 
 
-def _refuse_windows(path: Path, config: dict, longest: int) -> None:
-    """Raise InputError if a sliding window would cut the context of any layer."""
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise InputError(f"{path}: layers with sliding-window attention are not supported")
-    window = config.get("sliding_window")
-    # Qwen2's configs carry a window that `use_sliding_window: false` switches off. Mistral's and Mixtral's
-    # have no switch.
-    if isinstance(window, int) and "use_sliding_window" not in config and window < longest:
-        raise InputError(f"{path}: sliding_window {window} is not supported (the context is {longest})")
+def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]:
+    """Return the field windows; [] if no layer has a window that a text of the length `longest` exceeds."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else 0
+    if kinds := config.get("layer_types"):
+        if {*kinds} == {"full_attention"}:
+            return []
+        if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:
+            raise InputError(
+                f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)}; expected for each"
+                f" of {layers} layers full_attention or, with a window, sliding_attention"
+            )
+        full = [kind == "full_attention" for kind in kinds[:layers]]
+    else:
+        first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
+        full = [i < first or (i + 1) % period == 0 for i in range(layers)]
+    seen = [0 if all_of_it else window or 0 for all_of_it in full]
+    return seen if any(0 < n < longest for n in seen) else []
+
+
+def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | None]:
+    """(The parameters of layers without a window, the base of those with one if it is another)."""
+    local = config.get("rope_local_base_freq")
+    if not isinstance(rope, dict) or not any(isinstance(v, dict) for v in rope.values()):
+        return rope, local
+    full, sliding = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
+    both = isinstance(full, dict) and isinstance(sliding, dict)
+    if not both or sliding.get("rope_type", "default") != "default":
+        raise InputError(
+            f"{path}: rope parameters per kind of layer must be of two kinds, full_attention and, without"
+            " scaling, sliding_attention"
+        )
+    return full, sliding.get("rope_theta", local)
 
 
 def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
     """(The field rope_scaling, the longest context after scaling). `rope`: the config's own parameters."""
-    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-        raise InputError(f"{path}: rope parameters per kind of layer are not supported")
+    if not isinstance(rope, dict):
+        raise InputError(f"{path}: rope parameters are no object")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{path}: partial_rotary_factor is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -249,6 +320,8 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         return None, longest
     others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     scaling = {k: v for k, v in rope.items() if k not in others and v is not None}
+    if kind in ("longrope", "su"):
+        return _short_rope(path, config, scaling, longest)
     key = "original_max_position_embeddings"
     given = scaling.get(key, config.get(key))
     # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
@@ -263,3 +336,19 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     if grows:
         longest = max(longest, int(original * scaling["factor"]))
     return {name: value for name, value in scaling.items() if name in {"rope_type", *ROPE[kind]}}, longest
+
+
+def _short_rope(path: Path, config: dict, scaling: dict, longest: int) -> tuple[dict, int]:
+    """`_rope_scaling` of longrope: its short factors, for texts up to the length that they are for.
+
+    A longer text would turn all keys anew, those in the cache too.
+    """
+    with named(path):
+        LONGROPE.check(scaling, "rope_scaling")
+    original = config.get("original_max_position_embeddings") or longest
+    original = scaling.get("original_max_position_embeddings", original)
+    factor = scaling.get("factor") or longest / original
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    rope = {"rope_type": "divisors", "divisors": scaling["short_factor"],
+            "attention_factor": scaling.get("attention_factor") or stretched}
+    return rope, min(original, longest)

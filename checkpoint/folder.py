@@ -64,6 +64,7 @@ MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.calib
 }))
 
 Factor, Length = number(1e-3, 1e6), number(1, 2**31)
+Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]
 # The fields of `rope_scaling` by its type, see `model.inverse_frequencies`.
 ROPE = {
     "default": {},
@@ -78,7 +79,7 @@ ROPE = {
         **dict.fromkeys(("mscale", "mscale_all_dim"), NotRequired[number(0, 1e6) | None]),
         "truncate": NotRequired[Flag | None],
     },
-    "divisors": {"divisors": Annotated[list[Factor], Field(min_length=1, max_length=2**15)]},
+    "divisors": {"divisors": Divisors, "attention_factor": NotRequired[Factor | None]},
 }
 ROPE_SCHEMAS = {kind: Schema(TypedDict(f"Rope_{kind}", keys)) for kind, keys in ROPE.items()}
 
@@ -104,7 +105,8 @@ def check_args(args: ModelArgs) -> None:
 
 
 def _check_relations(args: ModelArgs) -> None:
-    divisors = (args.rope_scaling or {}).get("divisors")
+    scaling = args.rope_scaling or {}
+    divisors, kind = scaling.get("divisors"), scaling.get("rope_type", scaling.get("type"))
     if args.rope_scaling is not None:
         check_rope(args.rope_scaling)
     rules = [
@@ -116,6 +118,10 @@ def _check_relations(args: ModelArgs) -> None:
          f"1 to num_experts, {args.num_experts}"),
         ("rope_scaling", divisors is None or len(divisors) == args.head_dim // 2,
          f"{args.head_dim // 2} divisors, half of head_dim"),
+        ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
+        ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
+         "null: rope_scaling has a factor of cos and sin"),
+        ("activation", args.activation == "silu" or not args.num_experts, "silu, of mixtures of experts"),
     ]
     has = vars(args).get
     if (aux := has("aux_layers")) is not None:

@@ -36,7 +36,8 @@ OWN = {  # of the architecture, under its name and a dot
     "attention.layer_norm_rms_epsilon": number(above=0, high=1), "vocab_size": Ids,
     "feed_forward_length": Width, "expert_feed_forward_length": Width, "expert_count": whole(0, 10_000),
     "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
-    "rope.freq_base": number(above=1, high=1e15), "attention.sliding_window": Whole,
+    "rope.freq_base": number(above=1, high=1e15), "rope.freq_base_swa": number(above=1, high=1e15),
+    "attention.sliding_window": Whole, "attention.sliding_window_pattern": whole(1),
     "rope.scaling.type": Short,
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
     "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
@@ -64,8 +65,8 @@ def open_gguf(path: Path) -> Source:
     metadata(arch).require(fields, path)
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
-    divisors = stored.pop("rope_freqs.weight", None)
-    config = _config(path, arch, fields, stored, divisors)
+    short, _ = (stored.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long"))  # longrope's
+    config = _config(path, arch, fields, stored, stored.pop("rope_freqs.weight", short))
     # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
     # Only the size of a head matters for undoing it, not the number of heads.
     interleaved = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
@@ -80,7 +81,9 @@ def open_gguf(path: Path) -> Source:
             experts = range(int(tensor.shape[2]))
             tensors |= {f"{name}[{e}]": _entry(path, tensor, expert=e) for e in experts}
         else:
-            tensors[name] = _entry(path, tensor, config["head_dim"] if interleaved.fullmatch(name) else None)
+            entry = _entry(path, tensor, config.get("head_dim") if interleaved.fullmatch(name) else None)
+            # llama.cpp's converter adds the 1 that zero-centred norms multiply by.
+            tensors[name] = _less_one(entry) if arch == "gemma3" and name.endswith("norm.weight") else entry
 
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
@@ -127,7 +130,9 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
     embed = tensors.get("token_embd.weight")
     eps = get("attention.layer_norm_rms_epsilon")
-    return {
+    # As llama.cpp: of Gemma 3, only the model of 27B has scores over another root than that of head_dim.
+    scalar = hidden // heads if arch == "gemma3" and get("block_count") == 62 and hidden and heads else None
+    config = {
         "vocab_size": int(embed.shape[-1]) if embed is not None else get("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
@@ -143,7 +148,12 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
         "tie_word_embeddings": "output.weight" not in tensors,
         "max_position_embeddings": get("context_length"),
         "sliding_window": get("attention.sliding_window"),
+        "sliding_window_pattern": get("attention.sliding_window_pattern"),
+        "rope_local_base_freq": get("rope.freq_base_swa"),
+        "query_pre_attn_scalar": scalar or (head_dim if arch == "gemma3" else None),
     }
+    # No key at all: then a family may have a default.
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _shortest_decimal(value: float) -> float:
@@ -159,9 +169,15 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
         kind = "none"
     if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors is not None):
         raise InputError(f"{path}: rope scaling of type {kind!r} is not supported")
-    if divisors is not None:  # llama3 scaling is stored as one divisor per frequency
+    if divisors is not None:  # llama3 scaling is stored as one divisor per frequency, longrope as two
         numbers = _numbers(divisors.data, divisors).flatten().tolist()
-        return {"rope_type": "divisors", "divisors": numbers}
+        if divisors.name == "rope_freqs.weight":
+            return {"rope_type": "divisors", "divisors": numbers}
+        return {
+            "rope_type": "longrope", "short_factor": numbers,
+            "attention_factor": get("rope.scaling.attn_factor"),
+            "original_max_position_embeddings": get("rope.scaling.original_context_length"),
+        }
     if kind == "none":
         return None
     keys = {"original_max_position_embeddings": "original_context_length",
@@ -172,6 +188,11 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
     if kind == "yarn" and extra and factor:
         values["attention_factor"] = extra * (0.1 * math.log(factor) + 1)
     return {"rope_type": kind, "factor": factor, **values}
+
+
+def _less_one(entry: Entry) -> Entry:
+    """Return a tensor less one."""
+    return Entry.of(entry.shape, entry.dtype, lambda: entry.read() - 1)
 
 
 def _numbers(data, tensor) -> Tensor:

@@ -28,6 +28,7 @@ READABLE_DTYPES = {
 MODEL_TYPES = {  # for configs without `architectures`
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
 }
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
 Token = whole(-1, 2**24) | list[whole(-1, 2**24)] | None  # -1: none
@@ -42,24 +43,27 @@ def optional(name: str, kinds: dict) -> TypedDict:
 # config.json of a target (transformers) or of a head, by type: the keys that we read.
 CONFIG_KEYS = {key: kind for kind, keys in {
     list[Text | None]: "architectures layer_types",
-    Text: "model_type hidden_act speculators_model_type markov_head_type _name_or_path",
+    Text: "model_type hidden_act hidden_activation speculators_model_type markov_head_type _name_or_path",
     Ids: "vocab_size draft_vocab_size",
     Width: "hidden_size intermediate_size moe_intermediate_size target_hidden_size",
     Layers: "num_hidden_layers num_target_layers",
     Many: "num_attention_heads num_key_value_heads head_dim",
-    number(above=0, high=1): "rms_norm_eps", number(above=1, high=1e15): "rope_theta",
+    number(above=0, high=1): "rms_norm_eps", number(above=1, high=1e15): "rope_theta rope_local_base_freq",
+    number(above=0, high=1e6): "query_pre_attn_scalar",
     dict: "rope_scaling rope_parameters", number(0, 1): "partial_rotary_factor",
-    whole(1): "max_position_embeddings", Length: "original_max_position_embeddings",
+    whole(1): "max_position_embeddings sliding_window_pattern", Length: "original_max_position_embeddings",
     Flag: "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob use_aux_hidden_state"
           " norm_before_residual norm_output fc_norm norm_before_fc causal causal_head sample_from_anchor"
           " confidence_head_with_markov",
-    Whole: "sliding_window decoder_sparse_step block_size mask_token_id num_draft_steps k_train",
+    Whole: "sliding_window max_window_layers decoder_sparse_step block_size mask_token_id num_draft_steps"
+           " k_train",
     whole(0, 10_000): "num_experts num_local_experts num_experts_per_tok",
     list[Whole]: "mlp_only_layers", Token: "pard_token ptd_token_id eos_token_id bos_token_id",
     LayerIds: "eagle_aux_hidden_state_layer_ids target_layer_ids aux_hidden_state_layer_ids",
 }.items() for key in keys.split()}
 NESTED = dict.fromkeys(
-    ("eagle_config", "dflash_config", "transformer_layer_config", "model"), optional("Nested", CONFIG_KEYS)
+    ("eagle_config", "dflash_config", "transformer_layer_config", "model", "text_config"),
+    optional("Nested", CONFIG_KEYS),
 )
 PUBLISHED = Schema(optional("Published", CONFIG_KEYS | NESTED))
 GENERATION = Schema(optional("Generation", {"eos_token_id": Token, "bos_token_id": Token}))
@@ -75,6 +79,9 @@ def open_folder(path: Path) -> Source:
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
+    if text := config.get("text_config"):
+        config = text | {key: value for key, value in config.items() if value is not None}
+        tensors = _text_part(tensors)
     file = path / "generation_config.json"
     generation = GENERATION.require(read_json(file), file) if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -85,6 +92,16 @@ def open_folder(path: Path) -> Source:
         stop_ids=unique_ids(stop_ids), bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None,
         tokenizer=lambda folder, added: copy_files(path, folder),
     )
+
+
+def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors of a model that sees images too: those for text, named as a text model's."""
+    def renamed(name: str) -> str:
+        name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+        return name.replace("model.lm_head.", "lm_head.")
+
+    others = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+    return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
 
 
 def _sharded(index: Path) -> dict[str, Entry]:

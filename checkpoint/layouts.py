@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.families import ATTENTION, DENSE, KEYS, NameTable, parts_of
+from checkpoint.families import ACTIVATIONS, ATTENTION, DENSE, KEYS, NameTable, parts_of
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -87,8 +87,13 @@ def vocabulary_map(head: Head) -> dict[str, Tensor]:
 
 def llama_config(head: Head) -> dict:
     """Return the shape of a head's layers as transformers names it."""
-    shape = {key: getattr(head.args, name) for name, (key, _) in KEYS.items()}
-    return {"model_type": "llama", **shape, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    a = head.args
+    shape = {key: getattr(a, name) for name, (key, _) in KEYS.items()}
+    shape["hidden_act"] = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == a.activation)
+    if a.windows:
+        kinds = ["sliding_attention" if window else "full_attention" for window in a.windows]
+        shape |= {"use_sliding_window": True, "sliding_window": max(a.windows), "layer_types": kinds}
+    return {"model_type": "llama", **shape, "torch_dtype": "bfloat16"}
 
 
 def flat_config(config: dict) -> dict:
@@ -182,5 +187,5 @@ def _target_class(target: dict) -> str:
     if target.get("num_experts"):
         return "Qwen3MoeForCausalLM" if target.get("qk_norm") else "MixtralForCausalLM"
     if target.get("qk_norm"):
-        return "Qwen3ForCausalLM"
+        return "Gemma3ForCausalLM" if target.get("zero_centred") else "Qwen3ForCausalLM"
     return "Qwen2ForCausalLM" if target.get("qkv_bias") else "LlamaForCausalLM"

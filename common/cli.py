@@ -18,7 +18,8 @@ from common.torchrun import several
 
 MOST_THREADS = 1024
 MOST_SHOWN = 1500  # characters of an error
-DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
+OTHER_DEVICE = "models run on cpu, cuda and cuda:N; name one of these"
 # Options of llama.cpp and vLLM: ours.
 ELSEWHERE = {
     "--n-predict": "--max-new-tokens", "--predict": "--max-new-tokens", "--ctx-size": "--max-seq-len",
@@ -251,18 +252,18 @@ class Options(argparse.ArgumentParser):
     def judge_device(self) -> None:
         """Add a rule: --device, if given, is of a kind that models run on here."""
         self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
-                    lambda o: f"--device {o.device}: models run on cpu, cuda and cuda:N; name one of these")
+                    lambda o: f"--device {o.device}: {OTHER_DEVICE}")
 
-    def add_drafting(self, method: Callable[[str], str], methods: str):
+    def add_drafting(self, method: Callable[[str], str], methods: str, default: str = "none"):
         """Add the options that say what drafts. Returns their group.
 
-        method: an argparse type, the name of a method. methods: what --help says of them.
+        method: an argparse type, the name of a method. methods: what --help says of them. default: one.
         """
         group = self.add_argument_group("drafting")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
-        add("--speculate", type=method, default="none", metavar="METHOD",
-            help=f"none: not at all (default); {methods}. Two with a plus, such as lookup+eagle3, draft one"
-                 " tree")
+        add("--speculate", type=method, default=default, metavar="METHOD",
+            help=f"default {default}; none: not at all; {methods}. Two with a plus, such as lookup+eagle3,"
+                 " draft one tree")
         add("--draft",
             help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
         add("--tree", metavar="SPEC",

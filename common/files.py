@@ -138,7 +138,8 @@ def check_file(path: str | Path, what: str = "") -> int:
     except (OSError, ValueError) as e:  # ValueError: a name with a zero in it
         why = f"cannot be read ({e})"
         if isinstance(e, FileNotFoundError):
-            why = f"no such file{did_you_mean(str(path), map(str, Path(path).parent.glob('*')))}"
+            there = (file.name for file in Path(path).parent.glob('*'))
+            why = f"no such file{did_you_mean(Path(path).name, there)}"
         raise InputError(f"{name}: {why}") from None
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:

@@ -168,9 +168,10 @@ def add_window(group, options: Options, names: Callable[[argparse.Namespace], li
     options.judge(lambda o: check_window(names(o), o.draft_window))
 
 
-def add_drafting(p: Options):
-    """Add the options that say what drafts, with their rules. Returns their group."""
-    group = p.add_drafting(method_name, "; ".join(f"{name}, {m.what}" for name, m in METHODS.items() if m))
+def add_drafting(p: Options, default: str = "none"):
+    """Add the options that say what drafts, with their rules. Returns their group. default: the method."""
+    methods = "; ".join(f"{name}, {m.what}" for name, m in METHODS.items() if m)
+    group = p.add_drafting(method_name, methods, default)
     add_flags(group)
     p.judge(lambda o: read_flags(o, [o.speculate]))
     add_window(group, p, lambda o: [o.speculate])

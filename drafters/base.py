@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from checkpoint.loading import load_head
+from common.errors import InputError
 from model import KVCaches, ModelArgs, Transformer
 from networks.head import Head
 from tokens.tokenizer import Tokenizer
@@ -43,8 +44,16 @@ class Setup:
         return PAPER_TREE if tree == "paper" else tree
 
     def load_head(self) -> Head:
-        """Load the head and put it on the kernels. Raises InputError if it is damaged or does not fit."""
+        """Load the head and put it on the kernels.
+
+        Raises InputError if it is damaged or does not fit, or if it has a window beside `reach`.
+        """
         head = load_head(self.folder, self.target, self.kind)
+        if self.reach and any(head.args.windows):  # a ring's slots are not in the order of positions
+            raise InputError(
+                f"--draft-window {self.reach}: the head in {self.folder} has a window of its own, of"
+                f" {max(head.args.windows)} tokens; leave the option out"
+            )
         self.prepare(head)
         return head
 

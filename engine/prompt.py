@@ -10,6 +10,7 @@ from common.errors import InputError
 from common.schema import Schema
 from tokens.tokenizer import Tokenizer, TooLong
 
+RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 Exact, Id = Annotated[str, Strict()], Annotated[int, Strict()]
 
@@ -47,8 +48,7 @@ def encode(
         return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)
     except TooLong as e:
         raise TooLong(
-            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it or raise"
-            " --max-seq-len"
+            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
         ) from None
 
 
@@ -81,7 +81,7 @@ def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> No
     if len(prompt) >= room:
         raise ValueError(
             f"{name} has {len(prompt)} tokens and needs room for one more,"
-            f" the cache holds {room}: shorten it or raise --max-seq-len"
+            f" the cache holds {room}: shorten it{RAISE}"
         )
     for token in prompt:
         if not 0 <= token < vocab_size:

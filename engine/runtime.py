@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from common.cli import DEVICE, OTHER_DEVICE
 from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
@@ -119,7 +120,9 @@ class Runtime:
 
 
 def check_device(device: str) -> None:
-    """Raise InputError unless torch can use this device."""
+    """Raise InputError unless torch can use this device, and models run on it."""
+    if not DEVICE.fullmatch(device):
+        raise InputError(f"--device {device}: {OTHER_DEVICE}")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:

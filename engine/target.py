@@ -120,10 +120,12 @@ def converted(
 
 
 def check_prompts(
-    checkpoint: str | Path, prompts: Iterable[Prompt], max_seq_len: int | None = None, *, raw: bool = False,
-    system: str | None = None,
+    checkpoint: str | Path, prompts: Iterable[Prompt], max_seq_len: int | None = None, **encoding
 ) -> None:
-    """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded."""
+    """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded.
+
+    encoding: of `encode`.
+    """
     config, prompts = read_config(checkpoint, "target"), list(prompts)
     longest, tokenizer = ModelArgs.from_config(config).max_seq_len, Tokenizer.load(checkpoint)
     if max_seq_len is not None:
@@ -131,7 +133,7 @@ def check_prompts(
     room = max_seq_len or longest
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
-        ids = encode(tokenizer, prompt, raw=raw, system=system, room=room, name=name)
+        ids = encode(tokenizer, prompt, room=room, name=name, **encoding)
         check_prompt(ids, name, room, config["vocab_size"])
 
 

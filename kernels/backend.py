@@ -21,23 +21,31 @@ import sampling.restrict
 import tree
 from kernels.float8 import Float8Caches
 from kernels.tp import Part
-from model import KVCaches
+from model import KVCaches, last_seen
 from tree import Growth, Tree
 
 
 class Sight(NamedTuple):
     """Which cache slots each row of a pass attends to: the arguments of `tree.visible_slots`.
 
-    The pass's own rows stand in the last T of the M slots that `local` [B, T, M] describes.
+    The pass's own rows stand in the last T of the M slots that `local` [B, T, M] describes. first [B, T]: the
+    first of the committed slots that each row sees; None: it sees all.
     """
 
     slots: Tensor
     length: Tensor
     local: Tensor
+    first: Tensor | None = None
 
     def dense(self) -> Tensor:
         """Return the mask [B, T, n] bool."""
-        return tree.visible_slots(*self)
+        visible = tree.visible_slots(self.slots, self.length, self.local)
+        return visible if self.first is None else visible & (self.slots >= self.first[..., None])
+
+    def within(self, window: int) -> Sight:
+        """Return what is left of it in layers with a window, see `model.last_seen`."""
+        first = self.length[:, None] + self.local.sum(-1) - window
+        return self._replace(local=once(last_seen(self.local, window)), first=once(first))
 
 
 def once(x: Tensor) -> Tensor:

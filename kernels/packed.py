@@ -25,7 +25,8 @@ from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
 
-SAME, FLOAT32, GATED = range(3)  # modes of `ops.linear`
+SAME, FLOAT32 = range(2)  # modes of `ops.linear`
+GATES = {"silu": 2, "gelu_tanh": 3}  # the others, by the activation of gates
 
 
 # -- caches ------------------------------------------------------------------------------------
@@ -37,8 +38,9 @@ class CpuCache(KVCache):
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
         ops = self.backend.ops
-        angles = shared.angles(partial(_angles, ops))
-        return ops.attend(qkv, *angles, *block.head_norms, self.k, self.v, shared.slots, shared.visible)
+        angles = block.own(shared.angles(partial(_angles, ops)))
+        caches = self.k, self.v, shared.slots, shared.visible
+        return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window)
 
 
 class CpuCaches(KVCaches):
@@ -115,13 +117,13 @@ class ByteCaches(CpuCaches):
 class PackedLinear(nn.Module):
     """A `Linear`, a `QuantizedLinear` or a tied embedding, packed for x of this dtype.
 
-    gated: the weight is gate and up, one above the other, and silu(gate) * up comes out.
+    activation: if any, the weight is gate and up, one above the other, and activation(gate) * up comes out.
     """
 
-    def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
+    def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, activation: str | None = None):
         super().__init__()
-        self.backend = backend
-        self.columns, self.mode = len(linear.weight) // (2 if gated else 1), GATED if gated else SAME
+        self.backend, gated = backend, activation is not None
+        self.columns, self.mode = len(linear.weight) // (2 if gated else 1), GATES.get(activation, SAME)
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
         quantised = isinstance(linear, QuantizedLinear)
         mode = linear.mode if quantised else None
@@ -150,10 +152,10 @@ class PackedMLP(nn.Module):
 
     def __init__(self, backend, mlp: MLP, dtype: torch.dtype):
         super().__init__()
-        self.w_gate_up = PackedLinear(backend, mlp.w_gate_up, dtype, gated=True)
+        self.w_gate_up = PackedLinear(backend, mlp.w_gate_up, dtype, mlp.activation)
         self.w_down = PackedLinear(backend, mlp.w_down, dtype)
 
-    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         return self.w_down(self.w_gate_up(x), onto)
 
 
@@ -164,6 +166,7 @@ class PackedStack(nn.Module):
         super().__init__()
         quantised = isinstance(stack, QuantizedStack)
         weight, mode = (stack.weight, stack.mode) if quantised else (stack, None)
+        self.mode = GATES["silu"] if gated else SAME
         self.packed = _constant(pack(backend, weight.detach(), mode, dtype, gated))
         self.scale = _constant(pack_scale(backend, stack.scale, gated)) if quantised else None
 
@@ -189,14 +192,15 @@ class PackedExperts(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """`RMSNorm` as an operator."""
+    """`RMSNorm` as an operator, its factors in float32."""
 
     def __init__(self, backend, norm: RMSNorm):
         super().__init__()
         self.backend, self.weight, self.eps = backend, norm.weight, norm.eps
+        self.register_buffer("scale", norm.scale.detach().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.backend.ops.rms_norm(x, self.weight, self.eps)
+        return self.backend.ops.rms_norm(x, self.scale, self.eps)
 
 
 def _angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +215,7 @@ class PackedBlock(Block):
         read = None if isinstance(self, TargetBlock) else x if inputs is None else inputs
         ops = self.wqkv.backend.ops
         x, _ = ops.layers(
-            x, *shared.angles(partial(_angles, ops)), *self.packed_weights, [cache.k], [cache.v],
+            x, *self.own(shared.angles(partial(_angles, ops))), *self.packed_weights, [cache.k], [cache.v],
             shared.slots, shared.visible, self.mlp_norm.eps, (), read,
         )
         return x
@@ -228,12 +232,16 @@ class PackedEagle3Block(PackedBlock, Eagle3Block):
 class PackedTransformer(Transformer):
     """A target whose pass is one operator, and so are its logits."""
 
+    @property
+    def _table(self) -> tuple[Tensor, float]:
+        return self.embed.weight, self.args.embedding_scale(self.embed.weight.dtype)
+
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         x, features = self.backend.ops.target(
-            tokens, self.embed.weight, positions, self.inv_freq.float(), self.args.rope_factor,
+            tokens, *self._table, positions, self.inv_freq.float(), self.args.rope_factor,
             *self.packed_weights, *caches.lists, slots, visible, self.args.norm_eps, aux_layers,
         )
         return x, features if aux_layers else None
@@ -244,7 +252,7 @@ class PackedTransformer(Transformer):
     ) -> tuple[Tensor, Tensor | None]:
         """`TorchBackend.verify` in one operator. slots: how many are live."""
         x, features = self.backend.ops.verify(
-            *nodes, length, slots, self.embed.weight, self.inv_freq.float(), self.args.rope_factor,
+            *nodes, length, slots, *self._table, self.inv_freq.float(), self.args.rope_factor,
             *self.packed_weights, *caches.lists, self.args.norm_eps, aux_layers,
         )
         return x, features if aux_layers else None
@@ -264,7 +272,7 @@ def _scored(model: Transformer | Eagle3Head, x: Tensor) -> Tensor:
 def _scoring(model: Transformer | Eagle3Head) -> tuple:
     """Return what `ops.normed_linear` takes of a model beside x."""
     head = model.lm_head
-    return model.norm.weight, model.norm.eps, head.packed, head.scale, head.bias, head.columns
+    return model.norm.scale, model.norm.eps, head.packed, head.scale, head.bias, head.columns
 
 
 class PackedEagle3Head(Eagle3Head):
@@ -289,7 +297,7 @@ class PackedEagle3Head(Eagle3Head):
         """Return what operators take of this head for a pass."""
         first = self.layer
         return (
-            self.embed.weight, first.embed_norm.weight, first.feature_norm.weight, self.inv_freq,
+            self.embed.weight, first.embed_norm.scale, first.feature_norm.scale, self.inv_freq,
             self.args.rope_factor, *self.packed_weights, *caches.lists, self.args.norm_eps,
         )
 
@@ -391,18 +399,21 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     """Return what `ops.layers` reads of a layer, collected once: asking modules takes as long as an operator.
 
-    The first list has its weights, of thirteen kinds; the second a bit for each kind that it has.
+    The first list has its weights, of sixteen kinds. The second has a bit for each kind that it has, its
+    window, and the mode of its gate.
     """
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
-    attn_norm = layer.attn_norm.weight if isinstance(layer, TargetBlock) else None
-    weights = [attn_norm, a.packed, a.scale, a.bias, *layer.head_norms[:2], o.packed, o.scale]
-    weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
-    bits = 0
+    attn_norm, wo_norm, mlp_norm, down_norm = (
+        getattr(getattr(layer, name, None), "scale", None)
+        for name in ("attn_norm", "wo_norm", "mlp_norm", "mlp_out_norm")
+    )
+    weights = [attn_norm, a.packed, a.scale, a.bias, *layer.head_norms[:2], o.packed, o.scale, wo_norm]
+    weights += [mlp_norm, gate_up.packed, gate_up.scale, down.packed, down.scale, down_norm]
+    has = 0
     if isinstance(layer.mlp, PackedExperts):
-        weights, bits = [*weights, layer.mlp.router.packed], layer.mlp.bits
-    given = [w is not None for w in weights]
-    bits |= sum(1 << i for i, there in enumerate(given) if there)
-    return [w for w in weights if w is not None], [bits]
+        weights, has = [*weights, layer.mlp.router.packed], layer.mlp.bits
+    has |= sum(1 << i for i, w in enumerate(weights) if w is not None)
+    return [w for w in weights if w is not None], [has, layer.window, gate_up.mode]
 
 
 def _together(layers) -> tuple[list[Tensor], list[int]]:
@@ -431,7 +442,8 @@ def _takes_experts(experts: Experts, device: torch.device) -> bool:
     each = [(s.weight, s.mode) if isinstance(s, QuantizedStack) else (s, None) for s in stacks]
     inputs = [weight.shape[-1] * (2 if mode in FOUR_BITS else 1) for weight, mode in each]
     whole = all(mode != "fp8" and (mode or weight.dtype == dtype) for weight, mode in each)
-    return whole and all(n % 4 == 0 and takes(n, dtype, device) for n in (*inputs, experts.router.in_features))
+    inputs.append(experts.router.in_features)
+    return whole and all(n % 4 == 0 and takes(n, dtype, device) for n in inputs)
 
 
 def _is_packed(layer: Block, summed: bool = False) -> bool:
@@ -439,15 +451,16 @@ def _is_packed(layer: Block, summed: bool = False) -> bool:
     wo, mlp = (x.layer if summed and isinstance(x, Summed) else x for x in (layer.wo, layer.mlp))
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
-    return linear and isinstance(mlp, PackedMLP | PackedExperts) and all(isinstance(norm, PackedNorm) for norm in norms)
+    normed = all(isinstance(norm, PackedNorm) for norm in norms)
+    return linear and isinstance(mlp, PackedMLP | PackedExperts) and normed
 
 
 # -- packing weights ---------------------------------------------------------------------------
 
 
 def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: bool = False) -> Tensor:
-    """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero. Those
-    of experts [E, N, K] follow each other.
+    """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero.
+    Those of experts [E, N, K] follow each other.
 
     c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
     each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a

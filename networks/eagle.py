@@ -83,7 +83,7 @@ class Eagle3Head(Head):
         self.fc_norms = nn.ModuleList(RMSNorm(width, args.norm_eps) for width in widths)
         self.fc = Linear(args.feature_width, H, bias=args.fc_bias)
         self.layer = Eagle3Block(args)
-        self.more_layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers - 1))
+        self.more_layers = nn.ModuleList(TargetBlock(args, i) for i in range(1, args.num_layers))
         self.norm = RMSNorm(H, args.norm_eps)
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.prompt import encode
+from engine.prompt import RAISE, encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
@@ -185,7 +185,7 @@ async def in_thread(work: Callable):
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
         code = "context_length_exceeded" if "needs room for one more" in str(e) else None
-        raise Refusal(400, str(e), code) from None
+        raise Refusal(400, str(e).removesuffix(RAISE), code) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 

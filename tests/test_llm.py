@@ -31,6 +31,8 @@ WRONG = (  # arguments of LLM after the checkpoint, and what is said
     ((), {"batch_size": 0}, "batch_size is 0; expected at least 1"),
     ((), {"max_seq_len": 1e3}, "max_seq_len is 1000.0; expected a whole number"),
     ((), {"say": "print"}, "say is 'print'; expected a function"),
+    *(((), {"device": name}, f"device {name}: models run on cpu, cuda and cuda:N; name one of these")
+      for name in ("gpu", "cpu:3", "mps")),
     ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a text"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
     ((), {"compile": "no"}, "compile is 'no'; expected True or False"),
@@ -47,7 +49,7 @@ PROMPTS = (  # prompts, sampling options, and what is said
     ([1, "a"], {}, "prompt[1] is 'a'; expected a whole number or an object"),
     ([True], {}, "prompt[0] is True; expected a whole number or an object"),
     ([["a"]], {}, "prompt[0] is 'a'; expected a whole number or an object"),
-    ([{"role": "user"}], {}, "prompt[0].content is missing; expected a value"),
+    ([{"content": "Hello"}], {}, "prompt[0].role is missing; expected a value"),
     ([TURN | {"content": 5}], {}, "prompt[0].content is 5; expected a text or a list"),
     ("Hello", {"system": 5}, "system is 5; expected a text"),
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?); choose from"),

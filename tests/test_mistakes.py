@@ -54,7 +54,7 @@ MISTAKES = (
     (DECODING, "-ngl 99", "unrecognized arguments: -ngl (did you mean --device?); see --help"),
     (DECODING, "-c 1", "--max-seq-len 1: must be at least 2"),
     (DECODING, "-t 0", "--threads 0: must be 1 to 1,024"),
-    ("generate", "-f FOLDER/x/z", "--prompt-file FOLDER/x/z: no such file (did you mean FOLDER/x/y?)"),
+    ("generate", "-f FOLDER/x/yy", "--prompt-file FOLDER/x/yy: no such file (did you mean y?)"),
     (DECODING + " quantize convert_checkpoint checkpoint.export", "-m NOWHERE", "NOWHERE: no"),
     (DECODING, "--checkpoint TARGET/config.json", "TARGET/config.json: not a folder (nor a .gguf file);"),
     ("serve", "--cor x", "--cors x: an origin is *"),

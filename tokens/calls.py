@@ -2,13 +2,15 @@
 
     <tool_call>{"name": "f", "arguments": {...}}</tool_call>                     Qwen, Hermes
     <tool_call><function=f><parameter=p>text</parameter></function></tool_call>  Qwen3-Coder
+    <tool_call>f<arg_key>p</arg_key><arg_value>text</arg_value></tool_call>      GLM
     [TOOL_CALLS][{"name": "f", "arguments": {...}}]                              Mistral
     <TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>                     Nemotron
     <|tool_call|>[{"name": "f", "arguments": {...}}]<|/tool_call|>               Granite, Phi
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}                     DeepSeek
     {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole text
 
-JSON values may follow one another or stand in a list. Thoughts, such as those between <think> and </think>,
-hold no calls.
+JSON values may follow one another, or stand in a list or in a code fence. Thoughts, such as those
+between <think> and </think>, hold no calls.
 """
 from __future__ import annotations
 
@@ -24,15 +26,21 @@ from tokens.messages import JSON, arguments_of
 from tokens.stops import begun
 
 FUNCTION, THOUGHTS = "<function=", {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the latter are Mistral's
-OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", FUNCTION)
+OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
+         "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
 # A text with tools shows these, also where they are control tokens.
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
-        *THOUGHTS, *THOUGHTS.values())
+        "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+        "</seed:tool_call>", *THOUGHTS, *THOUGHTS.values())
 
-_NEXT = re.compile(  # newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}
-    r"(?:[\s,;]|\[TOOL_CALLS\])*"
-    r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<named>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\])"
+# Newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}, older ones of DeepSeek
+# function<｜tool▁sep｜>f and the arguments in a code fence.
+_NEXT = re.compile(
+    r"(?:[\s,;]|```(?:json)?|\[TOOL_CALLS\]|<｜tool▁calls?▁(?:begin|end)｜>)*"
+    r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<keyed>[\w.-]+)\s*(?=<arg_key>|(?P<ends></tool_call>))|"
+    r"(?P<old>function<｜tool▁sep｜>)?(?P<named>[\w.-]+)"
+    r"(?(old)\s*```json|(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>))\s*)"
 )
 # A value may hold closing tags. The one that counts stands before the next opening or closing tag. A model
 # may forget it: then the value ends at the next tag.
@@ -41,9 +49,14 @@ _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for 
     rf"{_NO_PARAMETER}\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))",
     r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)",
 )]
+_PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
+                           r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
 _OBJECT = re.compile(r"\s*(?={)")
-_END = re.compile(r"\s*(?:</function>|(?=</tool_call>))")
-_CLOSING = re.compile(r"[\s}\]]*(?:</tool_call>|</TOOLCALL>|<\|/tool_call\|>)")  # with brackets too many
+_END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
+_CLOSING = re.compile(  # with brackets too many
+    r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)"
+)
+_BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))")  # may become calls
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
@@ -62,7 +75,7 @@ def form_of(template: str | None) -> tuple[str, ...]:
         return tags or BARE
     raise InputError(
         "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
-        " Mistral, Nemotron and Granite are); leave tools out"
+        " Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out"
     )
 
 
@@ -96,7 +109,7 @@ class CallStream:
     def push(self, text: str) -> str:
         """Return the text that certainly belongs to no call."""
         self._held += text
-        if self._form == BARE and self._held.strip() and self._held.lstrip()[0] not in "{[":
+        if self._form == BARE and not _BARE.match(self._held):
             self._form = None
         certain = ""
         while self._form and not self._opening:
@@ -154,9 +167,11 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
     calls: list[dict] = []
     broken, begin = "", at
     while found := _NEXT.match(text, at):
+        if found["ends"] and found["keyed"] not in tools:  # a word between tags
+            break
         begin = at
         try:
-            if name := found["tagged"]:
+            if name := found["tagged"] or found["keyed"]:
                 name = name.strip(" \n\"'")
                 values, at = _tagged(text, found.end(), tools.get(name) or {})
             else:

@@ -32,22 +32,32 @@ class ChainAttention:
         self.queries = q  # [B, T, nh, hd]
         # [B, nkv, 1, hd, T] and [B, nkv, 1, T, hd]
         self.k, self.v = k.permute(0, 2, 3, 1)[:, :, None], v.transpose(1, 2)[:, :, None]
-        visible = positions <= at[..., None]
-        self.mask = torch.where(visible, 0.0, float("-inf"))[:, None, None]  # [B, 1, 1, R, T]
+        self.positions = positions
         self.own: list[tuple[Tensor, Tensor]] = []  # keys and values of the later steps, [B, nkv, 1, R, hd]
 
     def _heads(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = rope_table(self.args, self.inv_freq, positions)
         return self.layer.split(self.layer.heads(self.layer.project(inputs), cos, sin))
 
+    def mask(self, step: int = 0) -> Tensor:
+        """Return the additive mask [B, 1, 1, R, T] of the text at a step of the chains."""
+        at, window = self.at[..., None], self.layer.window
+        visible = self.positions <= at
+        if window:
+            visible = visible & (self.positions > at + step - window)
+        return torch.where(visible, 0.0, float("-inf"))[:, None, None]
+
     def first(self) -> Tensor:
         """Return the attention output of step 0 [B, R, nh*hd]. Call it before any other step."""
-        return self._attend(pick(self.queries, self.at), self.mask)
+        return self._attend(pick(self.queries, self.at), self.mask())
 
     def text(self) -> Tensor:
         """Return that of all positions of the text [B, T, nh*hd]: each sees itself and those before it."""
         T = self.queries.shape[1]
-        mask = torch.full((T, T), float("-inf"), device=self.queries.device).triu(1)
+        near = torch.ones(T, T, dtype=torch.bool, device=self.queries.device).tril()
+        if self.layer.window:
+            near = near.triu(1 - self.layer.window)
+        mask = torch.where(near, 0.0, float("-inf"))
         return self._attend(self.queries, mask)
 
     def step(self, inputs: Tensor, number: int) -> Tensor:
@@ -57,7 +67,7 @@ class ChainAttention:
         """
         q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
         self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
-        return self._attend(q, self.mask)
+        return self._attend(q, self.mask(number))
 
     def _attend(self, query: Tensor, mask: Tensor) -> Tensor:
         (B, R, nh, hd), nkv, T = query.shape, self.args.num_kv_heads, self.k.shape[-1]
@@ -114,7 +124,7 @@ class BlockAttention(ChainAttention):
         (nh, hd), nkv, T = q.shape[2:], self.args.num_kv_heads, self.k.shape[-1]
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv, R, K, hd) * hd**-0.5
         k, v = (x.transpose(1, 2).reshape(B, nkv, 1, R, K, hd) for x in (k, v))
-        text = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + self.mask[..., None, :]
+        text = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + self.mask()[..., None, :]
         own = q @ k.transpose(-1, -2) + self.sees
         weights = torch.cat((text.float(), own.float()), -1).softmax(-1).to(self.v.dtype)
         out = (weights[..., :T].flatten(3, 4) @ self.v).unflatten(3, (R, K)) + weights[..., T:] @ v

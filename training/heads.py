@@ -147,7 +147,7 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: HeadShape
         head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
         if args.own_lm_head:
             head.lm_head.weight.copy_(target.lm_rows.float().cpu()[draft_ids.cpu()])
-            head.norm.weight.copy_(target.norm.weight.float().cpu() * 0.3)
+            head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
             _lend(head, target)
     return _join(head, target, draft_ids)
 

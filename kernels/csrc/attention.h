@@ -2,7 +2,8 @@
 //
 // Row-invariant: a row counts the slots that it sees, in ascending order; a slot's number is its rank for this
 // row. Sums run over ranks, in blocks of BLOCK_SLOTS that begin from zero and are added in order. Where a slot
-// lies among other rows' slots, what rows there are and which thread takes a block changes nothing. Softmax
+// lies among other rows' slots, what rows there are and which thread takes a block changes nothing. A window leaves
+// ranks as they are: those before it have no weight, and blocks that are before all rows' windows are left out. Softmax
 // weights are taken relative to a power of two, so that bringing two blocks to one scale is exact.
 //
 // Scores and weighted values are products like those of a linear layer: rows of a group times a tile of BLOCK
@@ -16,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "amx_products.h"
 #include "in_bytes.h"
@@ -32,7 +34,7 @@ namespace eagle {
 
 // A head [size], normed if there is a weight, then rotated by cos, sin [size / 2] in pairs (i, i + size/2).
 template <class E, class Out>
-inline void rotate_head(const Value<E>* head, const float* cosine, const float* sine, const Value<E>* norm,
+inline void rotate_head(const Value<E>* head, const float* cosine, const float* sine, const float* norm,
                         float eps, int64_t size, Value<Out>* out) {
   auto* normed = static_cast<Value<E>*>(alloca(size * sizeof(Value<E>)));
   if (norm) norm_row<E>(head, norm, size, eps, normed), head = normed;
@@ -69,11 +71,12 @@ struct Attention {
   Stored stored;
   const Lines<float> scores;  // [ROWS, SCORES], of which weights take the place
   const int tall;  // rows of a group, for which tiles are shaped
+  const int64_t window;
   Ahead next_keys, next_values;
 
   // padded: hd in whole tiles.
-  Attention(int64_t hd, int64_t padded, const Groups& groups)
-      : stored(hd, padded, groups.count), scores(lines<float>(2 * ROWS * SCORES)), tall(groups.size) {}
+  Attention(int64_t hd, int64_t padded, const Groups& groups, int64_t window)
+      : stored(hd, padded, groups.count), scores(lines<float>(2 * ROWS * SCORES)), tall(groups.size), window(window) {}
 
   bool fills_tiles(int rows) const { return rows == tall && rows >= LEAST_ROWS; }
 
@@ -134,13 +137,29 @@ struct Attention {
         prefix = std::min(prefix, seen[row / groups.per_kv].prefix);
       return std::clamp<int64_t>(prefix - block * BLOCK_SLOTS, 0, BLOCK_SLOTS);
     };
+    // The least and the largest number of slots of the block that are before the window of a group's rows.
+    const auto before = [&](int64_t group) {
+      std::pair<int64_t, int64_t> found{BLOCK_SLOTS, 0};
+      if (!window) return found = {0, 0};
+      for (int64_t row = groups.begin(group); row < groups.begin(group + 1); row = groups.next(group, row)) {
+        const int64_t count = seen[row / groups.per_kv].before(block, window);
+        found = {std::min(found.first, count), std::max(found.second, count)};
+      }
+      return found;
+    };
     int64_t packed = 0;
-    for (int64_t g = 0; g < groups.count; g++) packed = std::max(packed, shared_by(g));
+    for (int64_t g = 0; g < groups.count; g++)
+      if (before(g).first < BLOCK_SLOTS) packed = std::max(packed, shared_by(g));
     stored.open(k, v, b, h, block, packed);
     for (int64_t g = 0; g < groups.count; g++) {
       const Sums sums = use(g);
       const int64_t shared = shared_by(g), begin = groups.begin(g), end = groups.begin(g + 1);
       const int rows = groups.rows_of(g);
+      const auto [least, cut] = before(g);
+      if (least == BLOCK_SLOTS) {
+        sums.clear(rows), done(g, sums);
+        continue;
+      }
       // own(row, rows, seen, count) for every row of the sequence: `count` of its slots are in the block.
       const auto each = [&](const auto& own) {
         for (int64_t row = begin; row < end; row = groups.next(g, row)) {
@@ -154,9 +173,9 @@ struct Attention {
           score(g, row, rows, stored.own_key_tile(slots, j, std::min<int64_t>(BLOCK, count - j)), j);
       });
       const auto weigh = [&](int row, int rows, const Seen& slots, int64_t count) {
-        stored.weigh(g, row, rows, slots, shared, count, scale, scores.get(), sums);
+        stored.weigh(g, row, rows, slots, shared, slots.before(block, window), count, scale, scores.get(), sums);
       };
-      if (shared == BLOCK_SLOTS) weigh(0, rows, seen[begin / groups.per_kv], shared);
+      if (shared == BLOCK_SLOTS && !cut) weigh(0, rows, seen[begin / groups.per_kv], shared);
       else each(weigh);
       const int64_t words = shared / W, whole = TILED<Values> ? words / TILE_WORDS * TILE_WORDS : words;
       gather(0, rows, stored.value_tiles(), 0, whole, sums);
@@ -175,17 +194,17 @@ struct Attention {
 // Everything between wqkv and wo for one layer: rotate queries and keys (into `rotated` and the cache), store
 // the values, attend. qkv [B*T, width], rotated and out [B*T, heads*hd], k and v [B, S, kv_heads, hd] as `Stored`.
 template <class Stored, class E, class Out>
-void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Norms& norms, const Cache& k,
-                    const Cache& v, Value<E>* rotated, Value<Out>* out) {
+void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Attending& layer,
+                    Value<E>* rotated, Value<Out>* out) {
   const Groups& groups = pass.groups;
+  const Cache &k = layer.k, &v = layer.v;
   const int64_t heads = pass.heads, kv_heads = pass.kv_heads, hd = pass.hd, T = pass.T;
-  const auto *q_norm = static_cast<const Value<E>*>(norms.q), *k_norm = static_cast<const Value<E>*>(norms.k);
   team.share(pass.B * T, [&](int64_t row) {
     const Value<E>* from = qkv + row * pass.width();
-    const int64_t turn = row * hd / 2, b = row / T, slot = pass.slots[row];
+    const int64_t turn = row * hd / 2 + (layer.window ? pass.local : 0), b = row / T, slot = pass.slots[row];
     const auto rotate = [&](int64_t h, auto dtype, auto* to) {
       rotate_head<E, decltype(dtype)>(from + h * hd, pass.cosine + turn, pass.sine + turn,
-                                      h < heads ? q_norm : k_norm, norms.eps, hd, to);
+                                      h < heads ? layer.q_norm : layer.k_norm, layer.eps, hd, to);
     };
     for (int64_t h = 0; h < heads; h++) rotate(h, E(), rotated + (row * heads + h) * hd);
     for (int64_t h = 0; h < kv_heads; h++) {
@@ -197,7 +216,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
   // An item is a block of slots of a unit, which is a key/value head of a sequence. A thread's items follow each
   // other. Whoever has the first block of a unit adds the next ones to it as far as they are its own; what is
   // left then is added after all have met.
-  const int64_t units = pass.B * kv_heads, blocks = pass.blocks();
+  const int64_t units = pass.B * kv_heads, skipped = pass.first_block(layer.window), blocks = pass.blocks() - skipped;
   const auto begin = [&](int64_t thread) { return units * blocks * thread / team.all; };
   const auto finish = [&](int64_t unit, int64_t group, const Sums& sums) {
     for (int r = 0; r < groups.rows_of(group); r++) {
@@ -206,7 +225,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
       sums.finish<Out>(r, hd, out + (of_row * heads + head) * hd);
     }
   };
-  Attention<Stored> attention(hd, pass.padded(), groups);
+  Attention<Stored> attention(hd, pass.padded(), groups, layer.window);
   Tiles shapes;
   if (attention.IN_TILES) shapes.shape(groups.size);
   const Lines<float> room = lines<float>(Sums::size(pass.padded()));
@@ -223,7 +242,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
         }
     before = unit;
     if (item + 1 < end) {
-      const int64_t unit = (item + 1) / blocks, block = (item + 1) % blocks;
+      const int64_t unit = (item + 1) / blocks, block = skipped + (item + 1) % blocks;
       const auto ahead = [&](const Cache& cache) {
         const int64_t slots = std::min(BLOCK_SLOTS, pass.n - block * BLOCK_SLOTS);
         return Stored::ahead(cache, unit / kv_heads, block, unit % kv_heads, slots, hd);
@@ -232,7 +251,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     }
     const bool add = ours && block;
     attention.attend(
-        groups, block, &pass.seen[b * T], k, v, b, kv,
+        groups, skipped + block, &pass.seen[b * T], k, v, b, kv,
         [&](int64_t group) { return add ? next : pass.sums_of(item, group); },
         [&](int64_t group, const Sums& sums) {
           const Sums first = add ? pass.sums_of(item - block, group) : sums;

@@ -172,24 +172,26 @@ struct InBytes {
   }
 
   // As in in_dtype.h. Weights are times the steps of their values, and rounded.
-  void weigh(int64_t group, int row, int rows, const Seen& slots, int64_t shared, int64_t count, float scale,
-             float* scores, const Sums& sums) {
+  void weigh(int64_t group, int row, int rows, const Seen& slots, int64_t shared, int64_t from, int64_t count,
+             float scale, float* scores, const Sums& sums) {
     const float *keys = &key_block().step(), *values = &value_block().step();
     const int64_t end = (count + LANES - 1) / LANES * LANES;
-    if (end > shared) {
+    if (end > shared || from) {
       std::copy_n(keys, shared, key_steps), std::copy_n(values, shared, value_steps);
       for (int64_t i = shared; i < count; i++) {
         const int64_t slot = slots.slot(block * BLOCK_SLOTS + i);
         key_steps[i] = ByteBlock(*of_keys, b, slot, h).step();
         value_steps[i] = ByteBlock(*of_values, b, slot, h).step();
       }
-      for (int64_t i = count; i < end; i++) {  // no slots: below all scores, and of no weight
+      const auto without = [&](int64_t i) {  // below all scores, and of no weight
         key_steps[i] = 1e25f, value_steps[i] = 0;
         for (int r = row; r < row + rows; r++) {
           const int32_t least = -(1 << 30);
           std::memcpy(&scores[r * SCORES + i], &least, sizeof least);
         }
-      }
+      };
+      for (int64_t i = 0; i < from; i++) without(i);
+      for (int64_t i = count; i < end; i++) without(i);
       keys = key_steps, values = value_steps;
     }
     // Row after row for each part, so that what one waits for is done meanwhile for the next.

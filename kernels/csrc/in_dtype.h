@@ -131,11 +131,13 @@ struct InDtype {
     }
   }
 
-  // The scores of `rows` rows become weights, of which the first `count` are for slots.
-  void weigh(int64_t, int row, int rows, const Seen&, int64_t, int64_t count, float scale, float* scores,
+  // The scores of `rows` rows become weights, of which the first `count` are for slots, those before `from` nought.
+  void weigh(int64_t, int row, int rows, const Seen&, int64_t, int64_t from, int64_t count, float scale, float* scores,
              const Sums& sums) const {
-    for (int r = row; r < row + rows; r++)
+    for (int r = row; r < row + rows; r++) {
+      std::fill_n(scores + r * SCORES, from, -INFINITY);
       weigh_row(scores + r * SCORES, count, scale, sums.most[r], sums.total + r * LANES);
+    }
   }
   void finish(int, const Sums&) const {}
 

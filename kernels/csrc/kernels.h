@@ -45,13 +45,18 @@ struct Rows {
   const float *cosine, *sine;
   const int64_t* slots;
   const bool* visible;
+  int64_t local = 0;  // where the angles of layers with a window begin, if they have others
 
   int64_t width() const { return (heads + 2 * kv_heads) * hd; }
 };
 
-struct Norms {  // of the heads, if they have weights [hd]
-  const void *q, *k;
+// What attention has of a layer: norms of its heads, if they have weights [hd], its cache, and its window: the last
+// so many of the slots that a row attends to; 0: all.
+struct Attending {
+  const float *q_norm, *k_norm;
   float eps;
+  Cache k, v;
+  int64_t window;
 };
 
 // A mixture: each row goes to `used` experts, whose blocks stand one after the other in a layer's weights.
@@ -61,15 +66,19 @@ struct Mixture {
   bool renormalise = false;  // the shares of a row's experts sum to 1
 };
 
+enum class Gate { NONE, SILU, GELU };  // of an MLP
+
+// Weights of norms are [H]. wo_norm, down_norm: of the outputs of attention and of the MLP, if they are normed.
 struct Layer {
-  const void* attn_norm;
+  const float* attn_norm;
   Weight wqkv;
   const float* bias;
-  Norms norms;
+  Attending attending;
   Weight wo;
-  const void* mlp_norm;
+  const float *wo_norm, *mlp_norm;
   Weight gate_up, down;
-  Cache k, v;
+  const float* down_norm;
+  Gate gate;
   Mixture mixture;
 };
 
@@ -83,24 +92,26 @@ struct Kernels {
   static int64_t inputs(const Weight& w);
 
   // x [M, inputs] times w, plus bias [N], plus residual [M, N], in E -> out [M, N]. `to_float`: out is float32
-  // and there is no residual. `gated`: a block holds as many gate as up columns, and silu(gate) * up comes out.
+  // and there is no residual. `gate`: if any, a block holds as many gate as up columns, and gate(gate) * up comes out.
   static void linear(int threads, const void* x, int64_t M, const Weight& w, const float* bias,
-                     const void* residual, bool gated, bool to_float, int64_t N, void* out);
+                     const void* residual, Gate gate, bool to_float, int64_t N, void* out);
 
   // Everything between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Keys and values are stored.
-  static void attend(int threads, const Rows& rows, const void* qkv, const Norms& norms, const Cache& k,
-                     const Cache& v, void* out);
+  static void attend(int threads, const Rows& rows, const void* qkv, const Attending& layer, void* out);
 
   // Add to `stream` [M, H] what the mixture of a layer makes of x [M, H].
   static void experts(int threads, const void* x, int64_t M, int64_t H, const Layer& layer, void* stream);
 
   // Each row of x [M, H] over its root mean square, times weight [H].
-  static void rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out);
+  static void rms_norm(const void* x, const float* weight, int64_t M, int64_t H, float eps, void* out);
+
+  // x [count] times a factor, in place.
+  static void scale(float factor, int64_t count, void* x);
 
   // What the first layer of an EAGLE-3 head reads: rows `ids` [M] of table [.., S] and x [M, H], each as `rms_norm`
   // has it, side by side -> out [M, S + H].
-  static void beside(const int64_t* ids, const void* table, const void* table_norm, int64_t S, const void* x,
-                     const void* x_norm, int64_t M, int64_t H, float eps, void* out);
+  static void beside(const int64_t* ids, const void* table, const float* table_norm, int64_t S, const void* x,
+                     const float* x_norm, int64_t M, int64_t H, float eps, void* out);
 
   // All layers on x [B, T, H], in place. The streams entering the layers `aux` go side by side into features
   // [B, T, aux, H]; the number of layers stands for the stream after the last one. `read`: what the first layer's

@@ -49,7 +49,7 @@ int64_t Kernels<E>::inputs(const Weight& w) {
 
 template <class E>
 void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, const float* bias,
-                        const void* residual, bool gated, bool to_float, int64_t N, void* out) {
+                        const void* residual, Gate gate, bool to_float, int64_t N, void* out) {
   using X = Read<E>;
   constexpr bool widen = !std::is_same_v<X, E>;
   const int64_t K = inputs_of<X>(w);
@@ -62,7 +62,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
     else input = from;
     const auto run = [&](auto o) {
       using Out = decltype(o);
-      linear_part<X, Out>(team, input, {{0, M, 0}}, w, bias, static_cast<const Value<Out>*>(residual), gated, N, rounded,
+      linear_part<X, Out>(team, input, {{0, M, 0}}, w, bias, static_cast<const Value<Out>*>(residual), gate, N, rounded,
                           nullptr, static_cast<Value<Out>*>(out));
     };
     if (to_float) run(Fp32());
@@ -71,33 +71,37 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
 }
 
 template <class E>
-void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const Norms& norms, const Cache& k,
-                        const Cache& v, void* out) {
+void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const Attending& layer, void* out) {
   Pass pass(rows);
   const Room<E> rotated(rows.B * rows.T * rows.heads * rows.hd);
   Team::run(threads, [&](const Team& team) {
     pass.read_mask(team);  // `attention_part` meets before it is used
-    attention_over<E, E>(k)(team, pass, static_cast<const Value<E>*>(qkv), norms, k, v, rotated,
-                            static_cast<Value<E>*>(out));
+    attention_over<E, E>(layer.k)(team, pass, static_cast<const Value<E>*>(qkv), layer, rotated,
+                                  static_cast<Value<E>*>(out));
   });
 }
 
 template <class E>
-void Kernels<E>::rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out) {
-  const auto *from = static_cast<const Value<E>*>(x), *w = static_cast<const Value<E>*>(weight);
+void Kernels<E>::rms_norm(const void* x, const float* weight, int64_t M, int64_t H, float eps, void* out) {
+  const auto* from = static_cast<const Value<E>*>(x);
   // One thread: waking the others takes longer than a few rows do.
-  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, w, H, eps, static_cast<Value<E>*>(out) + m * H);
+  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, weight, H, eps, static_cast<Value<E>*>(out) + m * H);
 }
 
 template <class E>
-void Kernels<E>::beside(const int64_t* ids, const void* table, const void* table_norm, int64_t S, const void* x,
-                        const void* x_norm, int64_t M, int64_t H, float eps, void* out) {
+void Kernels<E>::scale(float factor, int64_t count, void* x) {
+  auto* values = static_cast<Value<E>*>(x);
+  for (int64_t i = 0; i < count; i += LANES) E::put(values + i, E::get(values + i, count - i) * factor, count - i);
+}
+
+template <class E>
+void Kernels<E>::beside(const int64_t* ids, const void* table, const float* table_norm, int64_t S, const void* x,
+                        const float* x_norm, int64_t M, int64_t H, float eps, void* out) {
   const auto *rows = static_cast<const Value<E>*>(table), *from = static_cast<const Value<E>*>(x);
-  const auto *first = static_cast<const Value<E>*>(table_norm), *second = static_cast<const Value<E>*>(x_norm);
   for (int64_t m = 0; m < M; m++) {
     auto* to = static_cast<Value<E>*>(out) + m * (S + H);
-    norm_row<E>(rows + ids[m] * S, first, S, eps, to);
-    norm_row<E>(from + m * H, second, H, eps, to + S);
+    norm_row<E>(rows + ids[m] * S, table_norm, S, eps, to);
+    norm_row<E>(from + m * H, x_norm, H, eps, to + S);
   }
 }
 
@@ -137,7 +141,7 @@ struct Experts {
   void add(const Team& team, const Layer& w, const Value<X>* x, int64_t inner, Rounded& rounded, Value<X>* gated,
            Value<E>* stream) const {
     const Mixture& mixture = w.mixture;
-    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, nullptr, false, mixture.experts, rounded, nullptr,
+    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, nullptr, Gate::NONE, mixture.experts, rounded, nullptr,
                       scores);
     team.meet();
     team.share(M, [&](int64_t m) { choose(mixture, m); });
@@ -158,9 +162,9 @@ struct Experts {
       std::memcpy(chosen_rows + place[i] * H, x + i / used * H, H * sizeof(Value<X>));
     });
     team.meet();
-    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, nullptr, true, inner, rounded, &w.down, gated);
+    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, nullptr, w.gate, inner, rounded, &w.down, gated);
     team.meet();
-    linear_part<X, Fp32>(team, gated, of_down, w.down, nullptr, nullptr, false, H, rounded, nullptr, out);
+    linear_part<X, Fp32>(team, gated, of_down, w.down, nullptr, nullptr, Gate::NONE, H, rounded, nullptr, out);
     team.meet();
     team.share(M, [&](int64_t m) {
       for (int64_t h = 0; h < H; h += LANES) {
@@ -202,10 +206,24 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const Room<E> qkv(M * width), rotated(M * inside);
   const Room<X> normed(M * first), attended(M * inside), gated(most * inner);
   const Portions all{{0, M, 0}};
+  const Room<E> added(layers[0].wo_norm ? M * H : 0);  // an output that is to be normed
   auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);
-  const auto norm = [&](const Team& team, const void* weight) {
-    const auto* w = static_cast<const Value<E>*>(weight);
-    team.share(M, [&](int64_t m) { norm_row<E, X>(stream + m * H, w, H, eps, normed + m * H); });
+  const auto norm = [&](const Team& team, const float* weight) {
+    team.share(M, [&](int64_t m) { norm_row<E, X>(stream + m * H, weight, H, eps, normed + m * H); });
+    team.meet();
+  };
+  // The product of an output layer, normed if there is a norm, onto the stream. Then all have met.
+  const auto onto_stream = [&](const Team& team, const Value<X>* from, const Weight& w, const float* weight,
+                               const Weight* after) {
+    linear_part<X, E>(team, from, all, w, nullptr, weight ? nullptr : stream, Gate::NONE, H, rounded, after,
+                      weight ? added : stream);
+    team.meet();
+    if (!weight) return;
+    team.share(M, [&](int64_t m) {
+      Value<E>*from = added + m * H, *to = stream + m * H;
+      norm_row<E>(from, weight, H, eps, from);
+      for (int64_t i = 0; i < H; i += LANES) E::put(to + i, E::get(to + i, H - i) + E::get(from + i, H - i), H - i);
+    });
     team.meet();
   };
   const auto keep = [&](const Team& team, int64_t layer) {
@@ -225,21 +243,19 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
       keep(team, l);
       if (read && !l) as_read<E>(team, static_cast<const Value<E>*>(read), M, first, normed);
       else norm(team, w.attn_norm);
-      linear_part<X, E>(team, normed, all, w.wqkv, w.bias, nullptr, false, width, rounded, &w.wo, qkv);
+      linear_part<X, E>(team, normed, all, w.wqkv, w.bias, nullptr, Gate::NONE, width, rounded, &w.wo, qkv);
       team.meet();
-      attention_over<E, X>(w.k)(team, pass, qkv, w.norms, w.k, w.v, rotated, attended);
+      attention_over<E, X>(w.attending.k)(team, pass, qkv, w.attending, rotated, attended);
       team.meet();
-      linear_part<X, E>(team, attended, all, w.wo, nullptr, stream, false, H, rounded, inside_mlp, stream);
-      team.meet();
+      onto_stream(team, attended, w.wo, w.wo_norm, inside_mlp);
       norm(team, w.mlp_norm);
       if (w.mixture.experts) {
         experts.add(team, w, normed, inner, rounded, gated, stream);
         continue;
       }
-      linear_part<X, X>(team, normed, all, w.gate_up, nullptr, nullptr, true, inner, rounded, &w.down, gated);
+      linear_part<X, X>(team, normed, all, w.gate_up, nullptr, nullptr, w.gate, inner, rounded, &w.down, gated);
       team.meet();
-      linear_part<X, E>(team, gated, all, w.down, nullptr, stream, false, H, rounded, next, stream);
-      team.meet();
+      onto_stream(team, gated, w.down, w.down_norm, next);
     }
     keep(team, L);
   });

@@ -34,18 +34,18 @@ void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
 }
 
 // Portions of x [.., K], each times its N columns of w -> the same rows of out [.., N], plus bias [N], plus residual
-// [.., N], which may be `out` itself. `gated`: a block holds as many gate as up columns; silu(gate) * up comes out.
+// [.., N], which may be `out` itself. `gate`: if any, a block holds as many gate as up columns; gate(gate) * up comes out.
 // `rounded`: room for x as bytes, if w rounds it. `after`: the weight that is read next, if any.
 template <class X, class Out>
 void linear_part(const Team& team, const Value<X>* x, const Portions& portions, const Weight& w, const float* bias,
-                 const Value<Out>* residual, bool gated, int64_t N, Rounded& rounded, const Weight* after,
+                 const Value<Out>* residual, Gate gate, int64_t N, Rounded& rounded, const Weight* after,
                  Value<Out>* out) {
   const int64_t K = inputs_of<X>(w);
   if (w.rounds()) rounded.round<X>(team, x, portions, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
                        : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
   const bool tiled = TILE_ROWS && (w.rounds() || std::is_same_v<X, Bf16>);
-  const int64_t width = gated ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
+  const int64_t width = gate != Gate::NONE ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
   const int64_t blocks = (N + width - 1) / width;  // of a portion
   alignas(64) float sums[std::max(TILE_ROWS, ROWS) * BLOCK];
   Tiles shapes;
@@ -70,7 +70,8 @@ void linear_part(const Team& team, const Value<X>* x, const Portions& portions, 
           const int64_t column = item % blocks * width + c, place = (m + r) * N + column;
           if (column >= N) break;
           Floats sum = load<Floats>(sums + r * BLOCK + c);
-          if (gated) sum = silu(sum) * load<Floats>(sums + r * BLOCK + width + c);
+          if (gate != Gate::NONE)
+            sum = (gate == Gate::SILU ? silu(sum) : gelu(sum)) * load<Floats>(sums + r * BLOCK + width + c);
           if (bias) sum += Fp32::get(bias + column, N - column);
           if (residual) sum += Out::get(residual + place, N - column);
           Out::put(out + place, sum, N - column);

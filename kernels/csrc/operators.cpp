@@ -36,6 +36,7 @@ inline Weight weight(const Tensor& t, const Tensor* scale) {
   return {format, static_cast<const char*>(t.const_data_ptr()), data(scale), t.size(0), t.size(1),
           grouped ? scale->size(1) : 1, t.stride(0) * int64_t(t.element_size())};
 }
+inline int64_t head_size(const Tensor& angles) { return 2 * angles.size(angles.dim() - 1); }  // or frequencies
 inline Cache cache(const Tensor& t) {
   return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.scalar_type() == ScalarType::Byte};
 }
@@ -49,14 +50,16 @@ struct Shared {
   Shared(const Tensor& x, int64_t heads, const Tensor& keys, const Tensor& cosine, const Tensor& sine,
          const Tensor& slots, const Tensor& visible)
       : cosine(whole(cosine)), sine(whole(sine)), slots(whole(slots)), visible(whole(visible)),
-        rows{x.size(0), x.size(1), heads, keys.size(2), 2 * cosine.size(2), visible.size(2),
-             floats(this->cosine), floats(this->sine), longs(this->slots), this->visible.const_data_ptr<bool>()} {}
+        rows{x.size(0), x.size(1), heads, keys.size(2), head_size(cosine), visible.size(2),
+             floats(this->cosine), floats(this->sine), longs(this->slots), this->visible.const_data_ptr<bool>(),
+             cosine.dim() == 4 ? cosine.numel() / 2 : 0} {}
 };
 
-enum Mode { SAME = 0, FLOAT32 = 1, GATED = 2 };  // as in Python
+enum Mode { SAME = 0, FLOAT32 = 1, SILU = 2, GELU = 3 };  // as in Python
+inline Gate gate_of(int64_t mode) { return mode == SILU ? Gate::SILU : mode == GELU ? Gate::GELU : Gate::NONE; }
 
 // x [..., K] times a packed weight with its scale, plus bias [N] (float32), plus residual [..., N], in x's
-// dtype -> [..., N]; FLOAT32: in float32; GATED: see `Kernels::linear`.
+// dtype -> [..., N]; FLOAT32: in float32; others: the gates of `Kernels::linear`.
 Tensor linear(const Tensor& x, const Tensor& packed, const Maybe& scale, const Maybe& bias,
               const Maybe& residual, int64_t columns, int64_t mode) {
   const Tensor in = whole(x);
@@ -66,41 +69,40 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Maybe& scale, const M
   Tensor out = empty(shape, mode == FLOAT32 ? ScalarType::Float : in.scalar_type());
   const Weight w = weight(packed, scale ? &*scale : nullptr);
   by_dtype(in, [&](auto kernels) {
-    kernels.linear(threads(), data(in), out.numel() / columns, w, floats(bias), data(onto), mode == GATED,
-                   mode == FLOAT32, columns, out.mutable_data_ptr());
+    kernels.linear(threads(), data(in), out.numel() / columns, w, floats(bias), data(onto),
+                   gate_of(mode), mode == FLOAT32, columns, out.mutable_data_ptr());
   });
   return out;
 }
 
-// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v as `Shared` has them -> [B, T, nh * hd].
+// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v as `Shared` has them -> [B, T, nh * hd]. window: see
+// `Attending`.
 Tensor attend(const Tensor& qkv, const Tensor& cosine, const Tensor& sine, const Maybe& q_norm,
               const Maybe& k_norm, double eps, Tensor& k, Tensor& v, const Tensor& slots,
-              const Tensor& visible) {
+              const Tensor& visible, int64_t window) {
   const Tensor in = whole(qkv);
-  const Shared shared(in, in.size(2) / (2 * cosine.size(2)) - 2 * k.size(2), k, cosine, sine, slots, visible);
+  const Shared shared(in, in.size(2) / head_size(cosine) - 2 * k.size(2), k, cosine, sine, slots, visible);
   const Rows& rows = shared.rows;
   Tensor out = empty({rows.B, rows.T, rows.heads * rows.hd}, in.scalar_type());
-  const Norms norms{data(q_norm), data(k_norm), float(eps)};
-  by_dtype(in, [&](auto kernels) {
-    kernels.attend(threads(), rows, data(in), norms, cache(k), cache(v), out.mutable_data_ptr());
-  });
+  const Attending layer{floats(q_norm), floats(k_norm), float(eps), cache(k), cache(v), window};
+  by_dtype(in, [&](auto kernels) { kernels.attend(threads(), rows, data(in), layer, out.mutable_data_ptr()); });
   return out;
 }
 
-// Each row of x [..., H] over its root mean square, times weight [H].
+// Each row of x [..., H] over its root mean square, times weight [H] (float32, as of all norms).
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const Tensor in = whole(x);
   Tensor out = empty(in.sizes().vec(), in.scalar_type());
   const int64_t H = in.size(-1);
   by_dtype(in, [&](auto kernels) {
-    kernels.rms_norm(data(in), data(weight), in.numel() / H, H, eps, out.mutable_data_ptr());
+    kernels.rms_norm(data(in), floats(weight), in.numel() / H, H, eps, out.mutable_data_ptr());
   });
   return out;
 }
 
 enum Part {  // of a layer's weights, as in Python
-  ATTN_NORM, WQKV, WQKV_SCALE, BIAS, Q_NORM, K_NORM, WO, WO_SCALE,
-  MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, ROUTER, PARTS
+  ATTN_NORM, WQKV, WQKV_SCALE, BIAS, Q_NORM, K_NORM, WO, WO_SCALE, WO_NORM,
+  MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, DOWN_NORM, ROUTER, PARTS
 };
 // Above these bits: how many experts a layer has and a row uses, and whether their shares sum to 1.
 Mixture mixture_of(const Tensor* router, int64_t bits) {
@@ -114,11 +116,13 @@ std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>&
   const Tensor* next = weights.data();
   for (size_t l = 0; l < k.size(); l++) {
     const Tensor* w[PARTS];
-    for (int part = 0; part < PARTS; part++) w[part] = parts[l] >> part & 1 ? next++ : nullptr;
-    all.push_back({data(w[ATTN_NORM]), weight(*w[WQKV], w[WQKV_SCALE]), static_cast<const float*>(data(w[BIAS])),
-                   {data(w[Q_NORM]), data(w[K_NORM]), float(eps)}, weight(*w[WO], w[WO_SCALE]), data(w[MLP_NORM]),
-                   weight(*w[GATE_UP], w[GATE_UP_SCALE]), weight(*w[DOWN], w[DOWN_SCALE]),
-                   cache(k[l]), cache(v[l]), mixture_of(w[ROUTER], parts[l])});
+    const int64_t has = parts[3 * l], window = parts[3 * l + 1], mode = parts[3 * l + 2];
+    for (int part = 0; part < PARTS; part++) w[part] = has >> part & 1 ? next++ : nullptr;
+    all.push_back({floats(w[ATTN_NORM]), weight(*w[WQKV], w[WQKV_SCALE]), floats(w[BIAS]),
+                   {floats(w[Q_NORM]), floats(w[K_NORM]), float(eps), cache(k[l]), cache(v[l]), window},
+                   weight(*w[WO], w[WO_SCALE]), floats(w[WO_NORM]), floats(w[MLP_NORM]),
+                   weight(*w[GATE_UP], w[GATE_UP_SCALE]), weight(*w[DOWN], w[DOWN_SCALE]), floats(w[DOWN_NORM]),
+                   gate_of(mode), mixture_of(w[ROUTER], has)});
   }
   return all;
 }
@@ -132,7 +136,7 @@ Tensor experts(const Tensor& x, const Tensor& residual, const Tensor& router, co
   Layer layer{};
   layer.gate_up = weight(gate_up, gate_up_scale ? &*gate_up_scale : nullptr);
   layer.down = weight(down, down_scale ? &*down_scale : nullptr);
-  layer.mixture = mixture_of(&router, bits);
+  layer.mixture = mixture_of(&router, bits), layer.gate = Gate::SILU;
   by_dtype(in, [&](auto kernels) {
     kernels.experts(threads(), data(in), in.numel() / H, H, layer, out.mutable_data_ptr());
   });
@@ -141,7 +145,8 @@ Tensor experts(const Tensor& x, const Tensor& residual, const Tensor& router, co
 
 // x [B, T, H] -> the residual stream after all layers, and those entering the layers `aux` (L: after all).
 // read [B, T, inputs]: what the first layer's attention reads, if that is not x, normed. weights: of each layer
-// those that it has, in the order of `Part`; parts: a layer's have the bits set that have their numbers.
+// those that it has, in the order of `Part`. parts: three numbers of each layer: the bits of the weights that it has, its
+// window, and the mode of its gate.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const Tensor& sine,
                                   const Tensors& weights, const std::vector<int64_t>& parts,
                                   const Tensors& k, const Tensors& v,
@@ -154,7 +159,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   Tensor features = empty({x.size(0), x.size(1), int64_t(aux.size()) * H}, in.scalar_type());
   const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
   by_dtype(x, [&](auto kernels) {
-    const int64_t heads = kernels.inputs(all[0].wo) / (2 * cosine.size(2));
+    const int64_t heads = kernels.inputs(all[0].wo) / head_size(cosine);
     const Shared shared(x, heads, k[0], cosine, sine, slots, visible);
     kernels.layers(threads(), shared.rows, H, all, eps, aux, data(inputs), stream.mutable_data_ptr(),
                    features.mutable_data_ptr());
@@ -162,12 +167,16 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   return {stream, features};
 }
 
+// As model.py: rope_table. inverse [hd/2], or [2, hd/2].
 std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& inverse, double factor) {
   const Tensor p = whole(positions), f = whole(inverse);
-  const std::vector<int64_t> shape{p.size(0), p.size(1), f.size(0)};
+  const int64_t half = head_size(f) / 2, one = p.numel() * half;
+  std::vector<int64_t> shape{p.size(0), p.size(1), half};
+  if (f.dim() == 2) shape.insert(shape.begin(), f.size(0));
   Tensor cosine = empty(shape, ScalarType::Float), sine = empty(shape, ScalarType::Float);
-  angles(longs(p), floats(f), factor, p.numel(), f.size(0), cosine.mutable_data_ptr<float>(),
-         sine.mutable_data_ptr<float>());
+  for (int64_t kind = 0; kind < f.numel() / half; kind++)
+    angles(longs(p), floats(f) + kind * half, factor, p.numel(), half, cosine.mutable_data_ptr<float>() + kind * one,
+           sine.mutable_data_ptr<float>() + kind * one);
   return {cosine, sine};
 }
 
@@ -184,22 +193,23 @@ Tensor head(const Tensor& tokens, const Tensor& feature, const Tensor& positions
   Tensor read = empty({B, T, S + H}, in.scalar_type()), stream = copy(in);
   const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
   by_dtype(in, [&](auto kernels) {
-    const Shared shared(in, kernels.inputs(all[0].wo) / (2 * inverse.size(0)), k[0], cosine, sine, slots, visible);
-    kernels.beside(longs(ids), data(table), data(table_norm), S, data(in), data(feature_norm), B * T, H, float(eps),
+    const Shared shared(in, kernels.inputs(all[0].wo) / head_size(inverse), k[0], cosine, sine, slots, visible);
+    kernels.beside(longs(ids), data(table), floats(table_norm), S, data(in), floats(feature_norm), B * T, H, float(eps),
                    read.mutable_data_ptr());
     kernels.layers(threads(), shared.rows, H, all, eps, {}, data(read), stream.mutable_data_ptr(), nullptr);
   });
   return stream;
 }
 
-// A pass of a target over tokens [B, T], rows of table [V, H]. The rest is that of `head` and `layers`.
-std::tuple<Tensor, Tensor> target(const Tensor& tokens, const Tensor& table, const Tensor& positions,
+// A pass of a target over tokens [B, T], rows of table [V, H] times `scale`. The rest is that of `head` and `layers`.
+std::tuple<Tensor, Tensor> target(const Tensor& tokens, const Tensor& table, double scale, const Tensor& positions,
                                   const Tensor& inverse, double factor, const Tensors& weights,
                                   const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v,
                                   const Tensor& slots, const Tensor& visible, double eps,
                                   const std::vector<int64_t>& aux) {
   const Longs ids(tokens);
-  const Tensor x = rows_of(table, ids.size(0), ids.size(1), [&](int64_t i) { return ids[i]; });
+  Tensor x = rows_of(table, ids.size(0), ids.size(1), [&](int64_t i) { return ids[i]; });
+  if (scale != 1) by_dtype(x, [&](auto kernels) { kernels.scale(scale, x.numel(), x.mutable_data_ptr()); });
   const auto angles = angles_(positions, inverse, factor);
   return layers(x, std::get<0>(angles), std::get<1>(angles), weights, parts, k, v, slots,
                 visible, eps, aux, {});
@@ -208,14 +218,15 @@ std::tuple<Tensor, Tensor> target(const Tensor& tokens, const Tensor& table, con
 // `target` over the nodes of a tree, see kernels/backend.py: verify. tokens, depth [B, T], sees [B, T, T]; length [B],
 // n live slots.
 std::tuple<Tensor, Tensor> verify(const Tensor& tokens, const Tensor& depth, const Tensor& sees, const Tensor& length,
-                                  int64_t n, const Tensor& table, const Tensor& inverse, double factor,
+                                  int64_t n, const Tensor& table, double scale, const Tensor& inverse, double factor,
                                   const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k,
                                   const Tensors& v, double eps, const std::vector<int64_t>& aux) {
   const Longs below(depth), at(length);
   const int64_t B = below.size(0), T = below.size(1);
   New<int64_t> positions({B, T}), slots({B, T});
   for (int64_t i = 0; i < B * T; i++) positions[i] = at[i / T] + below[i], slots[i] = at[i / T] + i % T;
-  return target(tokens, table, positions, inverse, factor, weights, parts, k, v, slots, see(length, sees, n), eps, aux);
+  return target(tokens, table, scale, positions, inverse, factor, weights, parts, k, v, slots, see(length, sees, n), eps,
+                aux);
 }
 
 // x [..., K], each row as `rms_norm` has it, times a packed weight -> float32 [..., N].
@@ -401,7 +412,7 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   X(linear, "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, Tensor? residual, int columns, int" \
     " mode) -> Tensor") \
   X(attend, "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps," \
-    " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible) -> Tensor") \
+    " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible, int window) -> Tensor") \
   X(experts, "experts(Tensor x, Tensor residual, Tensor router, Tensor gate_up, Tensor? gate_up_scale, Tensor down," \
     " Tensor? down_scale, int bits) -> Tensor") \
   X(rms_norm, "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor") \
@@ -410,10 +421,10 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   X(head, "head(Tensor tokens, Tensor feature, Tensor positions, Tensor slots, Tensor visible, Tensor table, Tensor" \
     " table_norm, Tensor feature_norm, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k," \
     " Tensor(b!)[] v, float eps) -> Tensor") \
-  X(target, "target(Tensor tokens, Tensor table, Tensor positions, Tensor inverse, float factor, Tensor[] weights," \
+  X(target, "target(Tensor tokens, Tensor table, float scale, Tensor positions, Tensor inverse, float factor, Tensor[] weights," \
     " int[] parts, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux) -> (Tensor," \
     " Tensor)") \
-  X(verify, "verify(Tensor tokens, Tensor depth, Tensor sees, Tensor length, int n, Tensor table, Tensor inverse," \
+  X(verify, "verify(Tensor tokens, Tensor depth, Tensor sees, Tensor length, int n, Tensor table, float scale, Tensor inverse," \
     " float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k, Tensor(b!)[] v, float eps, int[] aux) -> (Tensor," \
     " Tensor)") \
   X(catch_up, "catch_up(Tensor text, Tensor length, Tensor n_new, Tensor unread, int window, int n, Tensor fuse," \

@@ -28,6 +28,11 @@ struct Seen {
     return std::clamp<int64_t>(count() - block * BLOCK_SLOTS, 0, BLOCK_SLOTS);
   }
 
+  // How many of them come before the last `window` slots of the row; 0: all are its last.
+  int64_t before(int64_t block, int64_t window) const {
+    return window ? std::clamp<int64_t>(count() - window - block * BLOCK_SLOTS, 0, BLOCK_SLOTS) : 0;
+  }
+
   void read(const bool* visible, int64_t n) {
     const void* hidden = std::memchr(visible, 0, n);
     prefix = hidden ? static_cast<const bool*>(hidden) - visible : n;
@@ -81,6 +86,11 @@ struct Sums {
     return (Floats)broadcast(bits);
   }
 
+  // Those over no slots.
+  void clear(int rows) const {
+    std::fill_n(out, rows * padded, 0.0f), std::fill_n(total, rows * LANES, 0.0f), std::fill_n(most, rows, -1e30f);
+  }
+
   // One row's weighted values over its total, into `to` [hd].
   template <class Out>
   void finish(int row, int64_t hd, Value<Out>* to) const {
@@ -110,6 +120,11 @@ struct Pass : Rows {
     int64_t most = 1;
     for (const Seen& row : seen) most = std::max(most, row.count());
     return (most + BLOCK_SLOTS - 1) / BLOCK_SLOTS;
+  }
+  int64_t first_block(int64_t window) const {  // that any row sees through its window
+    int64_t first = INT64_MAX;
+    for (const Seen& row : seen) first = std::min(first, row.count() - window);
+    return window ? std::max<int64_t>(first, 0) / BLOCK_SLOTS : 0;
   }
   void read_mask(const Team& team) {
     team.share(B * T, [&](int64_t row) { seen[row].read(visible + row * n, n); });

@@ -24,6 +24,7 @@ inline const void* data(const Tensor& t) { return t.const_data_ptr(); }
 inline const void* data(const Tensor* t) { return t ? data(*t) : nullptr; }
 inline const void* data(const Maybe& t) { return t ? data(*t) : nullptr; }
 inline const float* floats(const Tensor& t) { return t.const_data_ptr<float>(); }
+inline const float* floats(const Tensor* t) { return t ? floats(*t) : nullptr; }
 inline const float* floats(const Maybe& t) { return t ? floats(*t) : nullptr; }
 inline const int64_t* longs(const Tensor& t) { return t.const_data_ptr<int64_t>(); }
 inline const int64_t* longs(const Maybe& t) { return t ? longs(*t) : nullptr; }

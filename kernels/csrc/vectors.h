@@ -146,9 +146,13 @@ inline Floats exponential(Floats x) {
   const Floats scaled = p * (Floats)((n + 127) << 23);
   return x < -87.0f ? Floats{} : scaled;
 }
-inline Floats silu(Floats x) {
-  const Floats e = exponential(x < 0.0f ? x : -x);
-  return x * (x < 0.0f ? e : broadcast(1.0f)) / (e + 1.0f);
+// x times the sigmoid of z.
+inline Floats swish(Floats x, Floats z) {
+  const Floats e = exponential(z < 0.0f ? z : -z);
+  return x * (z < 0.0f ? e : broadcast(1.0f)) / (e + 1.0f);
 }
+inline Floats silu(Floats x) { return swish(x, x); }
+// GELU by its tanh: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+inline Floats gelu(Floats x) { return swish(x, (x * x * 0.044715f + 1.0f) * x * 1.59576912f); }
 
 }  // namespace eagle

@@ -1,10 +1,10 @@
 """Tree attention in one kernel a layer: what stands between a layer's wqkv and its wo.
 
-A row of a pass sees every committed slot of the cache, which needs no mask, and of the slots after them those
-that its tree allows. The number of committed slots is read on the device, so one captured graph serves every
-context. The keys are divided among programs (split over keys, as in FlashDecoding) by that length: few where
-the text is short. Queries that share a key/value head are rows of one product. The pass's own keys and values
-come out of qkv and go into the cache on the way.
+A row of a pass sees every committed slot of the cache, or those of its window, which needs no mask, and of
+the slots after them those that its tree allows. The number of committed slots is read on the device, so one
+captured graph serves every context. The keys are divided among programs (split over keys, as in
+FlashDecoding) by that length: few where the text is short. Queries that share a key/value head are rows of
+one product. The pass's own keys and values come out of qkv and go into the cache on the way.
 
 Programs that share a row leave their parts of the softmax in scratch memory. The last one to arrive adds the
 parts up in the order of the keys: results do not depend on the order of arrival.
@@ -57,17 +57,19 @@ def take_in(qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION: 
 
 @triton.jit
 def attend_kernel(
-    qkv, cos, sin, q_norm, k_norm, k, v, length, local, out, parts, marks, arrived, T, M, S, eps, scale,
+    qkv, cos, sin, q_norm, k_norm, k, v, length, local, oldest, out, parts, marks, arrived, T, M, S, eps,
+    scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    NORM: tl.constexpr, OLD: tl.constexpr, PRECISION: tl.constexpr, CONVERTS: tl.constexpr,
-    APART: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, OLD: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    CONVERTS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One block of ROWS rows of one key/value head of one sequence, over one split of the keys.
 
     qkv [B, T, (HEADS*GROUP + 2*HEADS) * HEAD]; cos, sin [B, T, HEAD/2]; k, v [B, HEADS, S, HEAD], float8 if
     they are uint8 (CONVERTS: see `kernels.gpu.float8`); length [B]; local [B, T, M], M >= T: the pass's own
-    rows are the last T columns, the others (if OLD) are in the cache.
+    rows are the last T columns, the others (if OLD) are in the cache. oldest [B, T], if WINDOWED: the first
+    committed slot that a row sees; slots before those of all rows of the block are left out.
     parts, marks: scratch, of SPLITS for each block; arrived: zeros, and zeros again afterwards.
     """
     begin(EARLY)
@@ -76,12 +78,17 @@ def attend_kernel(
     committed = tl.load(length + b).to(tl.int32)
     cached = committed + M - T  # slots that are in the cache already
     total = cached + T
-    splits = tl.minimum(tl.maximum(tl.cdiv(total, LEAST), 1), SPLITS)
-    span = tl.cdiv(tl.cdiv(total, KEYS), splits) * KEYS
-    splits = tl.cdiv(total, span)
+    row = block * ROWS + tl.arange(0, ROWS)  # of the GROUP queries of each of T tokens
+    t, there = row // GROUP, row < GROUP * T
+    first = 0
+    near = t
+    if WINDOWED:
+        near = tl.load(oldest + b * T + t, mask=there, other=1 << 30).to(tl.int32)
+        first = tl.maximum(tl.minimum(tl.min(near, 0), cached), 0) // KEYS * KEYS
+    splits = tl.minimum(tl.maximum(tl.cdiv(total - first, LEAST), 1), SPLITS)
+    span = tl.cdiv(tl.cdiv(total - first, KEYS), splits) * KEYS
+    splits = tl.cdiv(total - first, span)
     if split < splits:
-        row = block * ROWS + tl.arange(0, ROWS)  # of the GROUP queries of each of T tokens
-        t, there = row // GROUP, row < GROUP * T
         half, depth, key = tl.arange(0, HALF), tl.arange(0, VALUES), tl.arange(0, KEYS)
         in_half, in_head = (half < HEAD // 2)[None], (depth < HEAD)[None]
         WIDTH: tl.constexpr = (HEADS * GROUP + 2 * HEADS) * HEAD
@@ -111,7 +118,7 @@ def attend_kernel(
         most = tl.full((ROWS,), FAR, tl.float32)
         weight = tl.zeros((ROWS,), tl.float32)
         sums = tl.zeros((ROWS, VALUES), tl.float32)
-        first = split * span
+        first += split * span
         end = tl.minimum(first + span, total)
 
         for start in range(first, tl.minimum(end, cached), KEYS):  # what is in the cache
@@ -124,6 +131,8 @@ def attend_kernel(
             ka, kb = loaded(ka, qa.dtype, CONVERTS), loaded(kb, qa.dtype, CONVERTS)
             values = loaded(values, qa.dtype, CONVERTS)
             seen = old[None]
+            if WINDOWED:
+                seen = seen & (n[None] >= near[:, None])
             if OLD:
                 drafted = there[:, None] & (old & (n >= committed))[None]
                 allowed = tl.load(sees + (n - committed)[None], mask=drafted, other=0) != 0
@@ -218,14 +227,14 @@ def tiles(rows: int, dtype: torch.dtype, shared: int, head: int) -> tuple[int, i
 @torch.library.custom_op("eagle_gpu::attend", mutates_args=("kv",))
 def attend(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    kv: Tensor, layer: int, length: Tensor, local: Tensor,
+    kv: Tensor, layer: int, length: Tensor, local: Tensor, oldest: Tensor | None = None,
 ) -> Tensor:
     """qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd].
 
     Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]. Keys
     and values go to slots length [B] + M - T ... of this layer of the caches kv [L, 2, B, nkv, S, hd], which
-    hold float8 if they are uint8. Every row sees the first `length` slots, and of the M after them what local
-    [B, T, M] says. Scores and sums are float32.
+    hold float8 if they are uint8. Every row sees the first `length` slots, with `oldest` [B, T]
+    from that one on, and of the M after them what local [B, T, M] says. Scores and sums are float32.
     """
     B, T, width = qkv.shape
     _, _, _, nkv, S, hd = kv.shape
@@ -245,11 +254,12 @@ def attend(
     norms = (qkv, qkv) if q_norm is None else (q_norm, k_norm)
     attend_kernel[(blocks, splits, B * nkv)](
         qkv.contiguous(), cos.contiguous(), sin.contiguous(), *norms, kv[layer, 0], kv[layer, 1],
-        length.contiguous(), local.contiguous(), out, parts, marks,
-        counters(qkv.device, B * nkv * blocks), T, M, S, eps, hd**-0.5 * LOG2_E.value,
+        length.contiguous(), local.contiguous(), length if oldest is None else oldest.contiguous(), out,
+        parts, marks, counters(qkv.device, B * nkv * blocks), T, M, S, eps, hd**-0.5 * LOG2_E.value,
         HEADS=nkv, GROUP=nh // nkv, HEAD=hd, HALF=max(16, triton.next_power_of_2(hd // 2)), VALUES=values,
         ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
-        NORM=q_norm is not None, OLD=M > T, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        NORM=q_norm is not None, OLD=M > T, WINDOWED=oldest is not None,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         CONVERTS=converts(qkv.device), APART=is_blackwell(qkv.device), num_warps=warps, num_stages=stages,
         **options(qkv.device),
     )
@@ -257,5 +267,5 @@ def attend(
 
 
 @attend.register_fake
-def _(qkv, cos, sin, q_norm, k_norm, eps, kv, layer, length, local):
+def _(qkv, cos, sin, q_norm, k_norm, eps, kv, layer, length, local, oldest=None):
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * kv.shape[3] * kv.shape[5])

@@ -89,8 +89,8 @@ def _enter(layer: TargetBlock, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.compiler.nested_compile_region
 def _leave(layer: TargetBlock, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    x = layer.wo(attended, x)
-    return x, layer.mlp(layer.mlp_norm(x), None)
+    x = layer.mixed(x, attended)
+    return x, layer.fed(x)
 
 
 class FusedTransformer(Transformer):

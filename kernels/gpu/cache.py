@@ -34,12 +34,10 @@ class LayerCache(KVCache):
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
         """Attend in one kernel, from wqkv to wo; by the definition where the mask is dense."""
-        sight = shared.visible
-        if not isinstance(sight, Sight):
+        if not isinstance(shared.visible, Sight):
             return super().attend(block, qkv, shared)
-        return attend(
-            qkv, *shared.angles(_angles), *block.head_norms, self.kv, self.layer, sight.length, sight.local
-        )
+        sight, angles = shared.seen(block.window), block.own(shared.angles(_angles))
+        return attend(qkv, *angles, *block.head_norms, self.kv, self.layer, *sight[1:])
 
 
 def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,15 @@ def test_what_is_exported_comes_back(golden, models, models1, tmp_path, label, l
     torch.testing.assert_close(back.own_state(), head.own_state(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_window_of_a_head(golden, models, tmp_path, layout):
+    head = copy.copy(models[1])
+    head.args = dataclasses.replace(head.args, windows=(9,), activation="gelu_tanh")
+    export(head, tmp_path / "out", layout, read_config(golden))
+    back = read_config(convert(tmp_path / "out", tmp_path / "back", golden, quiet=True))
+    assert back["windows"] == [9] and back["activation"] == "gelu_tanh"
+
+
 def test_what_is_not_stored(golden, models, tmp_path):
     """Copies of the target's tables; what a layout has no place for."""
     head = head_of("dspark", golden, models, tmp_path)

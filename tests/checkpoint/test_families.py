@@ -1,13 +1,17 @@
 """Every family of targets: tiny random ones in their published layout, converted, against transformers.
 
-Logits agree to 1e-4 relative, and 64 greedy tokens are equal, with plain and with speculative decoding.
+Logits agree to 1e-4 relative, and 64 greedy tokens are equal, with plain and with speculative decoding. One
+of the prompts is longer than the windows of families that have one.
 """
 import json
+import math
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from helpers.families import LLAMA3, TARGETS, YARN, H, V, make_target
+from helpers.families import GEMMA3, LLAMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
 from helpers.heads import make_head, write_head
 from helpers.sources import write_gguf
 from safetensors.torch import load_file
@@ -18,7 +22,9 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle, StaticEagle
+from drafters.lookup import Lookup
 from engine.engine import Engine
+from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
 
@@ -35,8 +41,47 @@ def greedy(reference, prompt: list[int], count: int) -> list[int]:
 def reference_text(reference) -> tuple[list[list[int]], list[list[int]]]:
     """(Prompts, what the reference goes on with)."""
     g = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, V, (n,), generator=g).tolist() for n in (3, 17)]
+    prompts = [torch.randint(0, V, (n,), generator=g).tolist() for n in (3, WINDOW + 7)]
     return prompts, [greedy(reference, p, 64) for p in prompts]
+
+
+def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
+    """Engines of a converted target, by the way they draft. of_head: changes of the heads' configs."""
+    options = {"compile": False, "max_seq_len": 120, "batch": 2}
+    found = {"plain": Engine(target, **options), "lookup": Engine(target, Lookup(), **options)}
+    for kind in ("eagle", "eagle3"):
+        state, config = make_head(kind, **of_head)
+        head_folder = convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True)
+        head = load_head(head_folder, target, kind)
+        if target.backend:
+            target.backend.prepare(head)
+        found[kind] = Engine(target, Eagle(head, TreeShape(12, 2, 4)), **options)
+        if kind == "eagle":
+            found["static tree"] = Engine(target, StaticEagle(head, EAGLE1_TREE), **options)
+    return found
+
+
+WINDOWED = [name for name in TARGETS if "window" in name or "Phi-3" in name or "Gemma 3" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_on_the_kernels(tmp_path, name):
+    """Greedy text is that of transformers, drafted text of a seed is the plain one. Heads have windows, too.
+    """
+    reference = make_target(tmp_path / "in", name)
+    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    target, _ = load_model(folder)
+    assert choose_backend("cpu").prepare(target) and target.layers[0].window in (0, WINDOW)
+    prompts, texts = reference_text(reference)
+    decoders, seeded = decoders_of(tmp_path, folder, target, sliding_window=10), None
+    for method, decoder in decoders.items():
+        assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
+        drawn = [o.ids for o in decoder.generate(prompts, Sampling(64, 1.0, seed=4))]
+        seeded = seeded or drawn
+        assert drawn == seeded, method
+    assert decoders["eagle3"].passes.drafter.head.layer.window == 10
 
 
 @pytest.mark.slow
@@ -44,7 +89,8 @@ def reference_text(reference) -> tuple[list[list[int]], list[list[int]]]:
 def test_target(tmp_path, name):
     reference = make_target(tmp_path / "in", name)
     folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
-    target, _ = load_model(folder)
+    target, config = load_model(folder)
+    assert any(config.get("windows", ())) == (name in WINDOWED)
     tokens = torch.randint(0, V, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(tokens).logits
@@ -53,16 +99,7 @@ def test_target(tmp_path, name):
     print(f"{name}: max relative error {error:.1e}")
     assert error < 1e-4
     prompts, texts = reference_text(reference)
-    options = {"compile": False, "max_seq_len": 120, "batch": 2}
-    decoders = {"plain": Engine(target, **options)}
-    for kind in ("eagle", "eagle3"):
-        state, config = make_head(kind)
-        head_folder = convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True)
-        head = load_head(head_folder, target, kind)
-        decoders[kind] = Engine(target, Eagle(head, TreeShape(12, 2, 4)), **options)
-        if kind == "eagle":
-            decoders["static tree"] = Engine(target, StaticEagle(head, EAGLE1_TREE), **options)
-    for method, decoder in decoders.items():
+    for method, decoder in decoders_of(tmp_path, folder, target).items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
 
 
@@ -96,32 +133,42 @@ def test_the_longest_context(tmp_path, name):
         assert target.args.rope_scaling["original_max_position_embeddings"] == 128
 
 
-def test_windows_are_off_unless_a_family_has_them(tmp_path):
-    for name, window, off in (("Qwen2", 64, True), ("Mistral", None, True), ("Mistral", ..., False)):
-        make_target(tmp_path / "in", name)
-        file = tmp_path / "in" / "config.json"
-        config = json.loads(file.read_text()) | {"max_position_embeddings": 8192, "sliding_window": window}
-        config.pop("use_sliding_window", None)
-        config.pop("layer_types", None)
-        if window is ...:
-            del config["sliding_window"]  # absent: 4096, transformers' default for Mistral
-        file.write_text(json.dumps(config))
-        if off:
-            convert(tmp_path / "in", tmp_path / "out", quiet=True, force=True)
-        else:
-            with pytest.raises(InputError, match="sliding_window 4096"):
-                convert(tmp_path / "in", tmp_path / "other", quiet=True)
+SEEN = {  # config keys -> the windows of 8 layers
+    "Qwen2's switch is off": ("Qwen2", {"sliding_window": 64}, None),
+    "Qwen2's last layers": ("Qwen2", {**WINDOWS, "max_window_layers": 6}, [0] * 6 + [WINDOW] * 2),
+    "Qwen2's 28 layers": ("Qwen2", WINDOWS, None),
+    "Mistral without one": ("Mistral", {"sliding_window": None}, None),
+    "Mistral's default": ("Mistral", {}, [4096] * 8),
+    "as long as the context": ("Mistral", {"sliding_window": 8192}, None),
+    "LLaMA has none": ("Llama-3", {"sliding_window": 64}, None),
+    "Gemma's pattern": ("Gemma 3", {"sliding_window": WINDOW}, [0 if i == 5 else WINDOW for i in range(8)]),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_which_layers_have_a_window(tmp_path, case):
+    name, changes, windows = SEEN[case]
+    make_target(tmp_path / "in", name)
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text()) | {"max_position_embeddings": 8192}
+    for key in ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"):
+        config.pop(key, None)
+    config.pop("sliding_window_pattern", None)
+    file.write_text(json.dumps(config | changes))
+    assert read_config(convert(tmp_path / "in", tmp_path / "out", quiet=True)).get("windows") == windows
 
 
 REFUSED_TARGETS = {
     "dynamic RoPE": (
         "Llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "keys already in the cache"),
-    "a sliding window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
-    "Mistral's window": ("Mistral", {"sliding_window": 64}, "sliding_window 64"),
-    "layers with a window": (
-        "Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"
-    ),
+    "a mixture with a window": ("Qwen3-MoE", WINDOWS, "use_sliding_window"),
+    "layers with a window of no size": ("Qwen2", {"layer_types": ["sliding_attention"] * 8}, "the window 0"),
+    "other kinds of layers": ("Gemma 3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
+    "too few kinds of layers": ("Gemma 3", {"layer_types": ["sliding_attention"] * 7}, "each of 8 layers"),
+    "scores with a soft cap": ("Gemma 3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "logits with a soft cap": ("Gemma 3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "longrope without factors": ("Phi-3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     "every other layer without experts": ("Qwen3-MoE", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     "no number of experts": ("Qwen3-MoE", {"num_experts": 0}, "number of experts"),
@@ -155,15 +202,26 @@ def test_experts_of_few_rows_and_of_many(tmp_path):
 # GGUF files of every family
 
 
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
 def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
     """A model of transformers as a GGUF file."""
     config, state = reference.config, dict(reference.state_dict())
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys = config.to_dict() | {
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": rope["rope_theta"],
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
     }
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
+    if arch == "gemma3":  # llama.cpp adds the 1 of zero-centred norms
+        state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
+        for theirs, ours in GEMMA_NORMS.items():
+            state = {n.replace(theirs, ours): t for n, t in state.items()}
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:  # transformers 5 holds them stacked: gate above up
         for i in range(config.num_hidden_layers):
@@ -173,6 +231,17 @@ def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
             state |= {f"{layer}_{x}_exps.weight": t for x, t in (("gate", gate), ("up", up), ("down", down))}
 
     def with_experts(w) -> None:
+        if arch in ("gemma3", "phi3"):
+            w.add_sliding_window(config.sliding_window)
+        if arch == "gemma3":
+            w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(rope["factor"])
+        if "short_factor" in rope:
+            for kind in ("short", "long"):
+                w.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            w.add_rope_scaling_attn_factors((1 + math.log(2) / math.log(256)) ** 0.5)
         if experts:
             w.add_expert_count(experts)
             w.add_expert_used_count(config.num_experts_per_tok)
@@ -184,8 +253,6 @@ def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
 
 
 def test_gguf_yarn_and_window(tmp_path):
-    import gguf
-
     reference = make_target(tmp_path / "in", "Qwen3 tied, yarn")
 
     def yarn(w):
@@ -200,25 +267,33 @@ def test_gguf_yarn_and_window(tmp_path):
         expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
     file = family_gguf(tmp_path / "w.gguf", reference, "qwen3", lambda w: w.add_sliding_window(64))
-    with pytest.raises(InputError, match="sliding_window 64"):
-        convert(file, tmp_path / "w", quiet=True)
+    assert read_config(convert(file, tmp_path / "w", quiet=True))["windows"] == [64] * 8
 
 
 @pytest.mark.parametrize("name,arch", [
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
-    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"),
+    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
+    ("Gemma 3", "gemma3"),
 ])
 def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
     reference = make_target(tmp_path / "in", name)
     a = convert(tmp_path / "in", tmp_path / "a", quiet=True)
     b = convert(family_gguf(tmp_path / "m.gguf", reference, arch), tmp_path / "b", quiet=True)
     x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+    assert x.keys() == y.keys()
+    for k in x:  # 1 is added and taken away
+        torch.testing.assert_close(x[k], y[k], rtol=0, atol=2e-7 if arch == "gemma3" and "norm" in k else 0)
     same = (
         "num_layers", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_base", "qkv_bias", "qk_norm",
-        "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings",
+        "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings", "windows",
+        "local_rope_base", "activation", "zero_centred", "output_norms", "scaled_embedding", "max_seq_len",
     )
     one, two = read_config(a), read_config(b)
+    for config in (one, two):
+        if rope := config["rope_scaling"]:  # float32 in a GGUF
+            factors = (rope.get(key, 1) for key in ("attention_factor", "factor"))
+            config["numbers"] = [*rope.get("divisors", ()), *factors]
+    assert one.get("numbers") == pytest.approx(two.get("numbers"))
     assert [one.get(k) for k in same] == [two.get(k) for k in same]
 
 

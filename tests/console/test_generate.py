@@ -25,6 +25,7 @@ from llm import LLM
 from tree import TreeShape
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
+FEW = {"max_new_tokens": 8}
 EAGLE3 = ("--speculate", "eagle3", *SMALL)
 
 
@@ -154,12 +155,14 @@ def test_a_dash_is_standard_input(cli, monkeypatch):
 
 def test_raw_system_and_template_reach_the_model(cli, llm):
     for flags, options, ids in (
-        ((), {}, b"u:hi\na:"), (("--raw",), {"raw": True}, b"hi"),
-        (("--system", "be"), {"system": "be"}, b"s:be\nu:hi\na:"),
+        ((), {}, b"u:<eos>hi\na:"), (("--raw",), {"raw": True}, [257, *b"hi"]),
+        (("--raw", "--no-parse-special"), {"raw": True, "parse_special": False}, b"<eos>hi"),
+        (("--system", "be"), {"system": "be"}, b"s:be\nu:<eos>hi\na:"),
     ):
-        assert llm.encode("hi", **options) == list(ids)
-        row = cli("--prompt", "hi", "--json", "--max-new-tokens", 8, *flags).row
-        assert row["output_ids"] == llm.generate(list(ids), max_new_tokens=8).ids
+        assert llm.encode("<eos>hi", **options) == list(ids)
+        row, want = cli("--prompt", "<eos>hi", "--json", "-n", 8, *flags).row, llm.generate(list(ids), **FEW)
+        assert row["output_ids"] == want.ids == llm.generate("<eos>hi", **FEW, **options).ids
+        assert [id for event in llm.stream("<eos>hi", **FEW, **options) for id in event.ids] == want.ids
 
 
 def test_samples_have_their_own_seeds(cli):

@@ -44,6 +44,7 @@ REFUSED = (
     (f"{PROMPT} --device cuda:7", "--device cuda:7: "),
     (f"{PROMPT} --isa avx2 --no-kernels", f"--isa avx2: {KERNELS}"),
     (f"{PROMPT} --kv int8 --no-kernels", f"--kv int8: {KERNELS}"),
+    (f"{PROMPT} --no-parse-special", "--no-parse-special: is for prompts without the chat template; add"),
     (f"{PROMPT} --system s --raw", "--system: is written by the chat template, which --raw"),
     (f"{PROMPT} --draft folder", "--draft folder: plain decoding uses no head"),
     (f"{PROMPT} --tree paper", "--tree paper: plain decoding drafts no tree"),

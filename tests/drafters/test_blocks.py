@@ -82,7 +82,7 @@ def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
     ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id is"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
     ("dflash", {"block_size": 1}, "drafts nothing"),
-    ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+    ("dflash", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}, "sliding win"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask token"),
     ("p-eagle", {"num_draft_steps": -2}, "num_draft_steps is -2; expected"),

@@ -122,6 +122,14 @@ def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
         llm.target.engine(Drafting(method, draft and drafts / draft, **options))
 
 
+def test_a_head_has_one_window(llm, golden, tmp_path):
+    shutil.copytree(golden / "eagle3", tmp_path / "head")
+    config = json.loads((golden / "eagle3" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"windows": [12]}))
+    with refused("--draft-window 8: the head in"):
+        llm.target.engine(Drafting("eagle3", tmp_path / "head", window=8))
+
+
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
     for options in ({"tree": TREE}, {"accept": "residual"}):
         engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options))

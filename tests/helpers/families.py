@@ -18,6 +18,19 @@ LLAMA3 = {
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.25}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.1, 1.2, 1.5, 1.5, 2.0, 2.0],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0], "original_max_position_embeddings": 256,
+}
+WINDOW = 24  # of families that have one
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+GEMMA3 = {
+    "head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 36, "sliding_window_pattern": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -46,6 +59,19 @@ TARGETS = {
     "Qwen3 tied, yarn": (
         "Qwen3", {"rope_parameters": YARN, "head_dim": 20, "tie_word_embeddings": True}, "one file"
     ),
+    "Mistral with its window": ("Mistral", {"rope_parameters": ROPE, "sliding_window": WINDOW}, "sharded"),
+    "Qwen2 with windows": ("Qwen2", {"rope_parameters": ROPE, "max_window_layers": 3, **WINDOWS}, "one file"),
+    "Qwen3 with windows": (
+        "Qwen3", {"rope_parameters": ROPE, "head_dim": 20, **WINDOWS,
+                  "layer_types": ["sliding_attention", "full_attention"] * 4}, "one file"
+    ),
+    "Phi-3": ("Phi3", {"rope_parameters": ROPE, "sliding_window": WINDOW}, "sharded"),
+    "Phi-3 with longrope": (
+        "Phi3", {"rope_parameters": LONGROPE, "sliding_window": WINDOW,
+                 "original_max_position_embeddings": 256}, "one file"
+    ),
+    "Gemma 3": ("Gemma3Text", GEMMA3, "sharded"),
+    "Gemma 3 with eyes": ("Gemma3", GEMMA3, "sharded"),
     "Mixtral": (
         "Mixtral", {"rope_parameters": ROPE, "num_local_experts": 5, "num_experts_per_tok": 2}, "sharded"
     ),
@@ -62,12 +88,17 @@ def make_target(folder: Path, name: str):
     """Write the named model as its publishers do -> the model of transformers."""
     transformers = pytest.importorskip("transformers")
     kind, changes, form = TARGETS[name]
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    sizes, model = {**SIZES, **changes}, f"{kind.removesuffix('Text')}ForCausalLM"
+    if kind == "Gemma3":
+        tiny = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        sizes = {"text_config": sizes, "vision_config": dict.fromkeys(tiny, 2)}
+        model = "Gemma3ForConditionalGeneration"
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(sorted(TARGETS).index(name))
-    reference = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    reference = getattr(transformers, model)(config).float().eval()
     with torch.no_grad():
         for n, p in reference.named_parameters():  # norms and biases too: ones and zeros would hide a swap
-            p.normal_(1 if n.endswith("norm.weight") else 0, 0.2)
+            p.normal_(1 if n.endswith("norm.weight") and "Gemma" not in kind else 0, 0.2)
     reference.save_pretrained(folder, max_shard_size="60KB" if form == "sharded" else "1GB")
     if form == "sharded":
         assert len(list(folder.glob("*.safetensors"))) > 1

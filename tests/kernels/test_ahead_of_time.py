@@ -23,17 +23,18 @@ HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2, Qwen2.5-7B, Qwen3-14B; siz
 }
 
 
-def attend(capability, dtype, heads, rows, old=False, early=False, float8=False):
+def attend(capability, dtype, heads, rows, old=False, early=False, float8=False, window=False):
     nkv, group, hd, norm = HEADS[heads]
     tall, keys, warps, stages = attention.tiles(rows * group, dtype, SHARED[capability], hd)
     held = torch.uint8 if float8 else dtype
     given = {
         "qkv": dtype, "cos": F32, "sin": F32, "q_norm": dtype, "k_norm": dtype,
-        "k": held, "v": held, "length": I64, "local": BOOL, "out": dtype, "parts": F32, "marks": F32,
+        "k": held, "v": held, "length": I64, "local": BOOL, "oldest": I64, "out": dtype, "parts": F32,
+        "marks": F32,
         "arrived": I32, "T": ANY, "M": ANY, "S": "i32", "eps": "fp32", "scale": "fp32", "HEADS": nkv,
         "GROUP": group, "HEAD": hd, "HALF": next_power_of_2(hd // 2), "VALUES": next_power_of_2(hd),
         "ROWS": tall, "KEYS": keys,
-        "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
+        "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old, "WINDOWED": window,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
         "APART": capability >= 100,
     }
@@ -52,6 +53,13 @@ def test_attention(capability, heads, rows, old):
     assert made.shared <= SHARED[capability] and made.on_tensor_cores
     little = capability == 86 or (capability, heads) == (100, "qwen2.5")  # seven query heads share keys
     assert made.spilled <= (16 if little else 0)
+
+
+@pytest.mark.parametrize("capability", EACH)
+@pytest.mark.parametrize("rows, old", ((10, True), *dear((60, False))))
+def test_attention_with_a_window(capability, rows, old):
+    made = attend(capability, BF16, "llama", rows, old, window=True)
+    assert made.shared <= SHARED[capability] and made.on_tensor_cores and made.spilled == 0
 
 
 @pytest.mark.parametrize("capability, rows", [*dear((86, 60)), (90, 1)])

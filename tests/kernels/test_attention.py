@@ -12,13 +12,14 @@ from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
 pytestmark = pytest.mark.kernels
 
 
-def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0):
-    return isa.ops.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
+def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0, window=0):
+    norms = (norm if norm is None else norm.float() for norm in (q_norm, k_norm))
+    return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window)
 
 
-def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
+def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, seed=0):
     draw = draws(seed)
-    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms)
+    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms, windows=(window,))
     qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
     slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
@@ -48,6 +49,9 @@ as_stored = pytest.mark.parametrize("stored", (in_dtype, in_bytes))
 SHAPES = pytest.mark.parametrize("shape", (
     (1, 1, 4, 4, 32, 5, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
     (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False), (2, 4, 6, 3, 64, 430, False),
+    # With windows: in one block, from block to block, beyond whole blocks, and of one slot.
+    (1, 16, 9, 3, 64, 129, True, 7), (2, 4, 6, 3, 64, 430, False, 100), (1, 40, 4, 2, 32, 700, False, 150),
+    (1, 3, 8, 1, 20, 300, False, 1),
 ))
 
 
@@ -80,11 +84,10 @@ def test_attend(each_isa, dtype, shape):
     shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
     torch.set_num_threads(2)
     cos, sin = shared.angles()
-    found = attend(each_isa, qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
+    given = qkv, cos, sin, ours.k, ours.v, slots, visible, *weights
+    found = attend(each_isa, *given, window=block.window)
     torch.set_num_threads(1)
-    assert torch.equal(
-        found, attend(each_isa, qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
-    )
+    assert torch.equal(found, attend(each_isa, *given, window=block.window))
     expected = theirs.attend(block.double(), qkv.double(), shared)
     same(ours.v.double(), theirs.v)
     close(ours.k, theirs.k, dtype)
@@ -113,7 +116,8 @@ def test_attend_over_bytes(each_isa, dtype, shape):
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(attend(each_isa, qkv, cos, sin, *in_bytes(each_isa, k, v), slots, visible, *weights))
+        given = qkv, cos, sin, *in_bytes(each_isa, k, v), slots, visible, *weights
+        found.append(attend(each_isa, *given, window=block.window))
     torch.set_num_threads(1)
     same(*found)
     theirs = Written(k.double(), v.double(), round_heads)
@@ -148,10 +152,10 @@ def test_attention_never_depends_on_where_the_slots_lie(each_isa, dtype, stored)
 
 @as_stored
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("committed", (127, 300))
+@pytest.mark.parametrize("committed, window", ((127, 0), (300, 0), (300, 5), (390, 130)))
 # Groups that end between rows, and within one; heads that are whole words, and not.
 @pytest.mark.parametrize("heads, kv_heads, hd", ((6, 2, 32), (8, 1, 20), (3, 3, 6)))
-def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads, kv_heads, hd):
+def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, window, heads, kv_heads, hd):
     """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
     paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
     """
@@ -174,7 +178,7 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads
     found = []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
-        found.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), own, visible))
+        found.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), own, visible, window=window))
     torch.set_num_threads(1)
     same(found[1:], found[:1] * (len(found) - 1))
     for path in paths:
@@ -184,7 +188,8 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads
             seen[:, :, : committed + depth + 1] = True
             row = slice(node, node + 1)
             slot = torch.tensor([[committed + depth]])
-            alone = attend(each_isa, qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
+            angles = cos[:, row], sin[:, row]
+            alone = attend(each_isa, qkv[:, row], *angles, keys, values, slot, seen, window=window)
         same(alone[0, 0], found[0][0, path[-1]])
 
 

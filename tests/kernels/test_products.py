@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws, same
 
-from kernels.packed import FLOAT32, GATED, SAME, PackedLinear, pack
+from kernels.packed import FLOAT32, GATES, SAME, PackedLinear, pack
 from kernels.quantized import QuantizedLinear, round_inputs
+from model import ACTIVATIONS
 
 pytestmark = pytest.mark.kernels
 
@@ -39,12 +40,14 @@ def test_linear(each_isa, dtype, columns, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", (16, 24, 100))
-def test_gated(each_isa, dtype, inner):
+@pytest.mark.parametrize("activation", GATES)
+def test_gated(each_isa, dtype, activation, inner):
     draw = draws(inner)
     x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
     packed = pack(each_isa, weight, None, dtype, gated=True)
-    close(linear(each_isa, x, packed, inner, mode=GATED), F.silu(gate) * up, dtype)
+    found = linear(each_isa, x, packed, inner, mode=GATES[activation])
+    close(found, ACTIVATIONS[activation](gate) * up, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,7 +67,7 @@ def test_quantised(each_isa, dtype, mode, inputs, group, rows, gated):
     x[0, :64] = 0
     read = round_inputs(x.float(), group or 64) if mode in ("w8a8", "w4a8") else x
     expected = read.double() @ layer.dequantize(torch.float64).T
-    packed = PackedLinear(each_isa, layer, dtype, gated)
+    packed = PackedLinear(each_isa, layer, dtype, "silu" if gated else None)
     if gated:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
@@ -80,7 +83,7 @@ def test_quantised(each_isa, dtype, mode, inputs, group, rows, gated):
 @pytest.mark.parametrize("size", (1, 16, 50, 576))
 def test_rms_norm(each_isa, dtype, size):
     draw = draws(size)
-    x, weight = draw(2, 5, size, dtype=dtype), draw(size, dtype=dtype)
+    x, weight = draw(2, 5, size, dtype=dtype), draw(size)
     expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
     close(each_isa.ops.rms_norm(x, weight, 1e-5), expected, dtype)
 
@@ -89,11 +92,12 @@ def test_rms_norm(each_isa, dtype, size):
 def test_a_row_never_depends_on_its_company(each_isa, dtype):
     """Bit for bit: any subset of rows, any number of threads."""
     draw = draws(3)
-    x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
+    x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96)
     packed, gated = (pack(each_isa, weight, None, dtype, both) for both in (False, True))
     for compute in (
         lambda x: linear(each_isa, x, packed, 70), lambda x: linear(each_isa, x, packed, 70, mode=FLOAT32),
-        lambda x: linear(each_isa, x, gated, 35, mode=GATED), lambda x: each_isa.ops.rms_norm(x, norm, 1e-6),
+        *(lambda x, mode=mode: linear(each_isa, x, gated, 35, mode=mode) for mode in GATES.values()),
+        lambda x: each_isa.ops.rms_norm(x, norm, 1e-6),
     ):
         whole = compute(x)
         for first in range(40):

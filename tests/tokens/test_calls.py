@@ -7,6 +7,8 @@ from common.errors import InputError
 from tokens.calls import BARE, CallStream, form_of, schema_of_calls
 
 TAGGED, CODER, MISTRAL = ("<tool_call>",), ("<tool_call>", "<function="), ("[TOOL_CALLS]",)
+SEED = ("<seed:tool_call>", "<function=")
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": [1, 2]}},
     "properties": {
@@ -35,6 +37,16 @@ def tag(text: str) -> str:
 def coder(name: str, **parameters: str) -> str:
     inner = "".join(f"<parameter={key}>\n{x}\n</parameter>\n" for key, x in parameters.items())
     return f"<function={name}>\n{inner}</function>"
+
+
+def keyed(name: str, **parameters: str) -> str:
+    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{x}</arg_value>\n" for key, x in parameters.items())
+    return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+
+
+def deepseek(*calls: str) -> str:
+    inner = "\n".join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls)
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
 F, G = '{"name": "f", "arguments": {"city": "é<"}}', '{"name": "g", "arguments": {}}'
@@ -95,6 +107,24 @@ CALLS = {
                               [("f", '{"city": "Rome"}'), ("f", '{"days": 1}')]),
     "Coder, quoted": (CODER, '<function="f">\n<parameter=\'days\'>\n3\n</parameter>\n</function>', "",
                       [("f", '{"days": 3}')]),
+    "Seed": (SEED, f"So. <seed:tool_call>{coder('f', days='3')}</seed:tool_call>\n", "So. ",
+             [("f", '{"days": 3}')]),
+    "GLM": (TAGGED, "So.\n" + keyed("f", city="Paris, 3", days="3") + "\n" + keyed("g"), "So.\n",
+            [("f", '{"city": "Paris, 3", "days": 3}'), IS_G]),
+    "GLM, tags inside": (TAGGED, keyed("f", city="</tool_call>\n</arg_value> x"), "",
+                         [("f", '{"city": "</tool_call>\\n</arg_value> x"}')]),
+    "GLM, a word": (TAGGED, f"<tool_call>name</tool_call> is a call: {tag(G)}",
+                    "<tool_call>name</tool_call> is a call: ", [IS_G]),
+    "DeepSeek": (DEEPSEEK, "So." + deepseek('f<｜tool▁sep｜>{"city": "é<"}', "g<｜tool▁sep｜>{}"), "So.",
+                 [IS_F, IS_G]),
+    "older DeepSeek": (
+        DEEPSEEK, deepseek('function<｜tool▁sep｜>f\n```json\n{"city": "é<"}\n```',
+                           "function<｜tool▁sep｜>g\n```json\n{}\n```") + "\n", "", [IS_F, IS_G]),
+    "DeepSeek, not closed": (DEEPSEEK, "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}", "", [IS_G]),
+    "fence in tags": (TAGGED, tag(f"\n```json\n{F}\n```\n") + " so", " so", [IS_F]),
+    "fence without a closing tag": (MISTRAL, f"[TOOL_CALLS]```json\n[{F}]\n```", "", [IS_F]),
+    "Llama, fence": (BARE, f"```json\n{LLAMA[0]}\n{LLAMA[1]}\n```\n", "", [IS_F, IS_G]),
+    "Llama, fence without a name": (BARE, f"\n```\n[{LLAMA[0]}]\n```", "", [IS_F]),
     "Llama": (BARE, f" {LLAMA[0]}", "", [IS_F]),
     "Llama, semicolon": (BARE, "; ".join(LLAMA), "", [IS_F, IS_G]),
     "Llama, lines": (BARE, "\n".join(LLAMA) + "\n", "", [IS_F, IS_G]),
@@ -119,9 +149,15 @@ def test_calls(name, size):
     (TAGGED, f"<think>I could {tag(F)}"), (TAGGED, f'<tool_call>{{"name": "f", "arguments": "{tag(G)}'),
     (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
     (BARE, "Hello {you}"), (BARE, '{"name": "h"}'), (BARE, '{"a": 1} and more'), (BARE, f"{LLAMA[0]} so"),
+    (BARE, f"```json\n{LLAMA[0]}\n``` so"), (BARE, "```python\n{}"), (BARE, "```json\n[1]\n```"),
+    (BARE, "``"),
+    (BARE, f"So:\n```json\n{LLAMA[0]}\n```"), (TAGGED, f"```json\n{F}\n```"), (TAGGED, "<tool_call>f"),
+    (TAGGED, keyed("f", city="x")[:-12]), (TAGGED, tag("f<arg_key>city</arg_key><arg_value>x")),
+    (TAGGED, tag("f<arg_key>city</arg_key><arg_value>x<arg_key>days</arg_key><arg_value>3</arg_value>")),
+    (DEEPSEEK, deepseek("f<｜tool▁sep｜>{")), (DEEPSEEK, deepseek("function<｜tool▁sep｜>f\n{}")),
     (BARE, "[1, 2]"), (BARE, f"{LLAMA[0]}; {NAN}"),
     (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>"),
-), ids=range(23))
+), ids=range(35))
 @pytest.mark.parametrize("size", (1, 1000))
 def test_other_text_is_no_call(form, text, size):
     early, rest, calls = read(form, text, size)
@@ -153,6 +189,7 @@ def test_the_template_decides_the_form():
     for words, form in (
         ("<tool_call>", TAGGED), ("<tool_call><function=x>", CODER), ("[TOOL_CALLS]", MISTRAL),
         ("<TOOLCALL>", ("<TOOLCALL>",)), ("<|tool_call|>", ("<|tool_call|>",)),
+        ("".join(DEEPSEEK), DEEPSEEK), ("<seed:tool_call><function=x>", SEED),
         ('{"name": x, "parameters": y} ipython', BARE),
     ):
         assert form_of(start + words) == form

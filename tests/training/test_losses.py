@@ -74,8 +74,10 @@ def chain_steps(head, features, row: dict, steps: int):
 
 
 @torch.no_grad()
-def test_unrolled_losses_are_the_drafters_chains(models):
+@pytest.mark.parametrize("window", (0, 5))
+def test_unrolled_losses_are_the_drafters_chains(models, monkeypatch, window):
     (target, head), steps = models, 4
+    monkeypatch.setattr(head.layer, "window", window)
     loss, hits, batch, states = loss_on(Eagle3Objective(target, head, steps))
     in_draft = set(head.draft_ids.tolist())
     losses = [torch.zeros(()) for _ in range(steps)]

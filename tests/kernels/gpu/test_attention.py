@@ -3,6 +3,7 @@ import pytest
 import torch
 from helpers.ahead_of_time import dear
 
+from kernels.backend import Sight
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
 from kernels.gpu import attention
 from kernels.gpu.cache import Float8LayerCache, Float8LayerCaches, LayerCache, LayerCaches, move_slots
@@ -15,9 +16,9 @@ if torch.cuda.is_available():  # the interpreter multiplies 16-bit numbers in it
     DTYPES += [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 
 
-def case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm=False, layers=2, slots=200):
+def case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm=False, window=0, layers=2, slots=200):
     draw = torch.Generator().manual_seed(B * 1000 + T * 10 + M)
-    args = ModelArgs(32, nh * hd, 32, layers, nh, nkv, hd, qk_norm=norm)
+    args = ModelArgs(32, nh * hd, 32, layers, nh, nkv, hd, qk_norm=norm, windows=(window,) * layers)
     block = Block(args).to(dtype)
     if norm:
         block.q_norm.weight.data = torch.rand(hd, generator=draw).to(dtype) + 0.5
@@ -30,69 +31,73 @@ def case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm=False, layers=2, slo
     return args, block.to(device), qkv, kv, length, local.to(device)
 
 
-CASES = (  # B, T, nh, nkv, hd, M, lengths, norm
-    (1, 1, 4, 2, 16, 1, [130], False),
-    (2, 5, 4, 2, 16, 5, [3, 150], True),
-    (2, 4, 6, 3, 20, 12, [40, 0], False),  # the beam of a draft level: eight rows of M are in the cache
-    *dear(
-        (1, 1, 4, 2, 16, 1, [0], False), (1, 1, 9, 3, 64, 1, [77], False),
-        (1, 60, 4, 1, 16, 60, [100], False), (3, 10, 2, 2, 128, 30, [64, 65, 101], True),
-        (1, 64, 4, 4, 16, 64, [96], False),
-        (1, 3, 7, 1, 80, 3, [70], True), (2, 2, 5, 1, 96, 4, [9, 65], False),
-        (1, 2, 2, 1, 256, 2, [40], False),
-    ),
+def seen_by(length, local, window):
+    """What `attention.attend` is told of a window."""
+    sight = Sight(None, length, local)
+    return (sight.within(window) if window else sight)[1:]
+
+
+CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
+    (1, 1, 4, 2, 16, 1, [130], False, 0),
+    (2, 5, 4, 2, 16, 5, [3, 150], True, 0),
+    (2, 4, 6, 3, 20, 12, [40, 0], False, 0),  # the beam of a draft level: eight rows of M are in the cache
+    (2, 4, 6, 3, 20, 12, [40, 0], False, 3), (2, 5, 4, 2, 16, 5, [3, 150], True, 40),
+    (1, 40, 4, 2, 16, 40, [100], False, 9),
+    *dear(*zip((
+        (1, 1, 4, 2, 16, 1, [0], False, 0), (1, 1, 9, 3, 64, 1, [77], False, 0),
+        (1, 60, 4, 1, 16, 60, [100], False, 0), (3, 10, 2, 2, 128, 30, [64, 65, 101], True, 0),
+        (1, 64, 4, 4, 16, 64, [96], False, 0),
+        (1, 3, 7, 1, 80, 3, [70], True, 0), (2, 2, 5, 1, 96, 4, [9, 65], False, 0),
+        (1, 2, 2, 1, 256, 2, [40], False, 0),
+    ))),
 )
 
 
-@pytest.mark.parametrize("dtype, limit", DTYPES)
-@pytest.mark.parametrize("B, T, nh, nkv, hd, M, lengths, norm", CASES)
-def test_attention(device, monkeypatch, dtype, limit, B, T, nh, nkv, hd, M, lengths, norm):
+@pytest.fixture
+def attend(device, monkeypatch):
+    """attend(dtype, sizes, kind, hold): the kernel's result, the definition's over caches of this kind, the
+    caches that each has written, and the definition over other caches. hold: numbers to what is stored.
+    """
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
-    args, block, qkv, kv, length, local = case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm)
-    slots = kv.shape[4]
-    own = length[:, None] + M - T + torch.arange(T, device=device)
-    shared = Pass(
-        args, inverse_frequencies(args).to(device), own + 3, own,
-        visible_slots(torch.arange(slots, device=device), length, local)
-    )
-    cos, sin = rope_table(args, inverse_frequencies(args).to(device), own + 3)
-    layer = 1
-    mine = kv.clone()
-    found = attention.attend(
-        qkv, cos, sin, block.q_norm and block.q_norm.weight, block.k_norm and block.k_norm.weight,
-        args.norm_eps, mine, layer, length, local,
-    )
-    want = LayerCache(kv, layer).attend(block, qkv, shared)
+
+    def both(dtype, sizes, kind, hold=lambda kv: kv):
+        args, block, qkv, kv, length, local = case(device, dtype, *sizes)
+        sees = seen_by(length, local, sizes[-1])
+        T, M, kv = qkv.shape[1], local.shape[2], hold(kv)
+        own, slots = length[:, None] + M - T + torch.arange(T, device=device), torch.arange(kv.shape[4])
+        inverse = inverse_frequencies(args).to(device)
+        shared = Pass(args, inverse, own + 3, own, visible_slots(slots.to(device), length, local))
+        norms = (block.q_norm.weight, block.k_norm.weight) if args.qk_norm else (None, None)
+        angles, mine = rope_table(args, inverse, own + 3), kv.clone()
+        found, again = (
+            attention.attend(qkv, *angles, *norms, args.norm_eps, mine, 1, *sees) for _ in range(2)
+        )
+        assert torch.equal(found, again)
+        want = kind(kv, 1).attend(block, qkv, shared)
+        assert torch.equal(mine[0], kv[0])  # another layer's
+        return found, want, mine, kv, lambda other: LayerCache(other, 1).attend(block, qkv, shared)
+
+    return both
+
+
+@pytest.mark.parametrize("dtype, limit", DTYPES)
+@pytest.mark.parametrize("sizes", CASES)
+def test_attention(attend, dtype, limit, sizes):
+    found, want, mine, kv, _ = attend(dtype, sizes, LayerCache)
     torch.testing.assert_close(found, want, rtol=limit, atol=limit)
     torch.testing.assert_close(mine, kv, rtol=limit, atol=limit)
-    assert torch.equal(mine[0], kv[0])  # another layer's
-    again = attention.attend(
-        qkv, cos, sin, block.q_norm and block.q_norm.weight, block.k_norm and block.k_norm.weight,
-        args.norm_eps, mine, layer, length, local,
-    )
-    assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize("dtype, limit", DTYPES)
-@pytest.mark.parametrize("B, T, nh, nkv, hd, M, lengths, norm", [CASES[i] for i in (0, 2, 6)])
-def test_attention_over_float8(device, monkeypatch, dtype, limit, B, T, nh, nkv, hd, M, lengths, norm):
+@pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
+def test_attention_over_float8(attend, dtype, limit, sizes):
     """Numbers that are rounded like those of the definition, or to the next one, if they were nearly so."""
-    monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)
-    args, block, qkv, kv, length, local = case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm)
-    own = length[:, None] + M - T + torch.arange(T, device=device)
-    inverse, slots = inverse_frequencies(args).to(device), torch.arange(kv.shape[4], device=device)
-    shared = Pass(args, inverse, own + 3, own, visible_slots(slots, length, local))
-    kv = to_bytes(kv)
-    mine, norms = kv.clone(), (block.q_norm.weight, block.k_norm.weight) if norm else (None, None)
-    found = attention.attend(
-        qkv, *rope_table(args, inverse, own + 3), *norms, args.norm_eps, mine, 1, length, local
-    )
-    want = Float8LayerCache(kv, 1).attend(block, qkv, shared)
+    found, want, mine, kv, defined = attend(dtype, sizes, Float8LayerCache, to_bytes)
     steps = (mine.int() - kv.int()).abs()
-    assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3 and torch.equal(mine[0], kv[0])
+    assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
     near = limit if torch.equal(mine, kv) else 0.1
     torch.testing.assert_close(found, want, rtol=near, atol=near)
-    exact = LayerCache(from_bytes(kv, dtype), 1).attend(block, qkv, shared)
+    exact = defined(from_bytes(kv, dtype))
     assert (found - exact).abs().max() > 10 * limit or dtype != torch.float32  # its own keys are rounded
 
 

@@ -1,15 +1,18 @@
 """Whole steps on the GPU kernels: the reference's trees, and the text of plain decoding by definition."""
 import pytest
+import torch
 from helpers import GOLDEN
 from helpers.ahead_of_time import dear
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.loading import load_head, load_model
+from drafters.lookup import Lookup
 from engine.engine import Engine
 from kernels.float8 import Float8Caches
 from kernels.gpu import here
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
+from model import ModelArgs, Transformer
 from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
@@ -47,6 +50,22 @@ def texts(golden):
 def test_golden_trace(on_kernels, path):
     target, head3, head1 = on_kernels
     replay(speculative((target, head3 if path.stem.startswith("eagle3") else head1), shape_of(path)), path)
+
+
+def test_layers_with_windows(device, backend):
+    """A tiny Gemma: its text on the kernels is that of the definition, plain and drafted by prompt lookup."""
+    torch.manual_seed(0)
+    target = Transformer(ModelArgs(
+        64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, output_norms=True,
+        activation="gelu_tanh", scaled_embedding=True, zero_centred=True, query_scalar=24.0,
+    )).requires_grad_(False).eval()
+    options = {"max_seq_len": 60, "compile": False, "chunks": (16,)}
+    made = [list(range(3, 23)) + [5, 6]], [Sampling(TOKENS)]
+    written = ids(Engine(target, **options), *made)
+    backend.prepare(target.to(device))
+    for drafter in (None, Lookup()):
+        engine = Engine(target, drafter, **options)
+        assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written
 
 
 @pytest.mark.parametrize("name", COUPLED)
