@@ -141,7 +141,7 @@ def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> s
         same = common_prefix(*(request.ids for request in pairs[unequal[0]]))
         verdict += (
             f"prompt {unequal[0] + 1} parts at token {same + 1}: where our kernels do not compute (a GPU,"
-            " fp16, fp8, experts, --no-kernels, --no-compile) a pass over many rows rounds differently from"
+            " fp16, fp8, --no-kernels, --no-compile) a pass over many rows rounds differently from"
             " a pass over one, so near ties may fall either way; --dtype fp32 helps"
         )
     return (

@@ -64,7 +64,7 @@ def load_target(
         target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8" and not model.whole:
         raise InputError(
-            f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts);"
+            f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, odd sizes);"
             " leave it out"
         )
     if runtime.kv != "auto":
@@ -213,7 +213,7 @@ class Target:
             quantize_linears(model, Scheme(mode, 0, mode if own else None))
         if not backend.prepare(*models):
             self.say(
-                "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"
+                "parts of this model do not run on our kernels (fp16, fp8, odd sizes): speculative text may"
                 " leave plain text at near ties"
             )
 

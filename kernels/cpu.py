@@ -69,7 +69,7 @@ class CpuBackend(TorchBackend):
     def prepare(self, *models: nn.Module) -> bool:
         """Pack the weights of models, in place, as `TorchBackend.prepare`.
 
-        float16, odd numbers of bfloat16 values, fp8 weights and the experts of a mixture stay unpacked.
+        float16, odd numbers of bfloat16 values and fp8 weights stay unpacked.
         """
         super().prepare(*models)
         return packed.pack_models(self, *models)
@@ -164,8 +164,8 @@ class CpuBackend(TorchBackend):
         )
 
 
-# A model that is only partly on the kernels (experts, fp8) runs through torch.compile, which needs the shapes
-# that the operators return.
+# A model that is only partly on the kernels (fp8, odd sizes) runs through torch.compile, which needs the
+# shapes that the operators return.
 SHAPES = {
     "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
         (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
