@@ -145,7 +145,7 @@ def test_commands_convert_too(command, options, words, tmp_path, monkeypatch, ca
 
 def test_a_head_that_is_not_used_is_named(golden, tmp_path):
     said = []
-    LLM(golden, compile=False, say=said.append)
+    LLM(golden, None, compile=False, say=said.append)
     assert said[0] == f"{golden}: has a head that is not used; speculate eagle3 or eagle2 uses it"
     said.clear()
     LLM(golden, "eagle3", tree="4,1,2", compile=False, say=said.append)

@@ -215,7 +215,8 @@ def test_a_mixture_of_experts(experts, tmp_path, capsys, mode):
     x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
     many = found(x, none)
     few = torch.cat([found(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
-    torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-5)
+    ties = 0.05 if mode in ("w8a8", "w4a8") else 0.0  # inputs near one may round to the next value
+    torch.testing.assert_close(many, few, rtol=1e-4 + ties, atol=1e-5 + ties * float(many.abs().max()))
     sampling = Sampling(30)
     assert len(Engine(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
 

@@ -290,7 +290,7 @@ def test_metrics_add_up(server):
 
 def test_key_origins_size_and_time(golden, tmp_path):
     options = ("--api-key", "secret", "--cors", "http://a.page", "--max-body", "2000", "--time-limit", "0.5")
-    options += ("--per-request-metrics",)
+    options += ("--per-request-metrics", "--speculate", "none")
     right, path = {"Authorization": "Bearer secret"}, "/v1/chat/completions"
     with serving(golden, tmp_path / "log", *options) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret2"}):
