@@ -32,7 +32,8 @@ BARE = ()  # the form of calls that nothing opens
 # A text with tools shows these, also where they are control tokens.
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
         "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-        "</seed:tool_call>", *THOUGHTS, *THOUGHTS.values())
+        "</seed:tool_call>", "</function>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>",
+        "</arg_value>", *THOUGHTS, *THOUGHTS.values())
 
 # Newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}, older ones of DeepSeek
 # function<｜tool▁sep｜>f and the arguments in a code fence.

@@ -27,8 +27,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # and tool calls, such as <think>, look otherwise: they are text.
 CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
 MARKER = re.compile(
-    r"<\|[^<>]+>|<[^<>]+\|>|<\uff5c[^<>]+\uff5c>|\[\|[^\[\]]+\|\]|\[/?[A-Z_]+\]|<</?[A-Z]+>>|<_\w+>"
-    r"|<\w+_\d+>|</?(s|bos|eos|pad|sep|cls|mask|user|assistant|system|human|bot|unused\d+|(start|end)_of_\w+)>"
+    r"<\|[^<>]+>|<[^<>]+\|>|<\uff5c[^<>]+\uff5c>|\[\|[^\[\]]+\|\]|\[/?g?[A-Z_]+(?:_\d+)?\]|<</?[A-Z]+>>|<_\w+>"
+    r"|<\w+_\d+>|</?(s|bos|eos|pad|sep|cls|mask|user|assistant|system|human|bot|sop|eop|unused\d+|(start|end)_of_\w+)>"
 )
 # Conversations that show what a template writes. One may refuse roles, or their order.
 PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (

@@ -94,6 +94,7 @@ TAGS = ("<tool_call>", "</tool_call>")
 
 @pytest.mark.parametrize("text, more, content, calls", (
     (CODER, {}, None, [F]), (CODER, {"control": TAGS}, None, [F]),
+    (CODER, {"control": (*TAGS, "</function>", "</parameter>")}, None, [F]),
     (f"So. {JSON}{CODER}", {"control": TAGS}, "So. ", [G, F]),
     (JSON + CODER, {"parallel_tool_calls": False}, None, [G]),
     (JSON, {"tool_choice": "none"}, JSON, []), (JSON, {"tools": []}, JSON, []),
@@ -102,7 +103,7 @@ TAGS = ("<tool_call>", "</tool_call>")
      f"{JSON}</think>", [F]),
     ('{"name": "f", "arguments": {"n": 3}}',
      {"tool_choice": "required", "template": "{{ tools }}<think>"}, None, [F]),
-), ids=range(9))
+), ids=range(10))
 def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, calls):
     message = ask(text, **more)
     assert (message["content"], calls_of(message)) == (content, calls)

@@ -166,6 +166,7 @@ def test_markers_that_a_template_joins_from_parts(kind, type_, added, tmp_path):
 @pytest.mark.parametrize("marker", (
     "<extra_id_1>", "<SPECIAL_11>", "[|user|]", "<|turn>", "<turn|>", "<reserved_106>", "<unused1>",
     "<_user>", "<sep>", "<<SYS>>", "<\uff5cUser\uff5c>", "</s>", "[INST]",
+    "[UNUSED_TOKEN_145]", "[gMASK]", "<sop>",
 ))
 def test_shapes_of_markers(marker, tmp_path):
     """And words in brackets that are none."""
