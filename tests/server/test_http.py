@@ -193,7 +193,10 @@ def test_every_request_has_a_line(server):
     server.get("/no%0Awhere")
     tool = {"type": "function", "function": {"name": "wait"}}
     server.post(**CHAT, tools=[tool], tool_choice="required", temperature=0, max_tokens=100)
-    first, second, third, fourth = server.printed()[seen:].splitlines()
+    ends = time.monotonic() + 10
+    while len(lines := server.printed()[seen:].splitlines()) < 4 and time.monotonic() < ends:
+        time.sleep(0.01)  # the line comes after the answer
+    first, second, third, fourth = lines
     words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
     assert re.fullmatch(words, first) and third == r"GET /no\nwhere 404 Not Found"
     assert second == "POST /v1/chat/completions 400 messages: Field required"
