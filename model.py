@@ -413,9 +413,9 @@ class Experts(nn.Module):
         return stack if chosen is None else stack[chosen]
 
     def _read(self, name: str, x: Tensor) -> Tensor:
-        """x as the matrices of this name read it: a quantised stack may round it."""
+        """Return x as the matrices of this name read it: a quantised stack may round it."""
         stack = getattr(self, name)
-        return stack.inputs(x) if isinstance(stack, nn.Module) else x
+        return stack.rounded(x) if isinstance(stack, nn.Module) else x
 
     def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """As `MLP.forward`."""

@@ -63,8 +63,8 @@ class TorchBackend:
     name: in records. row_invariant: a row's numbers do not depend on the rows computed with it, so that
     speculative text equals plain text in 16 bits too, and a step needs no torch.compile. reads_length:
     attention reads the lengths of the texts on the device, so that one graph serves every context. caches:
-    the classes of a model's caches, by the names of `--kv`. quantised_at_load: the mode in
-    which heads of a dtype are faster here.
+    the classes of a model's caches, by the names of `--kv`. quantised_at_load: by dtype,
+    the mode that makes heads faster here.
     """
 
     name = "torch"

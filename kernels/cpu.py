@@ -38,7 +38,7 @@ class CpuBackend(TorchBackend):
 
     row_invariant = True
     caches = {"auto": packed.CpuCaches, "int8": packed.ByteCaches}
-    # A head reads all its weights at each level; w8a8 loses no drafts (docs/benchmarks.md).
+    # A head reads all its weights at each level; w8a8 loses no drafts (docs/quantising.md).
     quantised_at_load = {torch.bfloat16: "w8a8"}
     loaded: dict[str, CpuBackend] = {}  # by instruction set: a library is loaded once
 

@@ -351,7 +351,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 setattr(parent, name, PackedNorm(backend, child))
             elif isinstance(child, MLP) and all(_takes(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
-            elif isinstance(child, Experts) and _takes_experts(child, device):
+            elif isinstance(child, Experts) and _takes(child, dtype, device):
                 setattr(parent, name, PackedExperts(backend, child, dtype))
             elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
                 setattr(parent, name, packed(child, dtype))
@@ -427,23 +427,16 @@ def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
-def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a module is a linear layer or a table that can be packed."""
-    if isinstance(module, QuantizedLinear):
+def _takes(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a linear layer, a table, a stack of experts or a whole mixture can be packed."""
+    if isinstance(module, Experts):
+        parts = module.router, module.w_gate_up, module.w_down
+        return all(_takes(part, dtype, device) for part in parts)
+    if isinstance(module, QuantizedLinear | QuantizedStack):
         words = module.mode != "w8a8" or module.inputs % 4 == 0
         return module.mode != "fp8" and words and takes(module.inputs, dtype, device)
-    linear = isinstance(module, (nn.Linear, nn.Embedding))
-    return linear and module.weight.dtype == dtype and takes(module.weight.shape[1], dtype, device)
-
-
-def _takes_experts(experts: Experts, device: torch.device) -> bool:
-    """Return whether a mixture can be packed."""
-    dtype, stacks = experts.router.weight.dtype, (experts.w_gate_up, experts.w_down)
-    each = [(s.weight, s.mode) if isinstance(s, QuantizedStack) else (s, None) for s in stacks]
-    inputs = [weight.shape[-1] * (2 if mode in FOUR_BITS else 1) for weight, mode in each]
-    whole = all(mode != "fp8" and (mode or weight.dtype == dtype) for weight, mode in each)
-    inputs.append(experts.router.in_features)
-    return whole and all(n % 4 == 0 and takes(n, dtype, device) for n in inputs)
+    weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
+    return isinstance(weight, Tensor) and weight.dtype == dtype and takes(weight.shape[-1], dtype, device)
 
 
 def _is_packed(layer: Block, summed: bool = False) -> bool:
@@ -460,7 +453,7 @@ def _is_packed(layer: Block, summed: bool = False) -> bool:
 
 def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: bool = False) -> Tensor:
     """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero.
-    Those of experts [E, N, K] follow each other.
+    Weights of experts [E, N, K] follow each other.
 
     c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
     each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a

@@ -232,11 +232,11 @@ class QuantizedStack(nn.Module):
 
     def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
         super().__init__()
-        self.mode, self.group = mode, group
+        self.inputs, self.mode, self.group = shape[-1], mode, group
         self.weight, self.scale = empty(shape, mode, group)
 
-    def inputs(self, x: Tensor) -> Tensor:
-        """x as these matrices are multiplied by it."""
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return x as these matrices are multiplied by it."""
         return round_inputs(x, self.group or INPUTS) if self.mode in ("w8a8", "w4a8") else x
 
     def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -141,8 +141,8 @@ struct Experts {
   void add(const Team& team, const Layer& w, const Value<X>* x, int64_t inner, Rounded& rounded, Value<X>* gated,
            Value<E>* stream) const {
     const Mixture& mixture = w.mixture;
-    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, nullptr, Gate::NONE, mixture.experts, rounded, nullptr,
-                      scores);
+    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, nullptr, Gate::NONE, mixture.experts, rounded,
+                      nullptr, scores);
     team.meet();
     team.share(M, [&](int64_t m) { choose(mixture, m); });
     team.meet();
@@ -162,7 +162,8 @@ struct Experts {
       std::memcpy(chosen_rows + place[i] * H, x + i / used * H, H * sizeof(Value<X>));
     });
     team.meet();
-    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, nullptr, w.gate, inner, rounded, &w.down, gated);
+    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, nullptr, w.gate, inner, rounded, &w.down,
+                      gated);
     team.meet();
     linear_part<X, Fp32>(team, gated, of_down, w.down, nullptr, nullptr, Gate::NONE, H, rounded, nullptr, out);
     team.meet();

@@ -34,8 +34,8 @@ void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
 }
 
 // Portions of x [.., K], each times its N columns of w -> the same rows of out [.., N], plus bias [N], plus residual
-// [.., N], which may be `out` itself. `gate`: if any, a block holds as many gate as up columns; gate(gate) * up comes out.
-// `rounded`: room for x as bytes, if w rounds it. `after`: the weight that is read next, if any.
+// [.., N], which may be `out` itself. `gate`: if any, a block holds as many gate as up columns, and gate(gate) * up
+// comes out. `rounded`: room for x as bytes, if w rounds it. `after`: the weight that is read next, if any.
 template <class X, class Out>
 void linear_part(const Team& team, const Value<X>* x, const Portions& portions, const Weight& w, const float* bias,
                  const Value<Out>* residual, Gate gate, int64_t N, Rounded& rounded, const Weight* after,

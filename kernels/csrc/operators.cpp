@@ -104,6 +104,7 @@ enum Part {  // of a layer's weights, as in Python
   ATTN_NORM, WQKV, WQKV_SCALE, BIAS, Q_NORM, K_NORM, WO, WO_SCALE, WO_NORM,
   MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, DOWN_NORM, ROUTER, PARTS
 };
+static_assert(PARTS <= 16);  // bits of a layer
 // Above these bits: how many experts a layer has and a row uses, and whether their shares sum to 1.
 Mixture mixture_of(const Tensor* router, int64_t bits) {
   if (!router) return {};

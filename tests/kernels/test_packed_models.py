@@ -14,6 +14,7 @@ from engine.engine import Engine
 from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
 from kernels.packed import PackedEagle3Head, PackedLinear, PackedTransformer
+from kernels.quantized import QuantizedStack, scales, to_stored
 from model import MLP, ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
@@ -116,11 +117,15 @@ def test_what_the_kernels_cannot_take_is_left_alone():
 @pytest.mark.compile
 @pytest.mark.dear
 def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
-    """Attention and norms on the kernels, experts of odd sizes in PyTorch: in float32 PyTorch's text."""
+    """Attention and norms on the kernels, experts in fp8 in PyTorch: in float32 PyTorch's text."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch.manual_seed(0)
-    target = Transformer(ModelArgs(160, 64, 65, 2, 4, 2, 16, num_experts=4, experts_per_token=2))
-    target.requires_grad_(False).eval()
+    target, _ = random_models("tiny-mixture", torch.float32, "cpu", None)
+    for layer in target.layers:
+        weight, stack = layer.mlp.w_down, QuantizedStack(tuple(layer.mlp.w_down.shape), "fp8", 0)
+        stack.scale.data = scales(weight, "fp8")
+        stack.weight.data = to_stored(weight, stack.scale, "fp8")
+        del layer.mlp.w_down
+        layer.mlp.w_down = stack
 
     def decode(compile):
         decoder = Engine(target, max_seq_len=80, compile=compile)
