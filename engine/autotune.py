@@ -28,7 +28,7 @@ from tree import TreeShape
 FORMAT = 1
 TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
 SHORT, LONG = 128, 4096  # tokens of context at which heads are measured
-# Trees that are tried, smallest first. benchmarks/replay.py shows what others would bring.
+# Trees that are tried, smallest first. benchmarks/choice.py judges the choice among them.
 CANDIDATES = tuple(TreeShape(*numbers) for numbers in (
     (2, 0, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2), (4, 2, 1), (6, 1, 3), (6, 2, 2), (8, 2, 3), (8, 3, 2),
     (12, 3, 4), (16, 4, 4), (24, 5, 6), (40, 6, 8), (60, 7, 10),
