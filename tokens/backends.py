@@ -222,6 +222,7 @@ class SentencePieceBackend:
             for piece in proto.pieces:
                 if piece.piece in control and piece.type != piece.UNKNOWN:
                     piece.type = piece.CONTROL
+            proto.normalizer_spec.add_dummy_prefix &= settings.get("add_prefix_space", True)
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
             self.keeps_text = not proto.normalizer_spec.precompiled_charsmap

@@ -29,7 +29,6 @@ FUNCTION, THOUGHTS = "<function=", {"<think>": "</think>", "[THINK]": "[/THINK]"
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
-# A text with tools shows these, also where they are control tokens.
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
         "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
         "</seed:tool_call>", "</function>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>",
@@ -61,6 +60,8 @@ _BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))"
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
+_TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
+
 _LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
 
 
@@ -78,6 +79,11 @@ def form_of(template: str | None) -> tuple[str, ...]:
         "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
         " Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out"
     )
+
+
+def shown_tags(control: Mapping[str, int]) -> list[int]:
+    """Return the ids of control tokens that a text with tools shows. control: text -> id."""
+    return [i for text, i in control.items() if _TAGS.fullmatch(text)]
 
 
 def schema_of_calls(tools: Mapping[str, dict]) -> str:

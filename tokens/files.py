@@ -33,8 +33,9 @@ END_TOKENS = (
     "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
     END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-# Special tokens of the classes that have a vocab.json, where their files do not name them.
-DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+# Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
+DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # of those with a vocab.json
+LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")  # the first two are always control tokens
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -70,15 +71,16 @@ def tokenizer_settings(folder: Path) -> dict:
 
     A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
     what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
-    gives `added_tokens_decoder`, which is id -> token here. `DEFAULTS` count for a vocab.json.
+    gives `added_tokens_decoder`, which is id -> token here. What all lack, the class of the tokenizer gives.
     """
     def read(name: str, schema: Schema) -> dict:
         found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
         return {key: value for key, value in found.items() if value is not None}
 
     special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
-    if encoder_of(folder) == "vocab.json":
-        config = DEFAULTS | config
+    encoder = encoder_of(folder)
+    is_llama = encoder == "tokenizer.model" and (config.get("tokenizer_class") or "").startswith("LlamaTokenizer")
+    config = (DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
     decoder, settings = config.get("added_tokens_decoder"), config | special
     if decoder is not None:
         added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})
@@ -91,14 +93,14 @@ def tokenizer_settings(folder: Path) -> dict:
 
 def special_tokens_map(settings: dict, names: tuple = ENDS) -> dict[str, str]:
     """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}."""
-    return {name: _text(settings[name]) for name in names if settings.get(name)}
+    return {name: text for name in names if (text := _text(settings.get(name, "")))}
 
 
 def named_tokens(settings: dict) -> list[str]:
     """Return the texts of the special tokens that the settings name, alone or in lists."""
     lists = (settings.get(name, ()) for name in EXTRA)
     extra = [_text(t) for found in lists for t in (found.values() if isinstance(found, dict) else found)]
-    return [*dict.fromkeys((*special_tokens_map(settings).values(), *extra))]
+    return [*dict.fromkeys((*special_tokens_map(settings).values(), *filter(None, extra)))]
 
 
 def _text(token: str | dict) -> str:

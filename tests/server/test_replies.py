@@ -95,6 +95,8 @@ TAGS = ("<tool_call>", "</tool_call>")
 @pytest.mark.parametrize("text, more, content, calls", (
     (CODER, {}, None, [F]), (CODER, {"control": TAGS}, None, [F]),
     (CODER, {"control": (*TAGS, "</function>", "</parameter>")}, None, [F]),
+    (CODER, {"control": ("<function=f>", "<parameter=n>\n")}, None, [F]),
+    (CODER, {"control": ("<function=", "<parameter=", "</parameter>\n")}, None, [F]),
     (f"So. {JSON}{CODER}", {"control": TAGS}, "So. ", [G, F]),
     (JSON + CODER, {"parallel_tool_calls": False}, None, [G]),
     (JSON, {"tool_choice": "none"}, JSON, []), (JSON, {"tools": []}, JSON, []),
@@ -103,7 +105,7 @@ TAGS = ("<tool_call>", "</tool_call>")
      f"{JSON}</think>", [F]),
     ('{"name": "f", "arguments": {"n": 3}}',
      {"tool_choice": "required", "template": "{{ tools }}<think>"}, None, [F]),
-), ids=range(10))
+), ids=range(12))
 def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, calls):
     message = ask(text, **more)
     assert (message["content"], calls_of(message)) == (content, calls)

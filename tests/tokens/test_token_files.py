@@ -116,7 +116,7 @@ def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
 def test_special_tokens_that_only_their_names_give_to_sentencepiece(sp, tmp_path):
     """They come after the last one. The text after them has one space, however it begins."""
     copy_files(sp, tmp_path)
-    names = {"eos_token": END, "pad_token": "<pad>", "additional_special_tokens": [START, "<sep>"]}
+    names = {"eos_token": END, "pad_token": "<pad>", "unk_token": {"content": ""}, "additional_special_tokens": [START, "<sep>"]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     tok = Tokenizer.load(tmp_path)
