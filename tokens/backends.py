@@ -26,7 +26,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_bytes, read_json
 from common.schema import in_words
-from tokens.files import DEFAULTS, ENDS, MERGES, named_tokens, special_tokens_map
+from tokens.files import DEFAULTS, MERGES, listed_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
@@ -137,20 +137,18 @@ class JsonBackend:
     def _take_settings(self, settings: dict) -> list[tuple[int, AddedToken]]:
         """Give tokens of the file the flags of the settings. Returns tokens that only the settings have.
 
-        A token that either makes special is special. One that is only named has the id -1 if it is new; else
-        it changes nothing, unless it is BOS or EOS.
+        A token that either makes special is special. So is one that the settings only name or list; it has
+        the id -1 if it is new. A list changes nothing of an added token.
         """
         known, changed, new = self._model.get_added_tokens_decoder(), [], []
         decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
-        ends = special_tokens_map(settings, ENDS[:2]).values()
-        for content in dict.fromkeys((*decoder, *named_tokens(settings))):
+        named = special_tokens_map(settings).values()
+        for content in filter(None, dict.fromkeys((*decoder, *named, *listed_tokens(settings)))):
             i, given = decoder.get(content, (-1, None))
             at = self.id_of(content)
             old = known.get(at)
-            if not content or (given is None and at is not None and content not in ends):
-                continue
             token = given or old or AddedToken(content, special=True)
-            token.special |= given is None or content in ends or bool(old and old.special)
+            token.special |= content in named or bool(old and old.special)
             if at is None:
                 new.append((i, token))
             elif token is old or repr(token) != repr(old):
@@ -217,8 +215,8 @@ class SentencePieceBackend:
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
             proto = sentencepiece_model_pb2.ModelProto.FromString(content)
-            control = {token.content for token in given.values() if token.special}
-            control.update(special_tokens_map(settings, ENDS[:2]).values())
+            named = dict.fromkeys((*special_tokens_map(settings).values(), *listed_tokens(settings)))
+            control = named.keys() | {token.content for token in given.values() if token.special}
             for piece in proto.pieces:
                 if piece.piece in control and piece.type != piece.UNKNOWN:
                     piece.type = piece.CONTROL
@@ -235,7 +233,7 @@ class SentencePieceBackend:
         known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
         given = {known.get(token.content, i): token for i, token in given.items()}
         names = known.keys() | {token.content for token in given.values()}
-        new = (AddedToken(name, special=True) for name in named_tokens(settings) if name not in names)
+        new = (AddedToken(name, special=True) for name in named if name not in names)
         given |= dict(enumerate(new, max([pieces - 1, *given]) + 1))
         self.ids = range(pieces)
         self.added = {i: token for i, token in given.items() if i >= pieces or token.special}

@@ -36,14 +36,14 @@ END_TOKENS = (
 # Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
 DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # of those with a vocab.json
 LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
-ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")  # the first two are always control tokens
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _Name = text(2**16)
 _Token = TypedDict("Token", {"content": _Name, **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
-    **dict.fromkeys(ENDS, NotRequired[_Name | _Token | None]),
+    **dict.fromkeys(NAMES, NotRequired[_Name | _Token | None]),
     **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
     "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
     **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), NotRequired[Flag | None]),
@@ -79,29 +79,36 @@ def tokenizer_settings(folder: Path) -> dict:
 
     special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
     encoder = encoder_of(folder)
-    is_llama = encoder == "tokenizer.model" and (config.get("tokenizer_class") or "").startswith("LlamaTokenizer")
+    is_llama = encoder == "tokenizer.model" and config.get("tokenizer_class", "").startswith("LlamaTokenizer")
     config = (DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
     decoder, settings = config.get("added_tokens_decoder"), config | special
     if decoder is not None:
         added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})
                  for i, t in decoder.items()}
         return special | config | {"added_tokens_decoder": added}
-    names = named_tokens(settings)
+    names = {*special_tokens_map(settings).values(), *listed_tokens(settings)}
     added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED, ADDED_TOKENS).items()}
     return settings | {"added_tokens_decoder": added}
 
 
-def special_tokens_map(settings: dict, names: tuple = ENDS) -> dict[str, str]:
-    """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}."""
-    return {name: text for name in names if (text := _text(settings.get(name, "")))}
+def special_tokens_map(settings: dict) -> dict[str, str]:
+    """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}.
+
+    The order is that in which transformers adds them, where the encoder lacks them.
+    """
+    names = dict.fromkeys((*NAMES, *(name for name in settings if name.endswith("_token"))))
+    given = {name: settings.get(name) for name in names}
+    for found in map(settings.get, EXTRA):
+        given |= found if isinstance(found, dict) else {}
+    texts = {name: _text(token) for name, token in given.items()}
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
 
-def named_tokens(settings: dict) -> list[str]:
-    """Return the texts of the special tokens that the settings name, alone or in lists."""
-    lists = (settings.get(name, ()) for name in EXTRA)
-    extra = [_text(t) for found in lists for t in (found.values() if isinstance(found, dict) else found)]
-    return [*dict.fromkeys((*special_tokens_map(settings).values(), *filter(None, extra)))]
+def listed_tokens(settings: dict) -> list[str]:
+    """Return the texts of the special tokens that stand in lists of the settings."""
+    lists = (found for found in map(settings.get, EXTRA) if isinstance(found, list))
+    return [text for found in lists for text in map(_text, found) if text]
 
 
-def _text(token: str | dict) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _text(token: object) -> object:
+    return token.get("content") if isinstance(token, dict) else token

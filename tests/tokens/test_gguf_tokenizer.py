@@ -166,8 +166,8 @@ def test_markers_that_a_template_joins_from_parts(kind, type_, added, tmp_path):
 @pytest.mark.parametrize("kind, type_", [("gpt2", 1), ("gpt2", 4), ("llama", 1), ("llama", 4)])
 @pytest.mark.parametrize("marker", (
     "<extra_id_1>", "<SPECIAL_11>", "[|user|]", "<|turn>", "<turn|>", "<_user>", "<sep>", "<<SYS>>",
-    "<\uff5cUser\uff5c>", "</s>", "[INST]", "[gMASK]", "<sop>", "{user}", "[user]", "##USER##", "\u300aUser\u300b",
-    "### User:", "<|user|>\n", "<user:>",
+    "<\uff5cUser\uff5c>", "</s>", "[INST]", "[gMASK]", "<sop>", "{user}", "[user]", "##USER##",
+    "\u300aUser\u300b", "### User:", "<|user|>\n", "<user:>",
 ))
 def test_markers_of_a_template_have_any_shape(kind, type_, marker, tmp_path):
     """Words, which merges or two other tokens make, and tags of thoughts and tools are text."""
