@@ -38,9 +38,7 @@ SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 # Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
 # the character that follows, which must not be ASCII.
-KEEPING = (
-    "ByteLevel", "Digits", "Split", "Metaspace", "Punctuation", "Prepend", "NFC", "NFD", "NFKC", "NFKD",
-)
+KEEPING = "ByteLevel Digits Split Metaspace Punctuation Prepend NFC NFD NFKC NFKD".split()
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -104,10 +102,9 @@ class JsonBackend:
         model.no_padding()
         model.encode_special_tokens = True
         new = self._take_settings(settings)
-        self.added, self.unmatched = model.get_added_tokens_decoder(), frozenset()
+        self.added, self.unmatched, probe = model.get_added_tokens_decoder(), frozenset(), model.encode("a")
         self._tokens = {i: token for token, i in model.get_vocab().items()}
-        probe = model.encode("a")
-        self.adds_bos = bool(probe.special_tokens_mask[:1] == [1])
+        self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._read_decoder()
         self.keeps_text = self._keeps_text()
@@ -144,8 +141,7 @@ class JsonBackend:
         decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
         named = special_tokens_map(settings).values()
         for content in filter(None, dict.fromkeys((*decoder, *named, *listed_tokens(settings)))):
-            i, given = decoder.get(content, (-1, None))
-            at = self.id_of(content)
+            (i, given), at = decoder.get(content, (-1, None)), self.id_of(content)
             old = known.get(at)
             token = given or old or AddedToken(content, special=True)
             token.special |= content in named or bool(old and old.special)
@@ -199,10 +195,8 @@ class JsonBackend:
 def _steps(part) -> list[dict]:
     """Return the description of each step of a decoder, normalizer or pre-tokenizer."""
     found = json.loads(part.__getstate__()) if part else {}
-    for name in ("decoders", "normalizers", "pretokenizers"):
-        if name in found:
-            return found[name]
-    return [found] if found else []
+    lists = (found[name] for name in ("decoders", "normalizers", "pretokenizers") if name in found)
+    return next(lists, [found] if found else [])
 
 
 class SentencePieceBackend:

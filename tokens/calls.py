@@ -26,8 +26,8 @@ from tokens.messages import JSON, arguments_of
 from tokens.stops import begun
 
 FUNCTION = "<function="
-THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in ("think", "thinking", "thought", "reasoning", "seed:think")}
-THOUGHT_TAGS |= {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}  # of Mistral and Kimi
+THOUGHT_TAGS = {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}  # of Mistral and Kimi
+THOUGHT_TAGS |= {f"<{name}>": f"</{name}>" for name in "think thinking thought reasoning seed:think".split()}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
@@ -61,10 +61,7 @@ _CLOSING = re.compile(  # with brackets too many
 )
 _BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))")  # may become calls
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-
-
 _TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
-
 _LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
 
 
@@ -78,10 +75,8 @@ def form_of(template: str | None) -> tuple[str, ...]:
     is_llama = '"parameters"' in found and ("ipython" in found or "python_tag" in found)
     if tags or is_llama:
         return tags or BARE
-    raise InputError(
-        "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
-        " Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out"
-    )
+    raise InputError("tools: this model's chat template defines no calls that are known here (those of Qwen,"
+                     " Llama 3, Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out")
 
 
 def shown_tags(control: Mapping[str, int]) -> list[int]:

@@ -27,7 +27,7 @@ ROLES = {
     "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "assistant": "assistant", "model": "assistant",
 }
-TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
+TOOL_ROLES = "tool", "tool_call", "tool_response", "function", "function_call", "observation"
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
 
@@ -116,13 +116,11 @@ def read_questions(path: str | Path) -> list[dict]:
         raise InputError(f"{path}: {len(rows) - len(turns)} rows hold no question")
 
     def id_of(row: dict, number: int) -> int | str:
-        found = row.get("question_id")
-        return number if found is None else found if isinstance(found, int) else str(found)
+        found = row.get("question_id", number)
+        return found if isinstance(found, int) else str(found)
 
-    return [
-        {"question_id": id_of(row, i), "category": str(row.get("category") or ""), "turns": turns[i]}
-        for i, row in enumerate(rows)
-    ]
+    return [{"question_id": id_of(row, i), "category": str(row.get("category") or ""), "turns": turns[i]}
+            for i, row in enumerate(rows)]
 
 
 def read_openings(path: str | Path) -> tuple[str, ...]:
@@ -185,9 +183,7 @@ def _messages(where: str, row: dict) -> list[dict]:
     """
     entries = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
     if not isinstance(entries, list):
-        raise InputError(
-            f"{where}: no conversation; a row needs conversations (ShareGPT) or messages (OpenAI)"
-        )
+        raise InputError(f"{where}: no conversation; expected conversations (ShareGPT) or messages (OpenAI)")
     messages = []
     for entry in entries:
         if not isinstance(entry, dict):

@@ -152,22 +152,18 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     tokens, kinds = metadata["tokens"], metadata["token_type"]
     if UNKNOWN not in kinds:
         raise InputError(f"tokenizer.ggml.token_type has no unknown token, {UNKNOWN}")
-    pieces = [
-        spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
-        for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)
-    ]
-    special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2)}
-    special["unk"] = kinds.index(UNKNOWN)
+    pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
+              for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)]
+    special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2),
+               "unk": kinds.index(UNKNOWN)}
     trainer = spm.TrainerSpec(
         model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in kinds,
         pad_id=metadata.get("padding_token_id", -1),
         **{f"{name}_id": i for name, i in special.items()},
-        **{f"{name}_piece": tokens[i] for name, i in special.items()},
-    )
+        **{f"{name}_piece": tokens[i] for name, i in special.items()})
     normalizer = spm.NormalizerSpec(
         name="identity", add_dummy_prefix=metadata.get("add_space_prefix", True),
-        remove_extra_whitespaces=False, escape_whitespaces=True,
-    )
+        remove_extra_whitespaces=False, escape_whitespaces=True)
     proto = spm.ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
     (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
     return bool(metadata.get("add_bos_token", True))

@@ -40,27 +40,11 @@ _CASED = (
 _GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
 
 
-def _split(*patterns: str) -> list:
-    """Return steps that cut at every match of each pattern in turn, then spell the bytes."""
+def _split(*patterns: str, single_digits: bool = False) -> list:
+    """Return steps that cut at every match of each pattern in turn, and at digits, then spell the bytes."""
     cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
+    cuts += [pre_tokenizers.Digits(individual_digits=True)] * single_digits
     return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-
-
-def _deepseek_llm() -> list:
-    *cuts, spell = _split(
-        r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-    )
-    return [*cuts, pre_tokenizers.Digits(individual_digits=True), spell]
-
-
-def _deepseek_v3() -> list:
-    return _split(
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-    )
 
 
 class WordRule(NamedTuple):
@@ -85,8 +69,13 @@ WORD_RULES = {
         ("llama-bpe", "llama3", "llama-v3"), WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)),
     "tekken": WordRule(_split(_TEKKEN), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_split(_QWEN2), nfc=True)),
-    "deepseek-llm": WordRule(_deepseek_llm()),
-    "deepseek-v3": WordRule(_deepseek_v3()),
+    "deepseek-llm": WordRule(_split(
+        r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", single_digits=True)),
+    "deepseek-v3": WordRule(_split(
+        r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")),
 }
 
 
@@ -98,8 +87,7 @@ def byte_level_bpe(
     prefix_space: put a space before a text that begins with none.
     """
     model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
-    model.normalizer = normalizers.NFC() if rule.nfc else None
-    *cuts, spell = rule.steps
+    model.normalizer, (*cuts, spell) = normalizers.NFC() if rule.nfc else None, rule.steps
     if prefix_space:
         spell = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=spell.use_regex)
     model.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])

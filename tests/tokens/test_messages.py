@@ -102,7 +102,7 @@ def test_arguments_are_an_object_where_they_can_be(given, found):
     assert arguments_of(given) == found
 
 
-@pytest.mark.parametrize("given", ({}, {"arguments": ""}, {"arguments": None}, {"arguments": []}, {"arguments": {}}))
+@pytest.mark.parametrize("given", ({}, *({"arguments": nothing} for nothing in ("", None, [], {}))))
 @pytest.mark.parametrize("key", ("tool_calls", "function_call"))
 def test_arguments_that_clients_leave_empty(bpe, tmp_path, key, given):
     function = {"name": "f", **given}
