@@ -10,6 +10,7 @@ A backend gets a text cut into parts: plain text as str, control tokens as ids. 
     bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
     strips_space: whether encoding puts a space before the first word, which decoding removes
     keeps_text: whether encoding is known to keep every visible ASCII character
+    id_of: token -> its id, None if there is no such token
 """
 from __future__ import annotations
 
@@ -72,10 +73,8 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
     words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
     if words is None:
-        raise InputError(
-            f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
-            " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json"
-        )
+        raise InputError(f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
+                         " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json")
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(MERGES)))
     model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
     model.add_special_tokens([token for token in {*DEFAULTS.values()} if token in vocab])
@@ -97,7 +96,7 @@ class JsonBackend:
             self._prepare(settings)
 
     def _prepare(self, settings: dict) -> None:
-        model = self._model
+        model, self.id_of = self._model, self._model.token_to_id
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
         model.encode_special_tokens = True
@@ -125,10 +124,8 @@ class JsonBackend:
         nonce = secrets.token_hex(8)
         fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, self.size))
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
-        model.add_tokens([
-            *(free.get(i, filler) for i, filler in enumerate(fillers, begin)),
-            *(AddedToken(text, normalized=False) for text in self._stand_ins.values()),
-        ])
+        stand_ins = (AddedToken(text, normalized=False) for text in self._stand_ins.values())
+        model.add_tokens([*(free.get(i, filler) for i, filler in enumerate(fillers, begin)), *stand_ins])
         self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
 
     def _take_settings(self, settings: dict) -> list[tuple[int, AddedToken]]:
@@ -172,10 +169,6 @@ class JsonBackend:
 
         steps = [*_steps(self._model.normalizer), *_steps(self._model.pre_tokenizer)]
         return isinstance(self._model.model, tokenizers.models.BPE) and all(map(keeps, steps))
-
-    def id_of(self, token: str) -> int | None:
-        """Return the id of a token, None if there is no such token."""
-        return self._model.token_to_id(token)
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """Return the ids of a text whose control tokens are ids already."""
@@ -223,8 +216,7 @@ class SentencePieceBackend:
             self._no_prefix_before = " " if settings.get("legacy", True) else ""
             proto.normalizer_spec.add_dummy_prefix = False
             self._model_without_prefix = SentencePieceProcessor(model_proto=proto.SerializeToString())
-        pieces = self._model.get_piece_size()
-        known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        pieces, known = len(proto.pieces), {piece.piece: i for i, piece in enumerate(proto.pieces)}
         given = {known.get(token.content, i): token for i, token in given.items()}
         names = known.keys() | {token.content for token in given.values()}
         new = (AddedToken(name, special=True) for name in named if name not in names)
@@ -235,16 +227,12 @@ class SentencePieceBackend:
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):
                 self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
-        self._id_of = known | {token.content: i for i, token in self.added.items()}
+        self.id_of = (known | {token.content: i for i, token in self.added.items()}).get
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
         self.bos_id = ends["bos_token"] if ends["bos_token"] >= 0 else None
         self.adds_bos = self.bos_id is not None
         self.special_tokens_map = {name: self._model.id_to_piece(i) for name, i in ends.items() if i >= 0}
-
-    def id_of(self, token: str) -> int | None:
-        """As `JsonBackend.id_of`."""
-        return self._id_of.get(token)
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """As `JsonBackend.encode`."""

@@ -31,10 +31,9 @@ THOUGHT_TAGS |= {f"<{name}>": f"</{name}>" for name in "think thinking thought r
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
-TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
-        "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-        "</seed:tool_call>", "</function>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>",
-        "</arg_value>", *THOUGHT_TAGS, *THOUGHT_TAGS.values())
+TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]", "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>", "</parameter>",
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *THOUGHT_TAGS, *THOUGHT_TAGS.values())
 
 # Newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}, older ones of DeepSeek
 # function<｜tool▁sep｜>f and the arguments in a code fence.
@@ -42,23 +41,20 @@ _NEXT = re.compile(
     r"(?:[\s,;]|```(?:json)?|\[TOOL_CALLS\]|<｜tool▁calls?▁(?:begin|end)｜>)*"
     r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<keyed>[\w.-]+)\s*(?=<arg_key>|(?P<ends></tool_call>))|"
     r"(?P<old>function<｜tool▁sep｜>)?(?P<named>[\w.-]+)"
-    r"(?(old)\s*```json|\s*(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>|(?={)))\s*)"
-)
+    r"(?(old)\s*```json|\s*(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>|(?={)))\s*)")
 # A value may hold closing tags. The one that counts stands before the next opening or closing tag. A model
 # may forget it: then the value ends at the next tag.
 _NO_PARAMETER = r"((?:(?!\n<parameter=).)*?)"
 _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for value in (
     rf"{_NO_PARAMETER}\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))",
-    r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)",
-)]
+    r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)")]
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
 _OBJECT = re.compile(r"\s*(?={)")
 _STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # of JSON: a text or a bracket
 _END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # with brackets too many
-    r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)"
-)
+    r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)")
 _BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))")  # may become calls
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
@@ -106,8 +102,8 @@ class CallStream:
     def __init__(self, form: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, prompt: str = ""):
         self._form, self._tools = form, tools
         self._held, self._opening = "", ""  # the tag that began what is held
-        ends = (close for tag, close in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag))
-        self._close = next(ends, "")  # the tag that ends the thought
+        # The tag that ends the thought.
+        self._close = next((end for tag, end in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag)), "")
         # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
         self._line, self._certain = "", True
 

@@ -22,11 +22,8 @@ from common.files import HALF, check_characters, read_lines, read_text
 from tokens.messages import thoughts_of, words_of
 
 # A file's name of a role: ours.
-ROLES = {
-    "system": "system", "developer": "system", "human": "user", "user": "user",
-    "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "assistant": "assistant", "model": "assistant",
-}
+ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user"}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant")
 TOOL_ROLES = "tool", "tool_call", "tool_response", "function", "function_call", "observation"
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
@@ -116,8 +113,8 @@ def read_questions(path: str | Path) -> list[dict]:
         raise InputError(f"{path}: {len(rows) - len(turns)} rows hold no question")
 
     def id_of(row: dict, number: int) -> int | str:
-        found = row.get("question_id", number)
-        return found if isinstance(found, int) else str(found)
+        found = row.get("question_id")
+        return number if found is None else found if isinstance(found, int) else str(found)
 
     return [{"question_id": id_of(row, i), "category": str(row.get("category") or ""), "turns": turns[i]}
             for i, row in enumerate(rows)]

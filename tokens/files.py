@@ -31,8 +31,7 @@ END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
     "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
     "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
-    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-)
+    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 # Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
 DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # of those with a vocab.json
 LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
@@ -42,15 +41,14 @@ TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _Name = text(2**16)
 _Token = TypedDict("Token", {"content": _Name, **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
+_Named = TypedDict("Named", {"name": Text, "template": _Template})
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
     **dict.fromkeys(NAMES, NotRequired[_Name | _Token | None]),
     **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
     "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
     **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), NotRequired[Flag | None]),
     "tokenizer_class": NotRequired[Text | None],
-    "chat_template": NotRequired[
-        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | dict[Text, _Template]
-        | None],
+    "chat_template": NotRequired[_Template | list[_Named] | dict[Text, _Template] | None],
 }))
 ADDED_TOKENS = Schema(dict[_Name, Whole])
 
@@ -96,8 +94,7 @@ def special_tokens_map(settings: dict) -> dict[str, str]:
 
     The order is that in which transformers adds them, where the encoder lacks them.
     """
-    names = dict.fromkeys((*NAMES, *(name for name in settings if name.endswith("_token"))))
-    given = {name: settings.get(name) for name in names}
+    given = {name: settings.get(name) for name in (*NAMES, *settings) if name.endswith("_token")}
     for found in map(settings.get, EXTRA):
         given |= found if isinstance(found, dict) else {}
     texts = {name: _text(token) for name, token in given.items()}

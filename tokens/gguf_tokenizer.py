@@ -51,11 +51,10 @@ def rebuild(fields: dict, folder: str | Path, where: str = "GGUF", added: str | 
             keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
             templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
             settings = _write(metadata, [text for text in (*templates.values(), added) if text], folder)
-            text = json.dumps(settings, ensure_ascii=False, indent=2)
-            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-            for name, template in templates.items():
-                if template:
-                    (folder / name).write_text(template, encoding="utf-8")
+            config = json.dumps(settings, ensure_ascii=False, indent=2)
+            for name, text in {**templates, "tokenizer_config.json": config}.items():
+                if text:
+                    (folder / name).write_text(text, encoding="utf-8")
             Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
         found = str(e).replace(f"{folder}/", "")
@@ -158,12 +157,10 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
                "unk": kinds.index(UNKNOWN)}
     trainer = spm.TrainerSpec(
         model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in kinds,
-        pad_id=metadata.get("padding_token_id", -1),
-        **{f"{name}_id": i for name, i in special.items()},
+        pad_id=metadata.get("padding_token_id", -1), **{f"{name}_id": i for name, i in special.items()},
         **{f"{name}_piece": tokens[i] for name, i in special.items()})
-    normalizer = spm.NormalizerSpec(
-        name="identity", add_dummy_prefix=metadata.get("add_space_prefix", True),
-        remove_extra_whitespaces=False, escape_whitespaces=True)
+    normalizer = spm.NormalizerSpec(name="identity", remove_extra_whitespaces=False, escape_whitespaces=True,
+                                    add_dummy_prefix=metadata.get("add_space_prefix", True))
     proto = spm.ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
     (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
     return bool(metadata.get("add_bos_token", True))
