@@ -151,7 +151,7 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
-    json_schema: Annotated[dict[str, Any], Field(description="as llama.cpp has it")] = {}
+    json_schema: Annotated[dict[str, Any] | str, Field(description="as llama.cpp has it")] = {}
     guided_json: Annotated[dict[str, Any] | str, Field(description="as vLLM had it")] = {}
     structured_outputs: Annotated[dict[str, Any], Field(description="as vLLM has it: json, a schema")] = {}
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True

@@ -132,7 +132,7 @@ class JsonBackend:
         """Give tokens of the file the flags of the settings. Returns tokens that only the settings have.
 
         A token that either makes special is special. So is one that the settings only name or list; it has
-        the id -1 if it is new. A list changes nothing of an added token.
+        the id -1 if it is new. A list changes no flag of an added token.
         """
         known, changed, new = self._model.get_added_tokens_decoder(), [], []
         decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}

@@ -69,7 +69,7 @@ def tokenizer_settings(folder: Path) -> dict:
 
     A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
     what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
-    gives `added_tokens_decoder`, which is id -> token here. What all lack, the class of the tokenizer gives.
+    gives `added_tokens_decoder`, which is id -> token here. The class of the tokenizer has defaults.
     """
     def read(name: str, schema: Schema) -> dict:
         found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
@@ -92,7 +92,7 @@ def tokenizer_settings(folder: Path) -> dict:
 def special_tokens_map(settings: dict) -> dict[str, str]:
     """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}.
 
-    The order is that in which transformers adds them, where the encoder lacks them.
+    Names come in the order of transformers, which numbers new tokens so.
     """
     given = {name: settings.get(name) for name in (*NAMES, *settings) if name.endswith("_token")}
     for found in map(settings.get, EXTRA):
