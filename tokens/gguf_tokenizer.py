@@ -66,13 +66,14 @@ def _types(metadata: dict, templates: list[str]) -> list[int]:
     """Return the type of each token.
 
     Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
-    metadata, has a well-known name, or is a marker that a template has. Other tokens are words if merges
-    make them, and tags in a template are found in a text.
+    metadata, has a well-known name, or is a marker that a template has. A token that merges make is a word.
+    Tags in a template are found in a text.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
-    names = CONTROL_NAMES | {token for i, token in enumerate(tokens) if i in ends}
     text, known = _written(templates), {*tokens}
     made = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
+    # Vocabularies that know HTML have </s> as a word.
+    names = CONTROL_NAMES - made | {token for i, token in enumerate(tokens) if i in ends}
 
     def is_word(token: str) -> bool:
         halves = () if made else ((token[:i], token[i:]) for i in range(1, len(token)))

@@ -196,11 +196,14 @@ def test_names_of_end_tokens(kind, name, tmp_path):
     assert {*Tokenizer.load(tmp_path).stop_ids} == ends
 
 
-def test_an_unused_token_that_merges_make_is_a_word(tmp_path):
-    fields = tiny_fields("gpt2", ("ll", 5), ("<|im_end|>", 3), merges=["l l"], eos_token_id=257)
+def test_tokens_that_merges_make_are_words(tmp_path):
+    """Of type UNUSED too, and under the name of an end token: vocabularies that know HTML have </s>."""
+    fields = tiny_fields("gpt2", ("ll", 5), ("<|im_end|>", 3), ("</", 1), ("s>", 1), ("</s>", 1),
+                         merges=["l l", "< /", "s >", "</ s>"], eos_token_id=257)
     rebuild(fields, tmp_path)
-    ids = Tokenizer.load(tmp_path).encode("all")
-    assert ids == [ord("a"), 256] and Tokenizer.load(tmp_path).decode(ids) == "all"
+    tok = Tokenizer.load(tmp_path)
+    assert tok.encode("all") == [ord("a"), 256] and tok.decode([ord("a"), 256, 260]) == "all</s>"
+    assert tok.stop_ids == [257] == [*tok.control.values()]
 
 
 @pytest.mark.parametrize("change, words", [
