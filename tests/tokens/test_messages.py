@@ -62,7 +62,7 @@ TEMPLATE = (
 )
 CHAT = [
     {"role": "user", "content": texts("time", "?")},
-    {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call("", id="c")]},
+    {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call([], id="c")]},
     {"role": "tool", "tool_call_id": "c", "content": "12:00"}, {"role": "assistant", "content": "noon"},
 ]
 
@@ -100,13 +100,3 @@ def test_thoughts_have_every_name_that_templates_read(name):
 ), ids=range(15))
 def test_arguments_are_an_object_where_they_can_be(given, found):
     assert arguments_of(given) == found
-
-
-@pytest.mark.parametrize("given", ({}, *({"arguments": nothing} for nothing in ("", None, [], {}))))
-@pytest.mark.parametrize("key", ("tool_calls", "function_call"))
-def test_arguments_that_clients_leave_empty(bpe, tmp_path, key, given):
-    function = {"name": "f", **given}
-    calls = [{"id": "c", "function": function}] if key == "tool_calls" else function
-    body = ChatBody(messages=[{"role": "assistant", "content": None, key: calls}])
-    tok = with_template(bpe, tmp_path, TEMPLATE)
-    assert tok.decode(tok.chat(body.dicts)) == "assistant:{};"
