@@ -12,6 +12,7 @@ from helpers.tokenizers import CHATML, write_byte_tokenizer
 
 from common.errors import InputError
 from tokens.backends import byte_alphabet
+from tokens.grammar import Grammars
 from tokens.tokenizer import Tokenizer, copy_files
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -160,6 +161,9 @@ def test_ids_with_gaps(tmp_path):
     assert (tok.vocab_size, tok.highest, tok.stop_ids) == (311, 310, [260])
     stream = tok.stream()
     assert [stream.push([i]) for i in (310, 261, 301)] == ["hello", "<think>", "hell"]
+    guide = Grammars(tok, 512, tok.stop_ids).guide('{"enum": ["hello"]}')
+    guide.take(tok.encode('"hello"'))
+    assert tok.encode('"hello"')[1] == 310 and guide.error is None
 
 
 @pytest.mark.parametrize("config, model", [
