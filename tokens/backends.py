@@ -39,7 +39,8 @@ SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 # Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
 # the character that follows, which must not be ASCII.
-KEEPING = "ByteLevel Digits Split Metaspace Punctuation Prepend NFC NFD NFKC NFKD".split()
+KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace", "Punctuation", "Prepend",
+           "NFC", "NFD", "NFKC", "NFKD")
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -26,8 +26,9 @@ from tokens.messages import JSON, arguments_of
 from tokens.stops import begun
 
 FUNCTION = "<function="
-THOUGHT_TAGS = {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}  # of Mistral and Kimi
-THOUGHT_TAGS |= {f"<{name}>": f"</{name}>" for name in "think thinking thought reasoning seed:think".split()}
+_THINK = "think", "thinking", "thought", "reasoning", "seed:think"
+# The latter are Mistral's and Kimi's.
+THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in _THINK} | {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens

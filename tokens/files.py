@@ -15,8 +15,7 @@ from common.files import read_json
 from common.schema import Digits, Flag, Schema, Text, Whole, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
-MERGES = "merges.txt"  # beside vocab.json
-ADDED = "added_tokens.json"
+MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former stands beside vocab.json
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 # For conversations with tools: where transformers looks for it, and in converted folders, which are flat.
@@ -41,14 +40,14 @@ TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _Name = text(2**16)
 _Token = TypedDict("Token", {"content": _Name, **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
-_Named = TypedDict("Named", {"name": Text, "template": _Template})
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
     **dict.fromkeys(NAMES, NotRequired[_Name | _Token | None]),
     **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
     "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
     **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), NotRequired[Flag | None]),
     "tokenizer_class": NotRequired[Text | None],
-    "chat_template": NotRequired[_Template | list[_Named] | dict[Text, _Template] | None],
+    "chat_template": NotRequired[_Template | dict[Text, _Template]
+                                 | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
 }))
 ADDED_TOKENS = Schema(dict[_Name, Whole])
 
