@@ -40,6 +40,9 @@ def test_step(calibrated, record, capsys):
     assert all(row["step"] > 0 and row["roof"] > 0 and row["verify"] > 0 for row in rows)
     assert "| none | 2 | 32 | 8/2/4 | 8 |" in (said := capsys.readouterr()).out
     assert "left out: contexts beyond" in said.err
+    run(step, "--shape", "tiny-mixture/2", *how, "--context", 8)
+    alone, tree = record("step")["rows"]
+    assert alone["gigabytes"] < tree["gigabytes"]  # more rows choose more experts
     run(step, "--shape", "tiny", "--modes", "none", "w4a8", *how, "--context", 8)
     assert [row["mode"] for row in record("step")["rows"]] == ["none"] * 2 + ["w4a8"] * 2
 
