@@ -28,8 +28,8 @@ from checkpoint.folder import (
     WEIGHTS,
     check_config,
     check_out,
+    is_converted,
     is_gguf,
-    is_ours,
     read_config,
 )
 from checkpoint.gguf import open_gguf
@@ -86,8 +86,8 @@ def convert(
         kind, source = None, inside
     if kind and target is None:
         raise InputError(
-            f"{source.path}: is a draft head; to convert it, run python convert_checkpoint.py --checkpoint"
-            f" {quote(str(checkpoint))} --target DIR, the converted model that it is for"
+            f"{source.path}: is a draft head; generate.py, serve.py and evaluate.py take it with --draft,"
+            " convert_checkpoint.py with --target, the converted model that it is for"
         )
     if target and not kind:
         raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
@@ -152,9 +152,9 @@ def converted_folder(
     the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
     converted there, and in one of several processes, which would all write one folder.
     """
-    checkpoint, config = str(checkpoint), Path(checkpoint, CONFIG)
-    if several() or (config.is_file() and is_ours(read_json(config))):
-        read_config(checkpoint)
+    checkpoint = str(checkpoint)
+    if several() or is_converted(checkpoint):
+        read_config(checkpoint, target=target)
         return checkpoint
     out, path = default_folder(checkpoint), Path(checkpoint)
     out = Path(target) / out.name if target else out

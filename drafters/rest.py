@@ -44,8 +44,8 @@ def open_store(folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> li
     """
     file = folder / ABOUT
     if not file.exists():
-        raise InputError(f"--datastore {folder}: no store, it holds no {ABOUT}; python -m drafters.rest build"
-                         " makes one")
+        raise InputError(f"--datastore {folder}: no store, it holds no {ABOUT}; see python -m drafters.rest"
+                         " build --help")
     about = STORE.require(read_json(file), file, AGAIN)
     if vocab_size != (own := about["vocab_size"]):
         raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")

@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 from helpers.decoding import load
+from helpers.refusals import refused
 
 from common.errors import InputError
 from drafters import Drafting, methods_of
@@ -33,7 +34,9 @@ def test_a_head_elsewhere(folder, tmp_path):
     (folder / "eagle").rename(tmp_path / "mine")
     found = Drafting("auto", draft=tmp_path / "mine").at(folder, lambda line: None)
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
-    assert Drafting("auto", draft=tmp_path).at(folder, lambda line: None).method == "lookup"
+    for other in tmp_path, folder:  # nothing; a target
+        with refused(f"--speculate auto: --draft {other}: is no head; name one"):
+            Drafting("auto", draft=other).at(folder, lambda line: None)
     with pytest.raises(InputError, match="two different methods"):
         methods_of("auto+lookup")
 

@@ -383,7 +383,7 @@ def test_a_first_visit_and_an_export(page):
 
 def test_a_server_without_drafts_offers_none(browser, golden, tmp_path):
     page = browser.new_context().new_page()
-    with serving(golden, tmp_path / "log", "--port", str(free_port())) as server:
+    with serving(golden, tmp_path / "log", "--port", str(free_port()), "--speculate", "none") as server:
         page.goto(server.url)
         expect(page.locator(".welcome")).to_contain_text("without drafts")
         expect(page.locator("#drafting")).to_be_hidden()
