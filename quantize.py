@@ -22,7 +22,7 @@ from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_ou
 from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_text
 from common.threads import use_threads
 from engine.own_text import own_text
@@ -101,7 +101,7 @@ def report(source: Path, out: Path, errors: list) -> None:
         worst, layer = max(layers)
         what = "of outputs" if of_outputs else "of weights"
         print(
-            f"  {kind:10s} {len(layers):3d} layers, relative error {what} {mean:.2%}"
+            f"  {kind:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
             f" (worst {worst:.2%}, {layer})"
         )
 

@@ -126,7 +126,7 @@ def add_rules(p: Options) -> None:
         refuse(lambda o, name=name: getattr(o, name) is not None and name not in KINDS[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
     refuse(lambda o: o.short_epochs > o.epochs,
-           lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
+           lambda o: f"--short-epochs {o.short_epochs}: --epochs is {o.epochs}")
     refuse(lambda o: not 0 < o.lr < 1e6, lambda o: f"--lr {o.lr}: must be above 0 and below 1,000,000")
     for flag, low, high in (
         ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from common.errors import counted
 from engine.engine import Engine
 from engine.memory import peak_memory
 from engine.request import Event, Request
@@ -115,13 +116,14 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     if not full:
         return line
     trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
-    lines = [line, f"{len(lengths)} steps ({trees or 'none'}) in {seconds:.2f} s;"
+    lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
                    f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)
-        lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
+        tokens, steps = counted(n, "token"), counted(counts[n], "step")
+        lines.append(f"  {tokens:>9s} {steps:>11s} {share:6.1%} {'#' * round(40 * share)}")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import check_length, read_config
+from common.errors import counted
 from common.files import write_text
 from common.threads import use_threads
 from drafters import Drafting, grows
@@ -151,7 +152,8 @@ class Evaluation:
         out, sets, rest = self.book.folder, [*self.sets], ""
         if left := sum(map(len, self.sets.values())) - answered:
             room = self.contenders[PLAIN].engine.max_seq_len
-            rest = f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
+            rest = (f"{counted(left, 'question')} without an answer: not asked yet, or too long for {room}"
+                    " tokens.\n")
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 import uuid
 
+from common.errors import counted
 from engine.request import Event, Score
 from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
@@ -139,7 +140,8 @@ class Reply:
         if len(requests) < len(self.jobs):
             return words
         usage, speed = self.usage(), sum(request.tokens_per_second for request in requests)
-        words += f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed:.1f} tokens/s"
+        tokens = counted(usage["completion_tokens"], "token")
+        words += f", {usage['prompt_tokens']} + {tokens}, {speed:.1f} tokens/s"
         return f"{words}, tau {sum(request.tau for request in requests) / len(requests):.2f}"
 
     def ending(self, i: int) -> str:

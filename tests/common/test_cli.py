@@ -22,7 +22,7 @@ from common.cli import (
     seed,
 )
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError, did_you_mean
+from common.errors import InputError, counted, did_you_mean
 from drafters import METHODS
 from kernels.modes import MODES
 
@@ -171,6 +171,10 @@ FLAGS = "--draft", "--checkpoint", "--interactive"
 ])
 def test_names_of_other_programs(word, known, meant):
     assert did_you_mean(word, known) == (f" (did you mean {meant}?)" if meant else "")
+
+
+def test_one_is_singular():
+    assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
 
 
 def test_help_begins_with_what_is_used_most():
