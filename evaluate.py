@@ -38,10 +38,7 @@ ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when mem
 
 def parser() -> Options:
     """Declare the options of the command line."""
-    p = Options(__doc__, (
-        "--checkpoint", "--out", "--speculate", "--draft", "--questions", "--limit", "--temperature",
-        "--max-new-tokens", "--seed",
-    ))
+    p = Options(__doc__)
     p.add_checkpoint("target: a folder, hub id or .gguf")
     p.add_argument("--out", required=True, help="folder for answers and tables")
 

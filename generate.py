@@ -28,10 +28,7 @@ NUMBERS = "tree_nodes", "tree_depth", "tree_width"
 
 def parser() -> Options:
     """Declare the options, each with its rules."""
-    p = Options("Generate text, losslessly faster with a draft head.", (
-        "--checkpoint", "--prompt", "--prompt-file", "--interactive", "--system", "--speculate", "--draft",
-        "--max-new-tokens", "--temperature", "--seed", "--compare", "--json",
-    ))
+    p = Options("Generate text, losslessly faster with a draft head.")
     add, refuse = p.add_argument, p.refuse
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")

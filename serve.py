@@ -24,9 +24,7 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send 
 
 def parser() -> Options:
     """Return the options of the command line, each with its rules."""
-    p = Options(__doc__, (
-        "--checkpoint", "--host", "--port", "--api-key", "--slots", "--speculate", "--draft", "--max-seq-len",
-    ))
+    p = Options(__doc__)
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,

@@ -38,10 +38,7 @@ from training.trainer import SHORT, Plan
 
 def parser() -> Options:
     """Return the options of the command line, each with its rules."""
-    p, plan = Options(__doc__, (
-        "--checkpoint", "--out", "--kind", "--prompts", "--synthesize", "--conversations", "--epochs",
-        "--minutes", "--draft-vocab", "--lr", "--batch-tokens", "--seed",
-    )), Plan()
+    p, plan = Options(__doc__), Plan()
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")

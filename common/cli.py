@@ -20,6 +20,12 @@ MOST_THREADS = 1024
 MOST_SHOWN = 1500  # characters of an error
 DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 OTHER_DEVICE = "models run on cpu, cuda and cuda:N; name one of these"
+MOST_USED = {
+    "--checkpoint", "--prompt", "--prompt-file", "--interactive", "--system", "--speculate", "--draft",
+    "--max-new-tokens", "--temperature", "--seed", "--compare", "--json", "--out", "--host", "--port",
+    "--api-key", "--slots", "--questions", "--limit", "--kind", "--prompts", "--synthesize",
+    "--conversations", "--epochs", "--mode", "--target", "--force",
+}
 # PyTorch appends to its messages where in its own code they come from.
 FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
 
@@ -118,15 +124,11 @@ def command(
 
 
 class Options(argparse.ArgumentParser):
-    """A parser that also holds the rules of its options, and the groups that several commands share.
+    """A parser that also holds the rules of its options, and the groups that several commands share."""
 
-    most_used: flags that --help shows first.
-    """
-
-    def __init__(self, description: str | None = None, most_used: tuple[str, ...] = (), **more):
+    def __init__(self, description: str | None = None, **more):
         how = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=how, **more)
-        self._most_used = most_used
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._words: list[str] = []  # of the command line
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
@@ -181,22 +183,17 @@ class Options(argparse.ArgumentParser):
         sys.exit(2)
 
     def format_help(self) -> str:
-        """Like argparse, but begin with the options that are used most, if they are named."""
-        if not self._most_used:
-            return super().format_help()
-        first = [self._option_string_actions[flag] for flag in self._most_used]
-        groups = [("most used", None, first)] + [
-            (group.title, group.description, [a for a in group._group_actions if a not in first])
-            for group in self._action_groups
-        ]
+        """Like argparse, but name only required options in the usage, and list `MOST_USED` before others."""
+        first = [action for action in self._actions if MOST_USED & {*action.option_strings}]
+        groups = [(group.title, group.description, group._group_actions) for group in self._action_groups]
         text = self._get_formatter()
-        needed = " ".join(f"{a.option_strings[-1]} {a.dest.upper()}" for a in first if a.required)
-        text.add_usage(f"%(prog)s {needed} [option ...]", [], [])
+        needed = ((*a.option_strings[-1:], a.dest.upper()) for a in self._actions if a.required)
+        text.add_usage(" ".join(["%(prog)s", *map(" ".join, needed), "[option ...]"]), [], [])
         text.add_text(self.description)
-        for title, description, actions in groups:
+        for title, description, actions in (("most used", None, first), *groups):
             text.start_section(title)
             text.add_text(description)
-            text.add_arguments(actions)
+            text.add_arguments([a for a in actions if actions is first or a not in first])
             text.end_section()
         return text.format_help()
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Names of llama.cpp, vLLM and gpt-fast, in lower case with hyphens, and ours.
-ELSEWHERE = {
-    "--n-predict": "--max-new-tokens", "--predict": "--max-new-tokens", "--ctx-size": "--max-seq-len",
-    "--max-model-len": "--max-seq-len", "--file": "--prompt-file", "--system-prompt": "--system",
-    "-sys": "--system", "--conversation": "--interactive", "-cnv": "--interactive", "-i": "--interactive",
-    "-ngl": "--device", "--n-gpu-layers": "--device", "--model-draft": "--draft", "-md": "--draft",
-    "--draft-checkpoint-path": "--draft", "--checkpoint-path": "--checkpoint", "-hf": "--checkpoint",
-    "--parallel": "--slots", "-np": "--slots", "--max-num-seqs": "--slots", "--alias": "--model-name",
-    "--served-model-name": "--model-name", "-j": "--json-schema", "--repeat-penalty": "--repetition-penalty",
-    "-s": "--seed", "-ctk": "--kv", "--cache-type-k": "--kv", "--kv-cache-dtype": "--kv",
-    "ngram": "lookup", "ngram-simple": "lookup", "prompt-lookup": "lookup", "pld": "lookup",
-    "q8-0": "int8", "q4-0": "int4", "q4-1": "int4", "q4-k-m": "int4", "q4-k-s": "int4", "awq": "int4",
-    "gptq": "int4", "half": "fp16", "f16": "fp16", "f32": "fp32",
+# Our names, and those of llama.cpp, vLLM and gpt-fast for the same, in lower case with hyphens.
+OTHERS = {
+    "--max-new-tokens": "--n-predict --predict", "--max-seq-len": "--ctx-size --max-model-len",
+    "--prompt-file": "--file", "--system": "--system-prompt -sys", "--seed": "-s", "--json-schema": "-j",
+    "--interactive": "-i -cnv --conversation", "--checkpoint": "-hf --checkpoint-path",
+    "--draft": "-md --model-draft --draft-checkpoint-path", "--device": "-ngl --n-gpu-layers",
+    "--slots": "-np --parallel --max-num-seqs", "--model-name": "--alias --served-model-name",
+    "--repetition-penalty": "--repeat-penalty", "--kv": "-ctk --cache-type-k --kv-cache-dtype",
+    "lookup": "ngram ngram-simple prompt-lookup pld", "int8": "q8-0", "fp16": "half f16", "fp32": "f32",
+    "int4": "q4-0 q4-1 q4-k-m q4-k-s awq gptq",
 }
+ELSEWHERE = {name: ours for ours, names in OTHERS.items() for name in names.split()}
 
 
 class InputError(Exception):

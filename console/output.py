@@ -109,13 +109,15 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
     line = (
         f"{tokens} generated, {prompt} in the prompt; prefill"
-        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms, then {speed:.1f} tok/s"
+        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms"
+        + (f", then {speed:.1f} tok/s" if speed else "")
         + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts else "")
         + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
     )
     if not full:
         return line
-    trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
+    used = sum((r.trees for r in requests), Counter()).most_common()
+    trees = ", ".join(f"{n} x {name}" for name, n in used)
     lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
                    f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]

@@ -392,8 +392,7 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
             parts.append(importlib.import_module(method.module).build(setup))
         except ValueError as e:  # sizes that cannot be
             raise InputError(str(e)) from None
-    if not parts:
-        return None
-    drafter = importlib.import_module("drafters.mixed").Mixed(*parts) if len(parts) == 2 else parts[0]
-    drafter.method = drafting.method
-    return drafter
+        parts[-1].method = name
+    if len(parts) == 2:
+        return importlib.import_module("drafters.mixed").Mixed(*parts)
+    return parts[0] if parts else None

@@ -178,14 +178,14 @@ def test_one_is_singular():
 
 
 def test_help_begins_with_what_is_used_most():
-    p = Options("Does it.", ("--checkpoint", "--out"), prog="x.py")
+    p = Options("Does it.", prog="x.py")
     p.add_argument("--rare", choices=("int8", "fp8"), help="seldom")
     p.add_argument("--out", required=True)
     p.add_checkpoint("a folder")
     words = p.format_help()
     order = [words.index(part) for part in (
-        "usage: x.py --checkpoint CHECKPOINT --out OUT [option ...]", "Does it.", "most used:",
-        "-m CHECKPOINT", "--out OUT\n", "options:", "-h, --help", "--rare", "seldom",
+        "usage: x.py --out OUT --checkpoint CHECKPOINT [option ...]", "Does it.", "most used:",
+        "  --out OUT", "-m CHECKPOINT", "options:", "-h, --help", "--rare", "seldom",
     )]
     assert order == sorted(order)
 
