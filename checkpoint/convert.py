@@ -86,8 +86,7 @@ def convert(
         kind, source = None, inside
     if kind and target is None:
         raise InputError(
-            f"{source.path}: is a draft head; generate.py, serve.py and evaluate.py take it with --draft,"
-            " convert_checkpoint.py with --target, the converted model that it is for"
+            f"{source.path}: is a draft head, which needs --target, the converted model that it is for"
         )
     if target and not kind:
         raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
@@ -175,8 +174,12 @@ def converted_folder(
     if stale or not out.is_dir():
         resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
-            convert(checkpoint, out, target, force=stale)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
+                convert(checkpoint, out, target, force=stale)
+        except InputError as e:
+            options = "; these are options of convert_checkpoint.py" if " --" in str(e) else ""
+            raise InputError(f"{e}{options}") from None
     return str(out)
 
 

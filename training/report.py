@@ -122,7 +122,7 @@ def doubt_of(log: list[dict]) -> str:
         return ""
     advice = "give it more text" if last["step"] < FEW_STEPS else "try a smaller --lr"
     return (f"warning: held-out accuracy is {last['held_out'][0]:.1%}: the head has learnt next to nothing in"
-            f" {last['step']:,} optimizer steps; {advice}")
+            f" {counted(last['step'], 'optimizer step')}; {advice}")
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:

@@ -175,7 +175,8 @@ class Session:
         else:
             draft_ids = torch.arange(vocab_size)
         report = "\n".join([
-            data.text_report(rows, counts, vocab_size), f"{len(held_out)} more conversations are held out",
+            data.text_report(rows, counts, vocab_size),
+            f"held out: {counted(len(held_out), 'more conversation')}",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
         note(report)
@@ -231,7 +232,7 @@ class Session:
         if self.start:
             head, taken = begun_head(learning, o.kind, self.start, text.draft_ids, shape, o.seed)
             begun = {"start": identity(self.start.head), "taken": taken}
-            note(f"{len(taken)} tensors begin as those of {o.start}")
+            note(f"{counted(len(taken), 'tensor')} from {o.start}")
         else:
             head = new_head(learning, o.kind, text.draft_ids, shape, o.seed)
         losses = ACCEPTANCE if o.loss == "lk" else CROSS_ENTROPY

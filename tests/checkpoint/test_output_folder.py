@@ -144,6 +144,9 @@ def test_a_head_is_converted_into_its_target_when_it_is_used(tmp_path, target, m
     for _ in range(2):
         assert converted_folder(head, notes.append, target) == str(target / "mine")
     assert len(notes) == 1 and read_config(target / "mine", "eagle3")
+    config = HEAD_CONFIG | {"norm_output": True}
+    with pytest.raises(InputError, match=r"--recycle raw .*; these are options of convert_checkpoint\.py$"):
+        converted_folder(write_source(tmp_path / "Unclear", head_state(), config), notes.append, target)
     with refused(f"{tmp_path / 'target-source'}: is no draft head"):
         converted_folder(tmp_path / "target-source", notes.append, target)
 
