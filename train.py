@@ -25,7 +25,6 @@ import torch
 from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed
 from common.errors import InputError
 from common.threads import use_threads
-from common.torchrun import one_voice
 from engine.runtime import Runtime, check_device, use_device
 from kernels.tp import is_loss, own_device
 from training.data import SHORTEST
@@ -159,12 +158,9 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status, see `common.cli.run_command`."""
     words = sys.argv[1:] if argv is None else argv
-    with one_voice() as voices:
-        # PyTorch raises RuntimeError when memory runs out.
-        return command(
-            parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
-            interrupted="\nstopped; run the same command to go on", **voices,
-        )
+    # PyTorch raises RuntimeError when memory runs out.
+    return command(parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
+                   interrupted="\nstopped; run the same command to go on")
 
 
 if __name__ == "__main__":

@@ -164,10 +164,8 @@ def converted_folder(
             if "/" not in checkpoint:  # maybe there is no such thing
                 resolve_source(checkpoint)
             options = f"--checkpoint {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}"
-            raise InputError(
-                f"{out}: was converted from {other}; name {out}-2, once you have run python"
-                f" convert_checkpoint.py {options}"
-            )
+            raise InputError(f"{out}: was converted from {other}; name {out}-2, once you have run python"
+                             f" convert_checkpoint.py {options}")
         files = path.iterdir() if path.is_dir() else [path]
         written = (out / WEIGHTS).stat().st_mtime
         stale = any(f.stat().st_mtime > written for f in files if f.is_file())

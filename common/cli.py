@@ -14,7 +14,7 @@ from pathlib import Path
 from common import VERSION
 from common.dtypes import KV_DTYPES, short_dtype
 from common.errors import ELSEWHERE, InputError, did_you_mean, escaped, is_panic, not_utf8
-from common.torchrun import several
+from common.torchrun import one_voice, several
 
 MOST_THREADS = 1024
 MOST_SHOWN = 1500  # characters of an error
@@ -110,17 +110,18 @@ def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
     *expected: type[Exception], **how,
 ) -> int:
-    """Parse a command line, check its rules, and run it with its options.
+    """Parse a command line, check its rules, and run it with its options; of several processes one speaks.
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    o = options.parse_args(argv)
+    with one_voice() as voices:
+        o = options.parse_args(argv)
 
-    def checked() -> int | None:
-        options.check(o)
-        return run(o)
+        def checked() -> int | None:
+            options.check(o)
+            return run(o)
 
-    return run_command(checked, *expected, **how)
+        return run_command(checked, *expected, **how | (voices if several() else {}))
 
 
 class Options(argparse.ArgumentParser):

@@ -85,10 +85,8 @@ def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> No
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")
     if len(prompt) >= room:
-        raise ValueError(
-            f"{name} has {len(prompt)} tokens and needs room for one more,"
-            f" the cache holds {room}: shorten it{RAISE}"
-        )
+        raise ValueError(f"{name} has {len(prompt)} tokens and needs room for one more,"
+                         f" the cache holds {room}: shorten it{RAISE}")
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

@@ -140,11 +140,9 @@ class Evaluation:
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
         errors = [d for d in differences if not d.tie]
         for d in errors[:MOST_PRINTED]:
-            self.say(
-                f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
-                f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
-                f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})"
-            )
+            self.say(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
+                     f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
+                     f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")
         return len(errors)
 
     def _write_tables(self, rows: list[dict], differences: list[Difference], answered: int) -> None:
