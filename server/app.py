@@ -249,6 +249,7 @@ def make_app(
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
             "max_model_len": server.max_seq_len, "speculation": worker.engine.window > 1,
+            "method": worker.engine.drafter.method,
         }
 
     @app.get("/v1/models")

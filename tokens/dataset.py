@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import HALF, check_characters, read_lines, read_text
 from tokens.messages import thoughts_of, words_of
 
@@ -110,7 +110,7 @@ def read_questions(path: str | Path) -> list[dict]:
     """
     rows, turns = [row for _, row in read_rows(path)], read_turns(path)
     if len(rows) != len(turns):
-        raise InputError(f"{path}: {len(rows) - len(turns)} rows hold no question")
+        raise InputError(f"{path}: no question in {counted(len(rows) - len(turns), 'row')}")
 
     def id_of(row: dict, number: int) -> int | str:
         found = row.get("question_id")

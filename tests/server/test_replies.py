@@ -104,7 +104,8 @@ TAGS = ("<tool_call>", "</tool_call>")
     (f"{JSON}</think>{CODER}", {"template": TEMPLATE + "<think>\n", "control": ("<think>", "</think>")},
      f"{JSON}</think>", [F]),
     *((lines.join(('{"name": "f", "parameters": {"n": 3}}', '{"name": "g", "parameters": {}}')),
-       {"template": '{% if tools %}"parameters" ipython{% endif %}'}, None, [F, G]) for lines in ("; ", "\n")),
+       {"template": '{% if tools %}"parameters" ipython{% endif %}'}, None, [F, G])
+      for lines in ("; ", "\n")),
     ('{"name": "f", "arguments": {"n": 3}}',
      {"tool_choice": "required", "template": "{{ tools }}<think>"}, None, [F]),
 ), ids=range(14))
