@@ -8,13 +8,11 @@ from helpers.killing import contents, kills
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_source
 from helpers.training import options, write_prompts
 
-import evaluate
 import train
 from checkpoint.convert import convert
 from checkpoint.layouts import Answers
 from common import files
 from engine.autotune import Calibration
-from evaluation.answers import Answer
 from training.trainer import save_state
 from tree import TreeShape
 
@@ -169,34 +167,3 @@ def test_a_whole_training(training):
         assert when or {str(p.relative_to(folder)) for p in folder.rglob("*")} == kept
 
     assert whole_runs(action, lambda: shutil.rmtree(folder), check) >= 30
-
-
-@pytest.mark.dear
-def test_a_whole_evaluation(golden, tmp_path):
-    """What was answered is kept, and the next run ends with the same answers and all files."""
-    questions, folder = tmp_path / "questions.jsonl", tmp_path / "out"
-    questions.write_text('{"question_id": 1, "turns": ["a?"]}\n{"question_id": 2, "turns": ["b?"]}\n')
-    argv = [
-        "--checkpoint", str(golden), "--out", str(folder), "--questions", str(questions), "--no-compile",
-        "--max-new-tokens", "2", "--max-seq-len", "64", "--speculate", "lookup", "--dtype", "fp32",
-        "--observe", "0",
-    ]
-
-    def action() -> None:
-        assert evaluate.main(argv) == 0
-
-    def ids() -> dict:
-        lines = (folder / "answers.jsonl").read_bytes().splitlines(keepends=True)
-        found = [Answer.read(line, "here") for line in lines if line.endswith(b"\n")]
-        return {a.key: [t.ids for t in a.turns] for a in found}
-
-    action()
-    answers, names = ids(), sorted(contents(folder))
-
-    def check(when: str) -> None:
-        if (folder / "answers.jsonl").exists():
-            assert ids().items() <= answers.items(), when
-        assert when or (ids() == answers and sorted(contents(folder)) == names)
-
-    assert len(answers) == 4
-    assert whole_runs(action, lambda: shutil.rmtree(folder, ignore_errors=True), check) >= 6

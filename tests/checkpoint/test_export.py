@@ -1,7 +1,6 @@
 """Heads go out to a layout and come back with nothing lost; what cannot go out is refused."""
 import copy
 import dataclasses
-import errno
 import json
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.engine import Engine
 from networks.head import Head
-from quantize import main as quantize
 from sampling.options import Sampling
 from training.heads import HeadShape, new_head
 from tree import TreeShape
@@ -71,28 +69,6 @@ def test_the_window_of_a_head(golden, models, tmp_path, layout):
     assert back["windows"] == [9] and back["activation"] == "gelu_tanh"
 
 
-def test_what_is_not_stored(golden, models, tmp_path):
-    """Copies of the target's tables; what a layout has no place for."""
-    head = head_of("dspark", golden, models, tmp_path)
-    config = read_config(tmp_path / "ours")
-    assert not config["own_embedding"] and not config["own_lm_head"] and head.embed is models[0].embed
-    head = new_head(models[0], "dspark", torch.arange(40, 90), HeadShape(states=2, markov_rank=4), 0)
-    with pytest.raises(InputError, match="write --layout speculators"):
-        export(head, tmp_path / "out")
-    export(head, tmp_path / "out", "speculators")
-    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
-    assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
-
-
-def test_heads_without_a_place_in_a_layout(models, models1, tmp_path):
-    with pytest.raises(InputError, match="no place for eagle heads"):
-        export(models1[1], tmp_path / "no", "speculators")
-    other = type(models[1])(dataclasses.replace(models[1].args, feature_norm="each"))
-    with pytest.raises(InputError, match="no layout"):
-        export(other, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
-
-
 @pytest.mark.parametrize("flag", ("norm_before_residual", "recycle_normed"))
 def test_flags_that_sglang_has_no_place_for(models, tmp_path, flag):
     head = copy.copy(models[1])
@@ -113,17 +89,6 @@ def test_the_command(golden, tmp_path, capsys):
     assert main(command) == 1
     assert capsys.readouterr().err.count("replace it with --force") == 1
     assert main([*command, "--force", "--layout", "speculators"]) == 0
-
-
-def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch):
-    def full(self, text):
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InputError, match="out: no space left on the device"):
-        export(models[1], tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_else_is_in_the_folder_stays(models, tmp_path):
@@ -166,14 +131,6 @@ def test_a_dspark_head_with_copies_of_the_targets_tables(dspark, tmp_path):
     assert {k: v for k, v in again.items() if k not in ("name", "source", "sha256")} == {
         k: v for k, v in config.items() if k not in ("name", "source", "sha256")
     }
-
-
-def test_a_quantised_target_has_no_tables_to_copy(dspark, tmp_path, capsys):
-    assert quantize(["--checkpoint", str(dspark), "--mode", "int8", "--out", str(tmp_path / "q")]) == 0
-    out = tmp_path / "o"
-    command = ["--head", str(dspark / "dspark"), "--checkpoint", str(tmp_path / "q"), "--out", str(out)]
-    assert main(command) == 1 and not out.exists()
-    assert "this target is quantised; name the target before quantisation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

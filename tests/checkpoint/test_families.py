@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers.families import GEMMA3, LLAMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
+from helpers.families import GEMMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
 from helpers.heads import make_head, write_head
 from helpers.sources import write_gguf
 from safetensors.torch import load_file
@@ -101,36 +101,6 @@ def test_target(tmp_path, name):
     prompts, texts = reference_text(reference)
     for method, decoder in decoders_of(tmp_path, folder, target).items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
-
-
-LENGTHS = {  # config keys -> the longest context
-    "as it says": ({}, 512),
-    "Vicuna-16k": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
-    "Qwen2.5's recipe": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048
-    ),
-    "yarn, stretched already": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512
-    ),
-    "yarn, the original outside": (
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128}, 512
-    ),
-    "llama3": ({"rope_scaling": LLAMA3}, 512),
-}
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_the_longest_context(tmp_path, name):
-    changes, longest = LENGTHS[name]
-    make_target(tmp_path / "in", "Llama-3")
-    file = tmp_path / "in" / "config.json"
-    config = json.loads(file.read_text()) | {"max_position_embeddings": 512}
-    del config["rope_parameters"]
-    file.write_text(json.dumps(config | changes))
-    target, written = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
-    assert written["max_seq_len"] == longest
-    if "yarn" in name and longest == 512:
-        assert target.args.rope_scaling["original_max_position_embeddings"] == 128
 
 
 SEEN = {  # config keys -> the windows of 8 layers

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 from helpers.converting import assert_same, fused, run
-from helpers.refusals import refused
 from helpers.sources import target_state, write_source
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
-from checkpoint.source import resolve_source
 
 
 class Hub:
@@ -68,16 +66,3 @@ def test_hub_trouble(tmp_path, capsys, monkeypatch, kind, expected):
     assert code == 1 and len(err) == 1, err
     assert err[0].startswith("error: org/some-model") and expected in err[0], err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["repo"]
-
-
-def test_a_mistyped_folder_is_not_looked_up(tmp_path, monkeypatch):
-    """Where the first part is a folder; elsewhere the nearest local name is in the hub's error."""
-    hub = Hub(tmp_path, monkeypatch, OSError("offline"))
-    (tmp_path / "checkpoints" / "mine-7b").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with refused("checkpoints/mine7b: no such file or folder (did you mean checkpoints/mine-7b?); not looked"
-                 " up on the hub, as checkpoints is a folder here, which holds mine-7b"):
-        resolve_source("checkpoints/mine7b")
-    with refused("checkpoint/mine-7b: no such folder (did you mean checkpoints/mine-7b?), and the hub did"):
-        resolve_source("checkpoint/mine-7b")
-    assert not hub.downloaded

@@ -3,7 +3,6 @@ import json
 import os
 import pickle
 import struct
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import torch
 from helpers.converting import run
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
-import convert_checkpoint
-from checkpoint.convert import convert, open_source
+from checkpoint.convert import convert
 from common.errors import InputError
 
 
@@ -301,22 +299,3 @@ def test_overflow_names_the_tensor_of_the_file(tmp_path, capsys, dtype, stored, 
 def test_a_converted_folder_is_no_source(tmp_path, target):
     with pytest.raises(InputError, match="already converted"):
         convert(target, tmp_path / "again")
-
-
-def test_gguf_needs_its_package(tmp_path, monkeypatch):
-    file = write_gguf(tmp_path / "m.gguf", target_state())
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(InputError, match="pip install gguf"):
-        open_source(file)
-
-
-def test_malformed_in_an_unknown_way(tmp_path, capsys, monkeypatch):
-    def broken(*args, **options):
-        raise KeyError("rows")
-
-    monkeypatch.setattr(convert_checkpoint, "convert", broken)
-    (tmp_path / "config.json").write_text("{}")
-    code, err = run(capsys, "--checkpoint", tmp_path)
-    assert code == 1 and err == [
-        f"error: {tmp_path}: malformed in a way this program does not know (KeyError: 'rows')"
-    ]

@@ -12,15 +12,6 @@ VICUNA = (
     " detailed, and polite answers to the user's questions."
 )
 
-LLAMA2 = (
-    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being"
-    " safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or"
-    " illegal content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
-    "If a question does not make any sense, or is not factually coherent, explain why instead of answering"
-    " something not correct. If you don't know the answer to a question, please don't share false"
-    " information."
-)
-
 TALK = [
     {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"},
     {"role": "user", "content": "q2"},
@@ -56,14 +47,6 @@ def test_built_in_templates(tmp_path, source, chat, expected):
     assert tokenizer.render(chat) == expected
     ids = tokenizer.chat(chat)
     assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == expected.count("<s>")
-
-
-def test_the_default_system_prompt_of_llama2(tmp_path):
-    from tokens.tokenizer import Tokenizer
-
-    source = with_sentencepiece(tmp_path / "llama-2-13b-chat")
-    tokenizer = Tokenizer.load(convert(source, tmp_path / "out", quiet=True))
-    assert tokenizer.render(TALK[:1]) == f"<s>[INST] <<SYS>>\n{LLAMA2}\n<</SYS>>\n\nq1 [/INST]"
 
 
 def test_templates_by_flag(tmp_path, capsys):

@@ -4,14 +4,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
 
 from common.cli import one_line
 from common.errors import InputError
 from common.files import (
     atomic_path,
     check_file,
-    parse_json,
     read_bytes,
     read_json,
     read_lines,
@@ -102,33 +100,3 @@ def test_texts(tmp_path):
     for read in (read_text, lambda path: list(read_lines(path))):
         with pytest.raises(InputError, match=r"is no UTF-8 \(byte 3\)"):
             read(path)
-
-
-def test_sizes_are_judged_before_anything_is_read(tmp_path):
-    """Also of what has no size, and no end."""
-    with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(1 << 42)
-    with refused(f"--text {tmp_path / 'sparse'}: is 4,398,046,511,104 bytes or more; expected at most 1,024"):
-        read_text(tmp_path / "sparse", 1024, "--text")
-    with refused("/dev/zero: is 1,048,576 bytes or more; expected at most 1,024"):
-        read_bytes("/dev/zero", 1024)
-    with refused(f"{tmp_path}: is a folder; expected a file"):
-        check_file(tmp_path)
-
-
-def test_half_a_character_is_refused():
-    with refused("f: holds \\ud800, half of a character"):
-        parse_json(b'{"a": ["\\ud800"]}', "f")
-    assert parse_json(b'["\\ud83d\\ude00"]', "f") == ["\U0001f600"]
-
-
-def test_a_pipe_is_read_if_the_shell_made_it(tmp_path):
-    """One with a name may wait for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    with refused(f"--text {tmp_path / 'pipe'}: is a pipe; expected a file"):
-        read_text(tmp_path / "pipe", what="--text")
-    read, write = os.pipe()
-    os.write(write, b"some words")
-    os.close(write)
-    assert read_text(f"/dev/fd/{read}") == "some words"
-    os.close(read)

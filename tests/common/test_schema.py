@@ -6,7 +6,7 @@ import pytest
 from helpers.refusals import refused
 from typing_extensions import NotRequired, TypedDict
 
-from common.schema import Digits, Flag, Name, Schema, Sha256, Wrong, number, schema_of, text, whole
+from common.schema import Digits, Flag, Name, Schema, Sha256, number, schema_of, text, whole
 
 
 @dataclass
@@ -51,8 +51,3 @@ def test_what_does_not_fit_is_one_line(value, words):
     with refused(f"f.json: {words}") as e:
         FILE.require(value, "f.json", "delete it")
     assert str(e.value).endswith("; delete it") and str(e.value).isprintable() and len(str(e.value)) < 300
-
-
-def test_a_part_of_a_file_has_a_name():
-    with pytest.raises(Wrong, match=r"^costs.size is 'x'; expected a whole number$"):
-        schema_of(Shape).check({"size": "x"}, "costs")

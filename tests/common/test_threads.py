@@ -28,8 +28,6 @@ CASES = {
     "no quota": (8, {"own": "0::/", "cpu.max": "max 100000"}),
     "one": (1, {"own": "0::/", "cpu.max": "100000 100000"}),
     "a half is one": (1, {"own": "0::/", "cpu.max": "50000 100000"}),
-    "one and a half are two": (2, {"own": "0::/", "cpu.max": "150000 100000"}),
-    "more than there are": (8, {"own": "0::/", "cpu.max": "6400000 100000"}),
     "of a group": (3, {"own": "0::/a/b", "a/b/cpu.max": "300000 100000"}),
     "of the group above": (
         2, {"own": "0::/a/b", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}
@@ -53,16 +51,6 @@ def test_quotas(eight, tmp_path, case):
     assert processors(*written(tmp_path, files)) == count
 
 
-def test_processors_that_it_may_run_on(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5}, raising=False)
-    assert processors(*written(tmp_path, {"own": "0::/", "cpu.max": "400000 100000"})) == 1
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert processors(*written(tmp_path, {})) == 4  # the quota
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert processors(*written(tmp_path, {})) == 1
-
-
 @pytest.fixture
 def counted(monkeypatch) -> list[int]:
     """The numbers of threads that PyTorch is given; before it has 8, and 3 processors may be used."""
@@ -80,13 +68,3 @@ def test_the_first_call_decides(counted):
     counted.append(8)  # somebody's own choice
     use_threads()
     assert counted[-1] == 8
-
-
-def test_a_number_that_was_asked_for_stays(counted):
-    lines = []
-    use_threads(2, lines.append)
-    counted.append(8)
-    use_threads()
-    assert counted[-2:] == [2, 8] and not lines
-    use_threads(16, lines.append)
-    assert counted[-1] == 3 and len(lines) == 1 and lines[0].startswith("--threads 16: ")

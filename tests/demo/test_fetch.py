@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
-from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from demo import fetch as demo
 
@@ -46,20 +45,6 @@ def test_demo_fetch_is_idempotent(file, tmp_path, capsys):
     assert demo.main(["--gguf", str(file)]) == 0
     assert load_head(tmp_path / "out" / "eagle3", load_model(tmp_path / "out")[0])
     assert head.read_bytes() == good
-
-
-def test_another_head_in_its_place_is_replaced(file, tmp_path, capsys):
-    """As one that was trained and converted there: it loads, and is as new."""
-    other = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
-    assert demo.main(["--gguf", str(file)]) == 0
-    head = tmp_path / "out" / "eagle3"
-    good = (head / "model.safetensors").read_bytes()
-    convert(write_source(tmp_path / "other", other, HEAD_CONFIG), head, target=tmp_path / "out", force=True)
-    assert (head / "model.safetensors").read_bytes() != good
-    capsys.readouterr()
-    assert demo.main(["--gguf", str(file)]) == 0
-    assert "replaces it now" in capsys.readouterr().out
-    assert (head / "model.safetensors").read_bytes() == good
 
 
 def test_demo_without_network(tmp_path, capsys, monkeypatch):

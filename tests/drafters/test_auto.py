@@ -5,7 +5,7 @@ import pytest
 from helpers.decoding import load
 
 from common.errors import InputError
-from drafters import Drafting, methods_of
+from drafters import Drafting
 from engine.autotune import Calibration
 from sampling.options import Sampling
 from tree import TreeShape
@@ -27,15 +27,6 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
     found = Drafting("auto").at(folder, said.append)
     assert found.method == means and len(said) == 1 and says in said[0]
     assert found.at(folder, said.append) == found and len(said) == 1
-
-
-def test_a_head_elsewhere(folder, tmp_path):
-    (folder / "eagle").rename(tmp_path / "mine")
-    found = Drafting("auto", draft=tmp_path / "mine").at(folder, lambda line: None)
-    assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
-    assert Drafting("auto", draft=tmp_path).at(folder, lambda line: None).method == "lookup"
-    with pytest.raises(InputError, match="two different methods"):
-        methods_of("auto+lookup")
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))

@@ -122,14 +122,6 @@ def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
         llm.target.engine(Drafting(method, draft and drafts / draft, **options))
 
 
-def test_a_head_has_one_window(llm, golden, tmp_path):
-    shutil.copytree(golden / "eagle3", tmp_path / "head")
-    config = json.loads((golden / "eagle3" / "config.json").read_text())
-    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"windows": [12]}))
-    with refused("--draft-window 8: the head in"):
-        llm.target.engine(Drafting("eagle3", tmp_path / "head", window=8))
-
-
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
     for options in ({"tree": TREE}, {"accept": "residual"}):
         engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options))
@@ -138,30 +130,6 @@ def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
         llm.target.engine(Drafting("draft-model", drafts / "short"), max_seq_len=65)
     with refused("accepting by residuals needs a chain"):
         llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)
-
-
-@pytest.mark.parametrize("kind, tree, words", [
-    ("medusa", TREE, "--speculate medusa: takes a static"), ("medusa", "auto", "--speculate medusa: takes a"),
-    ("medusa", DEEP, "tree: 4 levels, and heads for 3"),
-    ("dflash", DEEP, "--speculate dflash: grows its tree: --tree T,D,K"),
-    ("dflash", TreeShape(12, 5, 4), "tree: depth 5 has 6 levels, the head drafts 4 tokens ahead: a depth"),
-])
-def test_trees_that_a_head_does_not_draft(llm, golden, tmp_path, kind, tree, words):
-    from helpers.blocks import published
-    from helpers.heads import write_head
-
-    from checkpoint.convert import convert
-
-    tensors, config = published("dflash", llm.target.model)
-    if kind == "medusa":
-        H = llm.target.model.args.hidden_size
-        tensors = {f"{k}.0.linear.weight": torch.zeros(H, H) for k in range(3)}
-        tensors |= {f"{k}.0.linear.bias": torch.zeros(H) for k in range(3)}
-        config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
-    write_head(tmp_path / "in", tensors, config)
-    head = convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
-    with refused(words):
-        llm.target.engine(Drafting(kind, head, tree))
 
 
 def test_default_trees():

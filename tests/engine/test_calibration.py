@@ -86,8 +86,3 @@ def test_a_damaged_calibration_is_refused(change, tmp_path):
     (tmp_path / "calibration.json").write_text(json.dumps(record))
     with pytest.raises(InputError, match=r"calibration\.json: damaged: \S+ .*; delete it"):
         Calibration.read(tmp_path)
-
-
-def test_answers_that_are_too_short_are_refused(models):
-    with pytest.raises(InputError, match="too short"):
-        calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS, [], tokens=8)

@@ -23,8 +23,6 @@ from helpers.decoding import (
 from helpers.drafters import make_drafter
 
 from drafters.eagle import Eagle
-from drafters.lookup import Lookup
-from drafters.mixed import Mixed
 from engine import passes
 from engine.autotune import TEMPERATURES, Calibration, Tuner
 from engine.engine import Engine
@@ -188,20 +186,6 @@ def test_a_text_is_read_once(models):
         assert text.ids == decoder.generate([text.prompt], [text.sampling])[0].ids
 
 
-def test_a_long_text_is_not_lost_for_a_short_beginning(models):
-    target, head = models
-    engine = Engine(target, Eagle(head, SHAPE), batch=3, max_seq_len=300, compile=False)
-    long = prompts(1, seed=6, shortest=200, longest=200)[0]
-
-    def cached(prompt) -> int:
-        return engine.generate([prompt], Sampling(3))[0].cached
-
-    assert cached(long) == 0
-    assert cached([*long[:50], 1, 2]) == 49  # copied into a free place
-    assert cached([*long, 7]) >= 202 - SHAPE.window - 1
-    assert cached([*long[:50], 1, 2, 3]) >= 50
-
-
 def test_others_decode_while_a_prompt_is_read(models):
     engine = Engine(models[0], Eagle(models[1], SHAPE), batch=2, max_seq_len=300, compile=False, chunks=(16,))
     first = engine.admit([1, 2, 3], Sampling(100))
@@ -322,32 +306,6 @@ def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
             assert made.ids == expected.ids
             # As many steps as where the head has read everything itself.
             assert abs(len(made.accept_lengths) - len(expected.accept_lengths)) <= 2
-
-
-def test_joint_trees_whose_head_rests_now_and_then(models):
-    """Steps with the head, steps with what prompt lookup finds alone, plain steps: always the same text."""
-    target, head = models
-    shape = TreeShape(10, 3, 3)
-    kinds = itertools.cycle([shape, *[None] * 9, shape, None, *[None] * 40])
-    engine = Engine(
-        target, Mixed(Lookup(shortest=1), Eagle(head, shape)), batch=3, max_seq_len=300, compile=False,
-        tuner=tuner_of(shape, choose=lambda requests, count: next(kinds)),
-    )
-    taken, made = watch_steps(engine), requests(14, seed=1)
-    check_texts(decode(engine, made, random.Random(2)), alone(models, made), made)
-    assert set.union(*taken.values()) == {1, Lookup().shape.nodes, shape.nodes}
-
-
-def test_a_request_beside_it_does_not_take_a_chats_place(models):
-    """The same prompt again, without drafts: what was answered before is still there for the next turn."""
-    target, head = models
-    engine = Engine(target, Eagle(head, SHAPE), batch=4, max_seq_len=400, compile=False)
-    prompt = prompts(1, seed=7, shortest=40)[0]
-    (one,) = engine.generate([prompt], Sampling(100))
-    (beside,) = engine.generate([prompt], Sampling(100), plain=True)
-    assert beside.cached == len(prompt) - 1 and beside.ids == one.ids
-    turn = engine.admit(prompt + one.ids + [97], Sampling(5))
-    assert turn.cached >= len(prompt) + 97
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import InputError
-from drafters import Drafting
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime, check_compiler, check_device
@@ -34,20 +33,6 @@ def test_devices_that_hold_nothing(device):
         Runtime(device).prepare()
 
 
-def test_caches_that_there_are_not():
-    with pytest.raises(InputError, match="--kv int4: unknown; choose from auto, int8, fp8"):
-        Runtime("cpu", kv="int4").prepare()
-    for options in ({"compile": False}, {"kernels": False}):
-        with pytest.raises(InputError, match="--kv int8: only our CPU kernels have an int8 cache"):
-            Runtime("cpu", kv="int8", **options).prepare()
-
-
-@pytest.mark.kernels
-def test_an_int8_cache_of_what_is_not_on_the_kernels(golden):
-    with pytest.raises(InputError, match=r"--kv int8: .* does not run on our CPU kernels as a whole \(fp16"):
-        load_target(golden, Runtime("cpu", "fp16", kv="int8"))
-
-
 def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
     with monkeypatch.context() as m, pytest.raises(InputError, match=r"Python.h is missing.*--no-compile"):
         m.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
@@ -59,12 +44,6 @@ def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(InputError, match=r"no C\+\+ compiler"):
         load_target(golden, Runtime(device="cpu", kernels=False))
-
-
-def test_a_tree_cannot_be_measured_without_prompts(golden, silent):
-    (golden / "eagle3/calibration.json").unlink(missing_ok=True)  # another test's
-    with pytest.raises(InputError, match="--tree auto: choosing a tree needs a tokenizer, or prompts as ids"):
-        silent.engine(Drafting("eagle3", tree="auto"))
 
 
 def test_prompts_that_have_no_ids(golden, silent):

@@ -76,16 +76,3 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert inside
     again = fast.generate("hello there", **settings)
     assert again.ids == whole.ids and again.stop is None
-
-
-def test_events_end_before_the_stop(golden):
-    llm = load(golden, "eagle3", tree=SHAPE, compile=False, batch=2)
-    whole = llm.generate("the sea", raw=True, max_new_tokens=30)
-    requests, texts = [], {}
-    prompt = llm.encode("the sea", raw=True)
-    for event in llm.engine.run([prompt] * 2, [Sampling(30), Sampling(30, stop="e")], requests):
-        texts[event.request] = texts.get(event.request, "") + event.text
-        assert event.drafted <= len(event.ids)
-    first, second = requests
-    assert [*texts.values()] == [whole.text, whole.text.split("e")[0]] == [first.text, second.text]
-    assert first.finish == "length" and second.finish == "stop" and "e" in whole.text

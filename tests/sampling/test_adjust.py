@@ -107,9 +107,3 @@ BAD = [
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)
-
-
-def test_one_stop_and_a_mapping_are_taken():
-    request = Sampling(stop="###", logit_bias={5: 1, 2: -3.5})
-    assert request.stop == ("###",) and request.logit_bias == ((2, -3.5), (5, 1.0))
-    assert hash(request) == hash(Sampling(stop=["###"], logit_bias=[(2, -3.5), (5, 1)]))

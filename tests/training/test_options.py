@@ -7,9 +7,7 @@ import pytest
 from helpers.training import options, users
 
 import train
-from checkpoint.quantizing import quantize_folder
 from kernels.backend import TORCH
-from kernels.quantized import Scheme
 
 FILES = {
     "file": b"", "text.jsonl": b'{"text": "no chat"}\n', "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
@@ -78,22 +76,6 @@ def test_bad_input_is_one_line(golden, prompt_file, folder, tmp_path, capsys, wo
     line = error_of(capsys, options(golden, prompts, tmp_path, **changes))
     assert line.startswith("error: ") and words.replace("{}", str(folder)) in line, line
     assert not (tmp_path / "head").exists()
-
-
-def test_targets_and_copies_that_cannot_be_used(golden, prompt_file, tmp_path, capsys):
-    """Before any text is written."""
-    quantize_folder(golden, tmp_path / "int8", Scheme("int8", 0, "int8"))
-    argv = options(tmp_path / "int8", prompt_file, tmp_path)
-    assert "is quantised already; name the checkpoint before" in error_of(capsys, argv)
-    other = shutil.copytree(golden, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"stop_ids": [7]}))
-    argv = options(golden, prompt_file, tmp_path, copy=other)
-    assert f"--copy {other}: no copy of {golden}: their shapes or stop ids" in error_of(capsys, argv)
-    shutil.copytree(golden, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer_config.json"))
-    argv = options(tmp_path / "bare", prompt_file, tmp_path)
-    assert "chats need a tokenizer and a chat template" in error_of(capsys, argv)
-    assert not list(tmp_path.glob("head*/data/*"))
 
 
 def test_what_a_template_refuses_is_left_out(golden, tmp_path, capsys):

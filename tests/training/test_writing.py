@@ -95,27 +95,6 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     assert list(map(bytes, before)) == prompts
 
 
-@pytest.mark.slow
-def test_user_turns_of_its_own(golden, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    c = collector(golden, tmp_path, max_new_tokens=8)
-    assert c.user_header([]) == list(b"u:") and c.user_header(messages) == list(b"u:a\na:b\nu:")
-    c.synthesize(24, turns=2, openings=("Write", "Sum"))
-    c.write()
-    rows = read_rows(c)
-    assert rows and any(len(r["answers"]) == 2 for r in rows)
-    begins = {bytes(r["ids"]).split(b":")[1][:3] for r in rows}
-    assert begins == {b"Wri", b"Sum"} and all(r["source"] == "synthesized" for r in rows)
-
-
-def test_a_template_without_a_header_for_the_user(golden, tmp_path, tmp_path_factory):
-    c, bare = collector(golden, tmp_path), "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    c.tokenizer = with_template(golden, tmp_path_factory.mktemp("bare"), bare)
-    with pytest.raises(InputError, match="--synthesize: the chat template puts nothing before a user's turn"):
-        c.synthesize(1)
-    assert not list(tmp_path.iterdir())
-
-
 class Counter:
     """A store of torch.distributed, for processes that are not there."""
 
