@@ -16,6 +16,8 @@ from checkpoint.folder import read_config
 from checkpoint.layouts import Answers
 from checkpoint.loading import load_model
 from model import Transformer
+from tokens.templates import TEMPLATES
+from tokens.tokenizer import Tokenizer
 
 # Every source form, the same tensors
 
@@ -80,11 +82,9 @@ def test_gguf_stop_ids(tmp_path):
 @pytest.mark.parametrize("keys, scaling, longest", [
     # As llama.cpp reads them: the factor alone is a linear one.
     ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0, 512),
-    ({"scaling.factor": 4.0}, 4.0, 512), ({"scale_linear": 4.0}, 4.0, 512),
     ({"scaling.type": "linear", "scale_linear": 4.0, "scaling.factor": 2.0}, 2.0, 256),
     ({"scaling.factor": 4.0, "scaling.original_context_length": 32}, 4.0, 128),  # of 128 that are stretched
-    ({"scaling.type": "none", "scaling.factor": 4.0}, None, 128), ({"scaling.type": "linear"}, None, 128),
-    ({"scaling.factor": 1.0}, None, 128), ({"scaling.factor": 0.0}, None, 128),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, None, 128), ({"scaling.factor": 1.0}, None, 128),
 ])
 def test_gguf_linear_rope(tmp_path, keys, scaling, longest):
     adders = {str: "add_string", float: "add_float32", int: "add_uint32"}
@@ -155,6 +155,19 @@ def test_tokenizer_files_come_along(tmp_path, capsys):
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "out") == (0, [f"{known} refused"])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "hello"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_template_by_the_published_name_or_by_flag(tmp_path, capsys):
+    source = write_source(tmp_path / "vicuna-7b-v1.3", target_state())
+    write_byte_tokenizer(source)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, flags in (("vicuna", ()), ("llama2", ("--template", "llama2"))):
+        assert run(capsys, "--checkpoint", source, "--out", tmp_path / name, *flags)[0] == 0
+        assert Tokenizer.load(tmp_path / name).template == TEMPLATES[name]
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "bad", "--template", "nonsense")
+    assert code == 1 and "--template nonsense" in err[0] and not (tmp_path / "bad").exists()
 
 
 # Heads

@@ -251,14 +251,8 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
     "norm_before_residual": (
         {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"],
         ("norm_before_residual", True)),
-    "norm_before_residual, no": (
-        {"speculators_model_type": "eagle3"}, "--norm-before-residual", ["--no-norm-before-residual"],
-        ("norm_before_residual", False)),
     "norm_output": (
         {"norm_output": True}, "--recycle raw", ["--recycle", "normed"], ("recycle_normed", True)
-    ),
-    "norm_output, raw": (
-        {"norm_output": True}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)
     ),
     "aux layers": (
         {"eagle_config": {AUX: [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
@@ -269,12 +263,6 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
     "as many states as fc is wide": (
         {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])
     ),
-    "norm_output, false": (
-        {"norm_output": False}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)
-    ),
-    "a speculator by its name": (
-        {"architectures": ["Eagle3Speculator"]}, "--norm-before-residual", ["--norm-before-residual"],
-        ("norm_before_residual", True)),
 }
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
-from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.engine import Engine
@@ -259,10 +258,9 @@ def test_the_lm_head_beside_int4(golden, tmp_path, capsys):
             edit(out, quantization={"mode": "int4", "group": 32, "lm_head": before})
             again = load_model(out)[0].state_dict()
             assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-    for wrong in ("int3", 3, {}):
-        edit(out, quantization={"mode": "int4", "group": 32, "lm_head": wrong})
-        with pytest.raises(InputError, match=r"quantization\.lm_head is .*; expected 'int8', 'w8a8'"):
-            load_model(out)
+    edit(out, quantization={"mode": "int4", "group": 32, "lm_head": "int3"})
+    with pytest.raises(InputError, match=r"quantization\.lm_head is .*; expected 'int8', 'w8a8'"):
+        load_model(out)
 
 
 @torch.no_grad()
@@ -291,18 +289,6 @@ def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
         assert code == 0 and "writes a text" in printed.err and "of outputs" in printed.out
     a, b = (load_file(out / "model.safetensors") for out in folders)
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.slow
-def test_calibrating_a_mixture_of_experts(experts, tmp_path):
-    """Attention is calibrated, the experts are rounded to nearest."""
-    ids = torch.arange(512).view(2, 256) % 50
-    errors = quantize_folder(experts, tmp_path / "q", Scheme("int4", 32, "int8"), text=ids)
-    for layer in errors:
-        assert layer.of_outputs == layer.name.endswith(("wqkv", "wo")) and 0 < layer.error < 0.15
-    exact, model = load_model(experts)[0], load_model(tmp_path / "q")[0]
-    stack, weight = model.layers[1].mlp.w_down, exact.layers[1].mlp.w_down
-    assert torch.equal(stack.scale, scales(weight, "int4", 32))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

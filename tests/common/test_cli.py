@@ -21,7 +21,6 @@ from common.cli import (
     run_command,
     seed,
 )
-from common.dtypes import short_dtype
 from common.errors import InputError
 
 
@@ -68,12 +67,6 @@ def test_how_a_command_ends(action, status, line):
     assert message.isprintable() and (message.startswith(line) if line.endswith("(") else message == line)
 
 
-@pytest.mark.parametrize("error", (ValueError("a fault of ours"), GeneratorExit()), ids=repr)
-def test_what_is_not_expected_is_a_traceback(error):
-    with pytest.raises(type(error)):
-        run_command(raising(error), OSError)
-
-
 def test_a_reader_that_leaves_is_no_error(monkeypatch, tmp_path):
     with open(tmp_path / "out", "w") as file:
         monkeypatch.setattr(sys, "stdout", file)
@@ -114,13 +107,6 @@ def test_types_of_options(kind, value, number):
         kind(value)
 
 
-def test_dtypes_have_two_names():
-    names = ("bf16", "bfloat16", "float16", "fp32")
-    assert [short_dtype(name) for name in names] == ["bf16", "bf16", "fp16", "fp32"]
-    with pytest.raises(InputError, match="'half': unknown; choose from bf16"):
-        short_dtype("half")
-
-
 def test_what_cannot_be_parsed_is_one_line(capsys):
     p = Options("", prog="x.py")
     p.add_argument("--number", type=int)
@@ -154,15 +140,6 @@ def test_the_nearest_option_is_named_and_a_version(capsys):
     with pytest.raises(SystemExit) as stop:
         p.read(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"x.py {VERSION}\n"
-
-
-def test_a_rule_may_be_what_something_else_raises():
-    p = Options("")
-    p.add_argument("--number", type=int, default=0)
-    p.judge(lambda o: 1 // 1 if o.number < 9 else int("x"))
-    assert p.read([]).number == 0
-    with refused("invalid literal for int"):
-        p.read(["--number", "9"])
 
 
 def test_where_nothing_can_be_written(tmp_path):

@@ -25,22 +25,15 @@ def written(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
 
 V1 = "3:memory:/elsewhere\n1:cpu,cpuacct:"
 CASES = {
-    "no quota": (8, {"own": "0::/", "cpu.max": "max 100000"}),
     "one": (1, {"own": "0::/", "cpu.max": "100000 100000"}),
-    "a half is one": (1, {"own": "0::/", "cpu.max": "50000 100000"}),
     "of a group": (3, {"own": "0::/a/b", "a/b/cpu.max": "300000 100000"}),
     "of the group above": (
         2, {"own": "0::/a/b", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}
     ),
-    "not of another group": (8, {"own": "0::/a", "b/cpu.max": "100000 100000"}),
     "only the top is mounted": (2, {"own": "0::/docker/1234", "cpu.max": "200000 100000"}),
     "version 1": (
         2, {"own": V1 + "/a", "cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}
     ),
-    "version 1, no quota": (
-        8, {"own": V1 + "/", "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-    ),
-    "unreadable": (8, {"own": "0::/", "cpu.max": "what is this"}),
     "no cgroups": (8, {}),
 }
 

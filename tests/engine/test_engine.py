@@ -109,20 +109,6 @@ def test_ends_are_exact(models, shape):
 # -- requests that come and go -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", (None, (3,)))
-def test_many_at_once(models, counts):
-    """More than there are places; each ends as it does in a decoder of its own."""
-    made = requests(8, 5)
-    texts, sampling = map(list, zip(*made))
-    engine = plain(models, batch=3, max_seq_len=120, stop_ids=[ord("\n")], counts=counts)
-    one = plain(models, max_seq_len=120, stop_ids=[ord("\n")])
-    expected = [one.generate([text], [how])[0] for text, how in zip(texts, sampling)]
-    ended: list[int] = []
-    found = engine.generate(texts, sampling, lambda number, request: ended.append(number))
-    assert [(r.ids, r.finish) for r in found] == [(r.ids, r.finish) for r in expected]
-    assert len({r.finish for r in found}) > 1 and not engine.busy and sorted(ended) == [*range(8)]
-
-
 @pytest.fixture(scope="module")
 def thirty(models):
     """Requests, and what each emits alone."""
