@@ -10,14 +10,13 @@ import torch.nn as nn
 from helpers.blocks import LABELS, published
 from helpers.drafters import guessing_heads
 from helpers.heads import write_head
-from helpers.sources import CONFIG, target_state, write_source
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
 from checkpoint.export import main
 from checkpoint.folder import read_config
 from checkpoint.heads import export
-from checkpoint.loading import load_head, load_model
+from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.engine import Engine
@@ -102,36 +101,6 @@ def test_what_else_is_in_the_folder_stays(models, tmp_path):
     assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 2
     assert (tmp_path / "out" / "LICENSE").read_text() == (tmp_path / "out/more/text").read_text() == "theirs"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
-
-
-@pytest.fixture(params=(True, False), ids=("tied", "untied"))
-def dspark(request, tmp_path):
-    """The folder of a target in float32 with a DSpark head that was published with bfloat16 copies of its
-    tables.
-    """
-    config = {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": request.param}
-    state = target_state(config)
-    folder = convert(write_source(tmp_path / "in", state, config), tmp_path / "target", quiet=True)
-    target, _ = load_model(folder)
-    tensors, head = published("dspark", target)
-    tensors["embed_tokens.weight"] = target.embed.weight.detach().bfloat16()
-    tensors["lm_head.weight"] = target.lm_rows.detach().bfloat16()
-    write_head(tmp_path / "published", tensors, head)
-    convert(tmp_path / "published", target=folder, quiet=True)
-    return folder
-
-
-def test_a_dspark_head_with_copies_of_the_targets_tables(dspark, tmp_path):
-    """They are the target's, in whichever dtype, and go out again: also where they are one tensor there."""
-    config = read_config(dspark / "dspark")
-    assert not config["own_embedding"] and not config["own_lm_head"]
-    out = str(tmp_path / "o")
-    assert main(["--head", str(dspark / "dspark"), "--checkpoint", str(dspark), "--out", out]) == 0
-    back = convert(tmp_path / "o", tmp_path / "back", dspark, quiet=True)
-    again = read_config(back)
-    assert {k: v for k, v in again.items() if k not in ("name", "source", "sha256")} == {
-        k: v for k, v in config.items() if k not in ("name", "source", "sha256")
-    }
 
 
 def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):

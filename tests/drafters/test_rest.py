@@ -135,19 +135,3 @@ def test_a_store_is_built_and_mapped_into_memory(golden, folder):
 def test_stores_that_are_refused(golden, folder, name, words):
     with refused(words.format(folder / name)):
         load(golden, **drafting(folder / name))
-
-
-def test_a_store_replaces_a_store_with_force_only(golden, folder, tmp_path):
-    """Also one that is damaged; never anything else."""
-    shutil.copytree(folder / "short", tmp_path / "store")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious").write_text("x")
-
-    def make(out: Path, force: bool) -> int:
-        options = ["--checkpoint", str(golden), "--out", str(out), *(["--force"] if force else [])]
-        return rest.main(["build", *options, str(folder / "a.txt")])
-
-    assert make(tmp_path / "store", False) == 1 and make(tmp_path / "store", True) == 0
-    for out in (tmp_path / "mine", tmp_path / "mine" / "new" / ".."):
-        assert make(out, False) == make(out, True) == 1
-    assert (tmp_path / "mine" / "precious").read_text() == "x"

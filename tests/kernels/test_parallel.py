@@ -24,9 +24,7 @@ def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Sh
 
 @pytest.mark.parametrize("args, count, scheme, words", [
     (ARGS, 4, None, "4 ranks: 3 key/value heads for 6 query heads can be dealt to at most 3, or to a mult"),
-    (replace(ARGS, num_heads=9), 6, None, "6 ranks: 3 key/value heads for 9 query heads"),
     (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: an MLP of 4 inner values, 2 of which stay"),
-    (ARGS, 2, Scheme("w8a8", 0, None), "2 ranks: an MLP of 96 inner values, 64 of which stay together"),
     (ARGS, 2, Scheme("int4", 32, None), None),
     (replace(ARGS, head_dim=8), 2, Scheme("w4a8", 32, None),
      "2 ranks: w4a8 takes 32 inputs together, rank 0 would have the inputs 0 to 16 of attention's output"),

@@ -1,5 +1,4 @@
 """Shards of text that the target writes: several turns, user turns of its own, several processes."""
-from types import SimpleNamespace
 
 import pytest
 from helpers.tokenizers import with_template
@@ -54,17 +53,6 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
     for name, end in (("vicuna", "ASSISTANT:"), ("llama2", "[/INST]")):
         c.tokenizer = with_template(golden, tmp_path_factory.mktemp(name), TEMPLATES[name])
         assert c.user_end() == end
-    c.max_prompt_tokens = 10**6
-    c.synthesize(1)
-    (begin,) = c.planned.values()
-    steps, texts = begin(), (b" What is two? [/INST] Two.", b" It is two.")
-    next(steps)
-    steps.send(SimpleNamespace(ids=list(texts[0]), finish="length"))
-    with pytest.raises(StopIteration) as end:
-        steps.send(SimpleNamespace(ids=list(texts[1]), finish="length"))
-    (row,) = end.value.value.rows
-    text = bytes(i for i in row["ids"] if i < 256)
-    assert b"What is two?" in text and text.endswith(b" It is two.") and b" Two." not in text
 
 
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
