@@ -15,19 +15,14 @@ FILES = {
 }
 REFUSED = {  # what the error says: the options that are changed; {} is the folder of FILES
     "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
-    "{}/nowhere: no such file or folder": {"checkpoint": "{}/nowhere"},
     "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
     "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
     "--prompts {}/none: no such file": {"prompts": "{}/none"},
     "line 1: no conversation": {"conversations": "{}/text.jsonl"},
     "is no row of this target's token ids and answers; --shards takes": {"shards": "{}/log", "prompts": None},
     "--max-prompt-tokens plus --max-new-tokens 1000040: the target has 1024": {"max-prompt-tokens": 10**6},
-    "--draft-vocab 321: the target has 320": {"draft-vocab": 321},
     "that are left out: 24 longer than --max-prompt-tokens 3": {"max-prompt-tokens": 3, "synthesize": 0},
-    "fewer than two different prompts": {"limit": 1, "synthesize": 0},
-    "--states belongs to heads from nothing": {"states": 3, "start": "{}"},
     "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
-    "40 states of a target of 8 layers": {"kind": "dflash", "states": 40},
     "--max-new-tokens 2: must be at least 3": {"max-new-tokens": 2},
     "--short-epochs 3: there are 2 epochs": {"short-epochs": 3},
 }
