@@ -86,15 +86,6 @@ def test_special_tokens_map_or_tokenizer_config(tmp_path, config, special_map, e
     assert tok.stop_ids == {END: [258, 256], "<|endoftext|>": [256, 258]}[eos]
 
 
-def test_an_id_that_two_files_give_to_two_tokens(tmp_path):
-    """The encoder's file wins; the other token comes after the last one, as the library numbers it."""
-    decoder = special(i256=START, i65=END, i300="<|far|>")
-    tok = Tokenizer.load(folder_of(tmp_path, {"added_tokens_decoder": decoder}))
-    assert tok.control == {"<|endoftext|>": 256, "<|far|>": 300, END: 301, START: 302}
-    assert (tok.vocab_size, tok.highest, tok.decode([256, 65, 299, 300])) == (303, 302, "A")
-    assert tok.encode(f"a{END}<|far|>", parse_special=True) == [97, 301, 300]
-
-
 @pytest.mark.parametrize("config", [
     {"eos_token": "<sep>", "added_tokens_decoder": {}}, {"eos_token": "<sep>", "added_tokens_decoder": None},
     {"added_tokens_decoder": {"3": {"content": "<sep>", "special": True}}},
@@ -111,20 +102,6 @@ def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
     ids = tok.encode("a<sep>b", bos=False)
     assert 3 not in ids and tok.decode([*ids, 3]) == "a<sep>b"
     assert tok.encode("a<sep>b", parse_special=True).count(3) == 1
-
-
-def test_special_tokens_that_only_their_names_give_to_sentencepiece(sp, tmp_path):
-    """They come after the last one. The text after them has one space, however it begins."""
-    copy_files(sp, tmp_path)
-    names = {"eos_token": END, "pad_token": "<pad>", "additional_special_tokens": [START, "<sep>"]}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
-    tok = Tokenizer.load(tmp_path)
-    assert {END: 520, "<pad>": 521, START: 522}.items() < tok.control.items() and tok.vocab_size == 523
-    assert tok.stop_ids == [520, 2] and "<sep>" not in tok.control
-    for text in ("the fox", " the fox"):
-        ids = tok.encode(f"a {END}{text}", parse_special=True)
-        assert ids == tok.encode("a ") + [520] + tok.encode("the fox", bos=False)
 
 
 def test_ids_with_gaps(tmp_path):
