@@ -1,13 +1,11 @@
 """The Python API: prompts of every kind, and a sentence about each wrong type or name."""
 import json
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import GOLDEN, ROOT
+from helpers import ROOT
 from helpers.decoding import load
 
 from drafters import Drafting
@@ -87,22 +85,6 @@ def test_wrong_arguments_get_a_sentence(golden, args, options, words):
     with pytest.raises(Exception) as refusal:
         LLM(golden, *args, **options)
     assert str(refusal.value).startswith(words)
-
-
-def test_what_is_not_converted_is_converted_wherever_it_is_named(golden, tmp_path, monkeypatch):
-    """The target and a draft model into checkpoints/NAME, a head into TARGET/NAME; each once."""
-    monkeypatch.chdir(tmp_path)
-    for name, place in (("target", "one/Big"), ("target", "two/Small"), ("eagle3", "Head")):
-        shutil.copytree(GOLDEN / name, place)
-    ids = LLM(golden, compile=False).generate([1, 2, 3], **FEW).ids
-    for method, draft, made in (
-        ("eagle3", "Head", "checkpoints/big/head"), ("draft-model", Path("two/Small"), "checkpoints/small"),
-    ):
-        said = []
-        for _ in range(2):
-            drafted = LLM("one/Big", method, draft=draft, tree="4,1,2", compile=False, say=said.append)
-        assert drafted.generate([1, 2, 3], **FEW).ids == ids
-        assert [line for line in said if made in line] == [f"converting {draft} into {made}"]
 
 
 @pytest.mark.parametrize("free, batch, room", [

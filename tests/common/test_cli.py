@@ -12,9 +12,6 @@ from common import VERSION
 from common.cli import (
     Options,
     bias,
-    check_folder,
-    check_replaceable,
-    check_writable,
     count,
     dtype,
     positive,
@@ -129,26 +126,6 @@ def test_the_nearest_option_is_named_and_a_version(capsys):
     with pytest.raises(SystemExit) as stop:
         p.read(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"x.py {VERSION}\n"
-
-
-def test_where_nothing_can_be_written(tmp_path):
-    check_writable("--trace", str(tmp_path / "new"))
-    check_writable("--trace", "/dev/null")
-    check_folder("--out", str(tmp_path / "new" / "folder"))
-    check_replaceable("--out", str(tmp_path / "new"))
-    (tmp_path / "file").touch()
-    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    for name in ("", "gone/file"):
-        with refused(f"--trace {tmp_path / name}: not a file that can be written"):
-            check_writable("--trace", str(tmp_path / name))
-    for name in ("file", "file/folder", "nowhere"):
-        with refused(f"--out {tmp_path / name}: not a folder that can be written to"):
-            check_folder("--out", str(tmp_path / name))
-    with refused(f"--out {tmp_path / 'file'}: not a folder that can be written to"):
-        check_replaceable("--out", str(tmp_path / "file"))
-    with refused("--out /proc: is mounted, and cannot be replaced"):
-        check_replaceable("--out", "/proc")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "nowhere"]
 
 
 def test_the_groups_that_commands_share():

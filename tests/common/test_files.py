@@ -1,11 +1,9 @@
 """A file is there whole or not at all, whoever else writes it."""
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
-from common.cli import one_line
 from common.errors import InputError
 from common.files import (
     atomic_path,
@@ -14,11 +12,7 @@ from common.files import (
     read_json,
     read_lines,
     read_text,
-    write_text,
-    writing,
 )
-
-FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -60,22 +54,6 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
     with atomic_path(os.devnull) as part:
         part.write_text("nothing")
     assert not os.path.isfile(os.devnull)
-
-
-@FULL
-def test_a_full_disk_is_named():
-    with pytest.raises(OSError) as error:
-        write_text("/dev/full", "text")
-    assert one_line(error.value) == "/dev/full: no space left on the device; make room and try again"
-    with pytest.raises(OSError) as error, writing("it"), open("/dev/full", "w", buffering=1) as file:
-        file.write("line\n")
-    assert one_line(error.value).startswith("it: no space left")
-    with pytest.raises(OSError) as error, writing("it"):
-        Path("/nowhere/else").read_text()
-    assert "/nowhere/else" in one_line(error.value)  # that has named its own
-    with pytest.raises(OSError) as error, writing("it"):
-        raise OSError("own words")
-    assert one_line(error.value) == "own words"
 
 
 @pytest.mark.parametrize("content, words", [

@@ -69,17 +69,6 @@ def test_draftings_that_cannot_be(options, words):
         Drafting(**options)
 
 
-def test_the_folders_of_two_methods(golden):
-    """A draft model has no folder of its own, two methods of one head share it."""
-    head = golden / "eagle"
-    assert Drafting("draft-model+eagle3", golden).folders(golden) == {
-        "draft-model": golden, "eagle3": golden / "eagle3"
-    }
-    assert Drafting("eagle+eagle2", head).folders(golden) == {"eagle": head, "eagle2": head}
-    assert Drafting("lookup+eagle3").folders(golden) == {"lookup": None, "eagle3": golden / "eagle3"}
-    assert Drafting().folders(golden) == {}
-
-
 @pytest.fixture(scope="module")
 def llm(golden) -> LLM:
     return load(golden, compile=False)

@@ -1,5 +1,4 @@
 """What a captured step must be, seen without a GPU: it waits for nothing, and it can be held still."""
-
 import pytest
 import torch
 from helpers.decoding import ids, prompts

@@ -1,5 +1,4 @@
 """A machine that cannot have our kernels: one line, and the text of PyTorch alone."""
-
 import pytest
 from helpers.decoding import load
 

@@ -1,5 +1,4 @@
 """Which instruction set is chosen."""
-
 import pytest
 from helpers.refusals import refused
 

@@ -7,10 +7,9 @@ import torch
 from common.errors import InputError
 from kernels.backend import TORCH
 from kernels.quantized import Scheme
-from kernels.tp import Part, Ranks, Share, agreed
-from model import ModelArgs, Transformer
+from kernels.tp import Part, Ranks, Share
+from model import ModelArgs
 from sampling.noise import gumbel, seed_keys
-from tree import Tree, link
 
 ARGS = ModelArgs(
     vocab_size=50, hidden_size=32, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=3,
@@ -83,28 +82,3 @@ def test_the_best_token_without_the_logits_of_the_others(noisy):
     ranks = Together(1, seen)
     assert torch.equal(TORCH.draw(Part(parts[1], 17, ranks), noise, depth), want)
     assert all(x.shape == (2, B, T) for x in seen), "two numbers for each row are exchanged"
-
-
-def test_the_tree_is_the_first_ranks():
-    """Told in one exchange; each part then lies in one piece, as GPU kernels read it."""
-    class Told(Ranks):
-        """Rank 0 says what `theirs` is; this one has another tree."""
-
-        def first(self, x):
-            sent.append(x)
-            return sent[0]
-
-    def drafted(tokens: list[int], parents: list[int]) -> Tree:
-        parent = torch.tensor([parents, [0] * 4])
-        return Tree(torch.tensor([tokens, [9, 8, 7, 6]]), parent, *link(parent, 3))
-
-    sent, target = [], Transformer(ARGS)
-    target.ranks = Told(1, 2, "")
-    theirs, own = drafted([1, 2, 3, 4], [0, 0, 1, 2]), drafted([1, 2, 3, 5], [0, 0, 0, 1])
-    for tree in (theirs, own):
-        told, distribution = agreed(target, tree, None)
-        assert distribution is None
-        for name in ("tokens", "parent", "depth", "ancestors"):
-            found, want = getattr(told, name), getattr(theirs, name)
-            assert torch.equal(found, want) and found.dtype == want.dtype and found.is_contiguous(), name
-    assert len(sent) == 2 and not torch.equal(*sent)

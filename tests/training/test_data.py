@@ -1,5 +1,4 @@
 """Rows of text: how conversations become rows, which of them are used, and what is counted."""
-
 import pytest
 from helpers.tokenizers import with_template
 
@@ -95,18 +94,3 @@ def test_no_prompt_is_both_held_out_and_trained_on():
     assert len(held_out) == 15 and len(held_out) + len(rest) == 300  # 5 of 100 prompts, three rows each
     assert not {r["ids"][0] for r in held_out} & {r["ids"][0] for r in rest}
     assert data.hold_out(rows[::-1])[0] == held_out[::-1]
-
-
-def test_the_report_counts():
-    rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
-    rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
-    counts = data.counts_of(rows)
-    assert data.text_report(rows, counts, 4097).splitlines() == [
-        "2 conversations (prompts 1, x 1), 1 with several answers",
-        "113 tokens, 11 of them in 3 answers; the longest row has 100",
-        "3 distinct answer tokens; a draft vocabulary covers 2,048: 100.00%, 4,096: 100.00%",
-    ]
-    ids = data.draft_vocabulary(counts, 2, 4097).tolist()
-    assert ids == [2, 7] and data.covered(counts, ids) == pytest.approx(10 / 11)
-    assert data.draft_vocabulary(counts, 5, 4097).tolist() == [0, 1, 2, 7, 8]
-    assert data.unused(rows, 4097) == 4096

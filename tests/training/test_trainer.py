@@ -1,5 +1,4 @@
 """The training loop: batches, gradients, the average, the schedule, the saved state, the processes."""
-
 import pytest
 import torch
 from helpers.training import ROWS

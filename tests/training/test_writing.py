@@ -1,5 +1,4 @@
 """Shards of text that the target writes: several turns, user turns of its own, several processes."""
-
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
@@ -11,7 +10,6 @@ from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.processes import Processes
 from training.writing import Collector, open_engine
 
 SETTINGS = {
@@ -83,43 +81,10 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     assert list(map(bytes, before)) == prompts
 
 
-class Counter:
-    """A store of torch.distributed, for processes that are not there."""
-
-    def __init__(self):
-        self.taken = 0
-
-    def add(self, name: str, number: int) -> int:
-        self.taken += number
-        return self.taken
-
-
 def written_by(c: Collector, prompts: list) -> Collector:
     c.from_prompts(prompts)
     c.write()
     return c
-
-
-def test_conversations_are_shared_between_processes(golden, tmp_path):
-    """Whoever is free takes the next one, and what it holds does not depend on who that is."""
-    prompts, store = [users(f"question {i}") for i in range(10)], Counter()
-    alone = written_by(collector(golden, tmp_path / "alone"), prompts)
-    both = [Processes(rank, 2, store=store) for rank in (0, 1)]
-    for processes in both:
-        processes.wait = lambda: None
-    parts = [collector(golden, tmp_path / "shared", processes=processes) for processes in both]
-    for part in parts:
-        part.from_prompts(prompts)
-    others = [next(both[1].queue("text", 10)) for _ in range(3)]
-    assert others == [0, 1, 2]  # which the second process does not write
-    parts[0].write()
-    with pytest.raises(InputError, match="written are not here; --out must lie on a disk"):
-        parts[0].read(320)
-    store.taken = 0  # as when the same command goes on
-    parts[1].write()
-    assert [path.stem[-2:] for path in parts[1].files] == ["-0", "-1"]
-    assert [len(path.read_text().splitlines()) for path in parts[1].files] == [7, 3]
-    assert read_rows(parts[0]) == read_rows(parts[1]) == read_rows(alone)
 
 
 def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
