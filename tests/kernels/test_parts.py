@@ -172,7 +172,7 @@ def test_follow(cpu_kernels, lengths, shortest):
 def test_commit_emits(both):
     """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
     def step(backend, width):
-        tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
+        tokens = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
         count = torch.tensor([2, 3, 3, 3, 1])
         state = State(5, 40, 4, 0, [2, 9], torch.float32, tokens.device)
         state.length.copy_(torch.tensor([3, 4, 5, 6, 7]))
