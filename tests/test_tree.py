@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.states import paths
 
-from tree import Growth, PathTree, Tree, TreeShape, accept, link, visible_slots
+from tree import Growth, PathTree, Tree, TreeShape, accept, link
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -76,19 +76,6 @@ def test_ancestors_and_depth_by_walking():
                 seen.add(j)
             assert {k for k in range(24) if ancestors[b, i, k]} == seen
             assert depth[b, i] == len(seen) - 1
-
-
-def test_visible_slots_by_definition():
-    torch.manual_seed(0)
-    local = torch.rand(3, 4, 5) < 0.5
-    length = torch.tensor([0, 3, 9])
-    seen = visible_slots(torch.arange(12), length, local)
-    for b in range(3):
-        for row in range(4):
-            for slot in range(12):
-                offset = slot - int(length[b])
-                want = offset < 0 or (offset < 5 and bool(local[b, row, offset]))
-                assert bool(seen[b, row, slot]) == want
 
 
 def test_accept_follows_the_target():

@@ -1,7 +1,6 @@
 """The engine on the golden models, in float32: the reference's trees, plain text, exact ends; requests that
 come and go, each of whose texts is what it is alone.
 """
-import itertools
 import random
 
 import pytest
@@ -184,24 +183,6 @@ def test_others_decode_while_a_prompt_is_read(models):
         engine.step()
         progress.append(len(first.ids) - before)
     assert len(progress) == 8 and all(progress)
-
-
-def test_trees_are_told_to_who_watches(models):
-    target, head = models
-    engine = Engine(target, Eagle(head, SHAPE), batch=2, max_seq_len=300, compile=False)
-    watched, other = engine.admit([5, 6, 7], Sampling(20), watch=True), engine.admit([5, 9], Sampling(20))
-    steps = 0
-    while engine.busy:
-        for event in engine.step():
-            if event.request is other or not event.nodes:
-                assert event.draft is None
-                continue
-            steps += 1
-            draft, taken = event.draft, event.draft.path[: event.drafted + 1]
-            assert len(draft.tokens) == len(draft.parent) == SHAPE.nodes == event.nodes + 1
-            assert [draft.tokens[i] for i in taken[1:]] == event.ids[: event.drafted]
-            assert all(draft.parent[b] == a for a, b in itertools.pairwise(taken))
-    assert steps == sum(watched.trees.values()) > 3
 
 
 def test_scores_of_a_prompt(models):

@@ -26,15 +26,6 @@ def test_each_option_matters(models, asked):
     assert found[0] != without[0] and found[1] == without[1]
 
 
-def test_penalties_are_forgotten_with_the_text(models):
-    decoder, given = speculative(models, SHAPE), prompts(1, seed=23)
-    usual = ids(decoder, given, Sampling(30))
-    ids(decoder, given, Sampling(30, repetition_penalty=1.5, logit_bias={101: 50}, presence_penalty=2))
-    assert ids(decoder, given, Sampling(30)) == usual
-    fresh = ids(speculative(models, SHAPE), given, Sampling(30, presence_penalty=2))
-    assert ids(decoder, given, Sampling(30, presence_penalty=2)) == fresh
-
-
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_logprobs_are_the_targets(models, temperature):
     """Against a pass over the whole text; before penalties."""
