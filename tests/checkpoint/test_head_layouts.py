@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.families import LAYERS, H, V, make_target
-from helpers.heads import BASE, make_head, write_head
+from helpers.heads import BASE, make_head, plain_layer, rms, write_head
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
@@ -18,55 +18,23 @@ from common.errors import InputError
 from convert_checkpoint import main
 
 
-def rms(x, weight):
-    return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
-def attention_and_mlp(get, residual, a, hd, kv, theta=1e4):
-    """One layer as the papers write it, on published tensors: `get(name)`; a is the normed input, causal."""
-    T = a.shape[0]
-    q, k, v = (
-        F.linear(a, get(f"self_attn.{x}_proj.weight"), get(f"self_attn.{x}_proj.bias")).view(T, -1, hd)
-        for x in "qkv"
-    )
-    if get("self_attn.q_norm.weight") is not None:
-        q, k = rms(q, get("self_attn.q_norm.weight")), rms(k, get("self_attn.k_norm.weight"))
-    angle = torch.arange(T)[:, None] * theta ** (-torch.arange(0, hd, 2) / hd)
-
-    def turned(x):
-        even, odd = x[..., : hd // 2], x[..., hd // 2 :]
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-        return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
-
-    q, k = turned(q), turned(k)
-    out = torch.empty_like(q)
-    for h in range(q.shape[1]):
-        g = h * kv // q.shape[1]
-        scores = (q[:, h] @ k[:, g].T) / hd**0.5
-        out[:, h] = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1) @ v[:, g]
-    x = residual + out.flatten(1) @ get("self_attn.o_proj.weight").T
-    m = rms(x, get("post_attention_layernorm.weight"))
-    gate, up = m @ get("mlp.gate_proj.weight").T, m @ get("mlp.up_proj.weight").T
-    return x + (F.silu(gate) * up) @ get("mlp.down_proj.weight").T
-
-
-def papers_eagle1(state, embed, lm_head, tokens, feature, hd, kv):
+def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
     """(fed back, logits): arXiv 2401.15077."""
     x = F.linear(torch.cat((embed[tokens], feature), -1), state["fc.weight"], state.get("fc.bias"))
-    x = attention_and_mlp(lambda n: state.get(f"layers.0.{n}"), x, x, hd, kv)
+    x = plain_layer(lambda n: state.get(f"layers.0.{n}"), x, x, hd)
     return x, x @ lm_head.T
 
 
 def papers_eagle3(
-    state, embed, lm_head, tokens, feature, hd, kv, first, layers=1, before=False, normed=False
+    state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False
 ):
     """(fed back, logits): arXiv 2503.01840 and its variants; `feature` is already through fc."""
     u = rms(feature, state[first + "hidden_norm.weight"])
     a = torch.cat((rms(embed[tokens], state[first + "input_layernorm.weight"]), u), -1)
-    x = attention_and_mlp(lambda n: state.get(first + n), u if before else feature, a, hd, kv)
+    x = plain_layer(lambda n: state.get(first + n), u if before else feature, a, hd)
     for k in range(1, layers):
         norm = state.get(f"layers.{k}.hidden_norm.weight", state[f"layers.{k}.input_layernorm.weight"])
-        x = attention_and_mlp(lambda n, k=k: state.get(f"layers.{k}.{n}"), x, rms(x, norm), hd, kv)
+        x = plain_layer(lambda n, k=k: state.get(f"layers.{k}.{n}"), x, rms(x, norm), hd)
     out = rms(x, state["norm.weight"])
     return out if normed else x, out @ lm_head.T
 
@@ -120,7 +88,7 @@ def test_eagle1_head(tmp_path, base, name):
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
     embed = state.get("embed_tokens.weight", target.embed.weight)
     lm_head = (target.lm_head or target.embed).weight
-    expected = papers_eagle1(state, embed, lm_head, tokens, features, 12, options.get("kv", 2))
+    expected = papers_eagle1(state, embed, lm_head, tokens, features, 12)
     assert close(run_head(head, tokens, features), expected)
     # Its features are normed target states.
     assert close([head.fuse(features)], [rms(features, target.norm.weight)])
@@ -204,7 +172,7 @@ def test_eagle3_head(tmp_path, base, name):
     embed = state.get("embed_tokens.weight", target.embed.weight)
     feature = torch.randn(20, hidden)
     expected = papers_eagle3(
-        state, embed, state["lm_head.weight"], tokens, feature, options.get("hd", 12), options.get("kv", 2),
+        state, embed, state["lm_head.weight"], tokens, feature, options.get("hd", 12),
         options.get("first", "midlayer."), **flags,
     )
     assert close(run_head(head, tokens, feature), expected)
