@@ -25,9 +25,7 @@ def papers_eagle1(state, embed, lm_head, tokens, feature, hd):
     return x, x @ lm_head.T
 
 
-def papers_eagle3(
-    state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False
-):
+def papers_eagle3(state, embed, lm_head, tokens, feature, hd, first, layers=1, before=False, normed=False):
     """(fed back, logits): arXiv 2503.01840 and its variants; `feature` is already through fc."""
     u = rms(feature, state[first + "hidden_norm.weight"])
     a = torch.cat((rms(embed[tokens], state[first + "input_layernorm.weight"]), u), -1)

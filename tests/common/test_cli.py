@@ -9,15 +9,7 @@ from helpers import ROOT
 from helpers.refusals import refused
 
 from common import VERSION
-from common.cli import (
-    Options,
-    bias,
-    count,
-    dtype,
-    positive,
-    run_command,
-    seed,
-)
+from common.cli import Options, bias, count, dtype, positive, run_command, seed
 from common.errors import InputError
 
 

@@ -5,14 +5,7 @@ import threading
 import pytest
 
 from common.errors import InputError
-from common.files import (
-    atomic_path,
-    check_file,
-    read_bytes,
-    read_json,
-    read_lines,
-    read_text,
-)
+from common.files import atomic_path, check_file, read_bytes, read_json, read_lines, read_text
 
 
 def test_whole_or_not_at_all(tmp_path):

@@ -172,9 +172,7 @@ def published_hydra(target, folder, prefix: bool) -> dict:
 def test_hydra_as_published(golden, models, tmp_path, prefix):
     target, _ = models
     given = published_hydra(target, tmp_path / "in", prefix)
-    head = load_head(
-        convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra"
-    )
+    head = load_head(convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra")
     args = head.args
     assert (args.guesses, args.blocks, args.repeated) == (2, 4, True)
     assert args.lm_head_bias and args.prefix == prefix

@@ -10,13 +10,7 @@ from helpers.decoding import load
 from helpers.refusals import refused
 
 from common.errors import InputError
-from drafters import (
-    GPU_ROWS,
-    METHODS,
-    Drafting,
-    default_tree,
-    read_tree,
-)
+from drafters import GPU_ROWS, METHODS, Drafting, default_tree, read_tree
 from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle

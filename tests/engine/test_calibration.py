@@ -27,9 +27,7 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
         rows = [b for b, n in enumerate(length.tolist()) if n + DEEPEST + 1 < len(texts[b])]
         if not rows:
             break
-        truth = torch.tensor(
-            [texts[b][int(length[b]) + 1 : int(length[b]) + DEEPEST + 2] for b in rows]
-        )
+        truth = torch.tensor([texts[b][int(length[b]) + 1 : int(length[b]) + DEEPEST + 2] for b in rows])
         for k in (2, 4, 10):
             grown = growths[k]
             whole = grown.tokens, grown.scores, grown.parents
