@@ -1,4 +1,4 @@
-"""What cannot be drafted is refused in one line: sizes, trees, folders, flags. How a method is added."""
+"""What cannot be drafted is refused in one line: sizes, trees, folders, flags."""
 import json
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What hostile callers do: engines that nobody warmed up, tiny caches, texts interleaved, Ctrl-C anywhere."""
+"""What hostile callers do: engines that nobody warmed up, tiny caches, Ctrl-C anywhere."""
 import random
 
 import pytest

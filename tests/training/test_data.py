@@ -1,4 +1,4 @@
-"""Rows of text: how conversations become rows, which of them are used, and what is counted."""
+"""Rows of text: how conversations become rows, and which of them are used."""
 import pytest
 from helpers.tokenizers import with_template
 

@@ -1,4 +1,4 @@
-"""The target's states: stored ones are the computed ones, memory and disk are bounded."""
+"""The target's states: stored ones, and those of a reader, are the computed ones."""
 import copy
 
 import pytest

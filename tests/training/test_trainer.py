@@ -1,4 +1,4 @@
-"""The training loop: batches, gradients, the average, the schedule, the saved state, the processes."""
+"""The training loop: batches, gradients, the average, the schedule, the saved state."""
 import pytest
 import torch
 from helpers.training import ROWS

@@ -1,4 +1,4 @@
-"""Shards of text that the target writes: several turns, user turns of its own, several processes."""
+"""Shards of text that the target writes: several turns, where a user's turn ends, killed writers."""
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
