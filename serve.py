@@ -140,7 +140,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     note(
         f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB"
     )
-    engine.warm_up(Sampling(), Sampling(temperature=1.0))
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     if ranks:
         channel = Channel()
         if listener is None:

@@ -549,7 +549,7 @@ class Engine:
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and time the tuner's trees.
 
-        Default: greedy. every_length: on CUDA, capture what texts of every length need.
+        Default: greedy. every_length: also what prompts and texts of every length need, in every place.
         """
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
@@ -597,9 +597,12 @@ class Engine:
                 for count in self.step_counts:
                     for drafter in kinds:
                         passes.step(passes.rows(0, count), span, drafter, modes)
+                # Prompts are read in each place alone, and in all of them together.
+                places = {(place, 1) for place in range(self.batch if len(spans) == 1 else 1)}
                 for size in passes.chunks if every_length else ():
-                    if size <= span.shape[0]:
-                        passes.prefill(passes.rows(0, 1), span, size, modes)
+                    for first, count in sorted(places | {(0, self.batch)}):
+                        if size <= span.shape[0]:
+                            passes.prefill(passes.rows(first, count), span, size, modes)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

@@ -16,10 +16,8 @@ from helpers.decoding import load
 from safetensors.torch import load_file
 
 import generate
-from common.errors import InputError
 from console.chat import HELP
 from console.output import coloured
-from engine.compile import compile_errors
 from engine.passes import Passes
 from llm import LLM
 from tree import TreeShape
@@ -323,15 +321,6 @@ def test_a_source_is_converted_on_the_way_once(cli, tmp_path, monkeypatch):
     assert done.status == 0 and "converting" in done.err
     done = cli(*command, "b/Model")
     assert done.status == 1 and "was converted from" in done.err and "a/Model" in done.err
-
-
-def test_a_failing_compiler_is_one_line():
-    for text, reason in (("\nfirst line\nsecond", "first line"), ("", "TorchDynamoException")):
-        with pytest.raises(InputError, match=rf"torch\.compile failed \({reason}\); try --no-compile"):
-            with compile_errors():
-                raise torch._dynamo.exc.TorchDynamoException(text)
-    with pytest.raises(ValueError, match="ours"), compile_errors():
-        raise ValueError("ours")
 
 
 @pytest.mark.slow
