@@ -78,7 +78,7 @@ class CompiledFunction:
     combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
     calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     Modules that are alike, as the views of two places of a batch are, share one graph, which is loaded once.
-    What cannot be compiled runs as it is: `say` gets a line with the reason.
+    If compiling fails, `say` gets a line with the reason, and the function runs uncompiled.
     """
 
     def __init__(self, function: Callable, what: str, say: Callable[[str], None]):
@@ -349,8 +349,8 @@ class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
     One memory pool and one stream serve them all; what a call returns is overwritten by the next. device: the
-    GPU that the buffers are on. What cannot be captured is called each time: `say` gets a line with the
-    reason.
+    GPU that the buffers are on. If capturing fails, `say` gets a line with the reason, and the call is made
+    each time.
     """
 
     def __init__(self, device: torch.device, say: Callable[[str], None] = lambda line: None):

@@ -131,7 +131,7 @@ class Passes:
         self._step, self._verify = made(step, "step"), made(verify, "guided step")
         self._prefill = made(prefill, "prefill")
         self.captured = CapturedCalls(self.device, say) if compile and self.on_cuda else None
-        # No reference leads back here: memory is free as soon as nobody holds the passes.
+        # Nothing here refers back to the passes: their memory is free as soon as their owner is.
         self._rows: dict[tuple[int, int], Rows] = {}
 
     def rows(self, first: int, count: int) -> Rows:
