@@ -117,7 +117,7 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
     lines = [line, f"{len(lengths)} steps ({trees or 'none'}) in {seconds:.2f} s;"
                    f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
-                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.fallbacks]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)

@@ -78,11 +78,14 @@ class CompiledFunction:
     combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
     calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     Modules that are alike, as the views of two places of a batch are, share one graph, which is loaded once.
-    If compiling fails, `say` gets a line with the reason, and the function runs uncompiled.
+    If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
     """
 
-    def __init__(self, function: Callable, what: str, say: Callable[[str], None]):
-        self.function, self.what, self.say = function, what, say
+    def __init__(
+        self, function: Callable, what: str, say: Callable[[str], None],
+        failed: Callable[[str], None] | None = None,
+    ):
+        self.function, self.what, self.say, self.failed = function, what, say, failed or say
         self.variants: dict[tuple, Callable] = {}  # by modules, shapes and constants
         self.loaded: dict[Path, Callable] = {}
 
@@ -111,7 +114,7 @@ class CompiledFunction:
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of any of torch's compilers
-            self.say(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
+            self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
 
             def graph(args: tuple):
                 return self.function(*args)
@@ -349,12 +352,12 @@ class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
     One memory pool and one stream serve them all; what a call returns is overwritten by the next. device: the
-    GPU that the buffers are on. If capturing fails, `say` gets a line with the reason, and the call is made
-    each time.
+    GPU that the buffers are on. If capturing fails, `failed` is called with a line about the reason, and the
+    call is made each time.
     """
 
-    def __init__(self, device: torch.device, say: Callable[[str], None] = lambda line: None):
-        self.device, self.say = device, say
+    def __init__(self, device: torch.device, failed: Callable[[str], None] = lambda line: None):
+        self.device, self.failed = device, failed
         self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
         self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
@@ -389,7 +392,7 @@ class CapturedCalls:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
-            self.say(f"the {what} cannot be captured and is launched each time ({first_line(e)})")
+            self.failed(f"the {what} cannot be captured and is launched each time ({first_line(e)})")
             return call, call
 
         def replay():

@@ -129,6 +129,11 @@ class Engine:
         """The requests that hold a place."""
         return [request for request in self._requests if request]
 
+    @property
+    def fallbacks(self) -> list[str]:
+        """A line about each part of a GPU's path that runs in a slower way because a faster one failed."""
+        return self.passes.fallbacks
+
     # -- admit and leave ----------------------------------------------------------------------
 
     def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:
@@ -217,7 +222,7 @@ class Engine:
         request = self._requests[place]
         held = self._held(request) if request else self._kept[place]
         unread = request.unread if request else self._unread[place]
-        if not self.passes.unread or tokens <= len(held) + 1 - unread:
+        if not self.passes.unread or tokens <= max(0, len(held) + 1 - unread):
             return
         span = self.passes.span(int(self.state.length[place]))
         with torch.no_grad():

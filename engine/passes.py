@@ -76,7 +76,8 @@ class Passes:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
     shapes: trees that `drafter`, a `HeadDrafter` then, may also draft. follows: plain steps leave features
-    that `read_behind` reads later.
+    that `read_behind` reads later. fallbacks: a line about each part that runs in a slower way because a
+    faster one failed.
     """
 
     def __init__(
@@ -89,8 +90,15 @@ class Passes:
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
         self.backend = backend_of(target)
+        failures = self.backend.failures
+        self.fallbacks = fallbacks = [*failures.values()]
+
+        def fell_back(line: str) -> None:
+            fallbacks.append(line)
+            say(line)
+
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not self.backend.row_invariant
+        self.compiled = compile and not (self.backend.row_invariant or "compiled step" in failures)
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -127,10 +135,12 @@ class Passes:
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        made = partial(CompiledFunction, say=say) if self.compiled else (lambda function, what: function)
+        compiling = partial(CompiledFunction, say=say, failed=fell_back)
+        made = compiling if self.compiled else (lambda function, what: function)
         self._step, self._verify = made(step, "step"), made(verify, "guided step")
         self._prefill = made(prefill, "prefill")
-        self.captured = CapturedCalls(self.device, say) if compile and self.on_cuda else None
+        captures = compile and self.on_cuda and "captured step" not in failures
+        self.captured = CapturedCalls(self.device, fell_back) if captures else None
         # Nothing here refers back to the passes: their memory is free as soon as their owner is.
         self._rows: dict[tuple[int, int], Rows] = {}
 

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ from tree import Growth, TreeShape
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # of all parts; one that takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
+RECENT = 32  # allocations, more than a kernel has results and scratch
 COLUMNS = 32768  # of a layer, at most: more are tiles of the same kernel
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
 
@@ -67,8 +69,8 @@ class Sizes(NamedTuple):
     repeats: int = 1000
 
     @classmethod
-    def of(cls, model: Transformer) -> Sizes:
-        """Take the sizes of a target, prepared or not.
+    def of(cls, model: Transformer, float8: bool) -> Sizes:
+        """Take the sizes of a target. float8: of its caches.
 
         A head is quantised to int8 when it is loaded, and its layers are like the target's.
         """
@@ -82,17 +84,22 @@ class Sizes(NamedTuple):
         return cls(
             str(weight.device), str(weight.dtype).removeprefix("torch."),
             (args.num_heads, args.num_kv_heads, args.head_dim), args.qk_norm, max(args.windows, default=0),
-            model.Caches.stored(weight.dtype) == torch.uint8, args.vocab_size,
+            float8, args.vocab_size,
             tuple(sorted({(mode, group, min(N, COLUMNS), K) for mode, group, N, K in found})),
         )
 
 
 class Case(NamedTuple):
-    """A part of a step at one size. run(backend): its results, tensors in any nesting. limit: of numbers."""
+    """A part of a step at one size.
+
+    run(backend): its results, tensors in any nesting. limit: of numbers. guards: its kernels, which no
+    compiler sees, get guard bytes around what they write.
+    """
 
     what: str
     run: Callable[[TorchBackend], object]
     limit: float = 0.0
+    guards: bool = True
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -113,7 +120,7 @@ def attention(
     device: str, dtype: torch.dtype, B: int, T: int, nh: int, nkv: int, hd: int, M: int,
     lengths: tuple[int, ...], norm: bool = False, window: int = 0, float8: bool = False, unseen: int = 0,
 ) -> Case:
-    """Attention of T rows that see some of M slots after `lengths` [B], none of the first `unseen`.
+    """Attention of T rows that see some of the M slots after `lengths` [B], but the first `unseen` never.
 
     Slots after those hold NaN, which the kernel does not read; the definition, which multiplies them by 0,
     gets zeros.
@@ -205,7 +212,7 @@ def _largest(s: Sizes) -> Iterator[Case]:
 
 
 def _growth(s: Sizes, advance: Callable[[Growth], object], seen: list) -> Growth:
-    """Grow the tree of two sequences by random scores, in which equal ones are rare."""
+    """Grow the tree of two sequences by random scores; equal ones are rare."""
     draw, shape = _drawing(3, s.device), TreeShape(*s.tree)
     k = shape.width
 
@@ -311,21 +318,33 @@ def guarded() -> Iterator[Callable[[], bool]]:
 
     Gives a function that returns whether all guard bytes are unchanged.
     """
-    whole: list[Tensor] = []
+    recent: deque[Tensor] = deque()
+    intact = []
+
+    def look(memory: Tensor) -> None:
+        whole = (memory[:GUARD] == EDGE).all() & (memory[-GUARD:] == EDGE).all()
+        intact[:] = [whole & other for other in intact] or [whole]
 
     def guarding(allocate: Callable) -> Callable[..., Tensor]:
         def allocated(*arguments, **options) -> Tensor:
             x = allocate(*arguments, **options)
             memory = torch.full((2 * GUARD + x.nbytes,), EDGE, dtype=torch.uint8, device=x.device)
             memory[GUARD : GUARD + x.nbytes] = UNSET
-            whole.append(memory)
+            recent.append(memory)
+            if len(recent) > RECENT:  # its kernel has been launched
+                look(recent.popleft())
             return memory[GUARD : GUARD + x.nbytes].view(x.dtype).view(x.shape)
 
         return allocated
 
+    def all_intact() -> bool:
+        while recent:
+            look(recent.popleft())
+        return all(intact)
+
     empty, new_empty = guarding(torch.empty), guarding(torch.Tensor.new_empty)
     with patch.object(torch, "empty", empty), patch.object(torch.Tensor, "new_empty", new_empty):
-        yield lambda: all(bool((x[:GUARD] == EDGE).all() and (x[-GUARD:] == EDGE).all()) for x in whole)
+        yield all_intact
 
 
 def difference(found, wanted, limit: float) -> str | None:
@@ -343,7 +362,7 @@ def difference(found, wanted, limit: float) -> str | None:
 
 def check(case: Case, backend: TorchBackend) -> None:
     """Raise AssertionError if a backend does not compute a case as its definition does."""
-    with guarded() as intact:
+    with guarded() if case.guards else contextlib.nullcontext(lambda: True) as intact:
         found = case.run(backend)
         if not intact():
             raise AssertionError("writes outside its results")
@@ -353,32 +372,37 @@ def check(case: Case, backend: TorchBackend) -> None:
 
 
 @torch.no_grad()
-def run(sizes: Sizes, names: Collection[str], parts: dict[str, Callable], say: Callable[[str], None]) -> None:
-    """Check parts by name. say: gets a line of JSON when one begins, and one with the error if it fails.
+def run(
+    sizes: Sizes, failed: dict[str, str], names: Collection[str], parts: dict[str, Callable],
+    say: Callable[[str], None],
+) -> None:
+    """Check parts by name, each on a backend without those that have failed.
 
-    Raises an error if the device cannot go on.
+    say: gets a line of JSON when a part begins, and one with the error if it fails. Raises an error if the
+    device cannot go on.
     """
-    backend = CudaBackend()
     for name in names:
         say(json.dumps({"part": name}))
-        what = ""
+        backend, what = CudaBackend().without(failed), ""
         try:
             for case in parts[name](sizes):
                 what = case.what
                 check(case, backend)
         except Exception as e:  # whatever a compiler or a device raises
-            say(json.dumps({"part": name, "error": f"{what}: {first_line(e)}"}))
+            failed = failed | {name: f"{what}: {first_line(e)}" if what else first_line(e)}
+            say(json.dumps({"part": name, "error": failed[name]}))
             if sizes.device != "cpu":
                 torch.cuda.synchronize()
     say(json.dumps({"ended": True}))
 
 
 def main(parts: dict[str, Callable] = PARTS) -> None:
-    """Check the parts that the command line names. Standard input: the sizes as JSON."""
-    sizes = Sizes(**json.load(sys.stdin))
+    """Check the parts that the command line names. Standard input: sizes and what has failed, as JSON."""
+    sizes, failed = json.load(sys.stdin)
+    sizes = Sizes(**sizes)
     if sizes.device != "cpu":
         torch.cuda.set_device(torch.device(sizes.device))
-    run(sizes, sys.argv[1:], parts, lambda line: print(line, flush=True))
+    run(sizes, failed, sys.argv[1:], parts, lambda line: print(line, flush=True))
 
 
 # -- the parent ------------------------------------------------------------------------------------
@@ -428,8 +452,8 @@ def _checked(sizes: Sizes, left: list[str], command: tuple[str, ...]) -> tuple[d
         began, ended, died = None, False, None
         try:
             done = subprocess.run(
-                [*command, *left], input=json.dumps(sizes._asdict()), capture_output=True, text=True,
-                cwd=ROOT, timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                [*command, *left], input=json.dumps((sizes._asdict(), found)), capture_output=True,
+                text=True, cwd=ROOT, timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
             lines, died = done.stdout, _death(done)
         except subprocess.TimeoutExpired as e:
@@ -456,7 +480,7 @@ def _death(done: subprocess.CompletedProcess) -> str:
 
 
 def _line(part: str, error: str) -> str:
-    return f"the GPU kernel {part!r} is left out, which is slower: {error}"
+    return f"the GPU path does without {part!r}, which is slower: {error}"
 
 
 if __name__ == "__main__":

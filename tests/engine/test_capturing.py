@@ -14,6 +14,7 @@ from engine.compile import CapturedCalls, CompiledFunction
 from engine.engine import Engine
 from engine.memory import free_memory
 from engine.passes import CUBLAS_WORKSPACE
+from kernels.backend import TORCH
 from sampling.options import Sampling
 
 GPU = torch.device("cuda:1")
@@ -66,8 +67,8 @@ def cuda(monkeypatch) -> FakeCuda:
 
 
 def test_a_capture_keeps_its_inputs_and_nothing_collects_during_it(cuda):
-    calls, lines, held = CapturedCalls(GPU, lines := []), [], torch.ones(3)
-    calls.say, seen = lines.append, weakref.ref(held)
+    held, lines = torch.ones(3), []
+    calls, seen = CapturedCalls(GPU, lines.append), weakref.ref(held)
 
     def call(x=held):
         return x + 1
@@ -148,6 +149,7 @@ def test_ready_is_ready(monkeypatch):
     """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing."""
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
+    monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
     engine = Engine(target, drafter, batch=2, max_seq_len=200, chunks=(64, 128))
     engine.passes.captured, made = Replays(), []
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 from helpers.ahead_of_time import dear
 
+from engine import check as steps
+from engine.check import STEPS
+from engine.compile import SavedGraph
 from kernels.backend import TORCH
 from kernels.gpu import attention, check, growing, products
 from kernels.gpu.backend import CudaBackend
@@ -28,7 +31,7 @@ def sizes(device, monkeypatch) -> Sizes:
 def failed(sizes: Sizes, *names: str) -> dict[str, str]:
     """The errors of parts by name."""
     lines: list[str] = []
-    check.run(sizes, names or PARTS, PARTS, lines.append)
+    check.run(sizes, {}, names, PARTS | STEPS, lines.append)
     records = [json.loads(line) for line in lines]
     assert records[-1] == {"ended": True}
     return {record["part"]: record["error"] for record in records if "error" in record}
@@ -79,6 +82,76 @@ def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
     assert failed(sizes, "linear") == {"linear": "int8 40 x 256, 1 rows: repeated, it gives other numbers"}
 
 
+@pytest.fixture
+def small(sizes, monkeypatch) -> Sizes:
+    monkeypatch.setattr(steps, "VOCABULARY", 100)
+    monkeypatch.setattr(attention, "programs_at_once", lambda device: 1)
+    return sizes._replace(tree=(6, 2, 3))
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list:
+    """Stands in for compilers: the functions that a compiled graph goes through."""
+    changes = []
+
+    def make(function, args, path):
+        return lambda args: changes[0](function(*args)) if changes else function(*args)
+
+    monkeypatch.setattr(steps, "REPLAYS", 2)
+    monkeypatch.setattr(SavedGraph, "make", make)
+    monkeypatch.setattr(SavedGraph, "find", lambda path: None)
+    return changes
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """captured(calls): makes passes run calls through `calls(key, call, still)`, as `CapturedCalls`."""
+    prepared = steps._prepared
+
+    def by(calls):
+        def prepare(sizes, backend):
+            passes = prepared(sizes, backend)
+            passes.captured = None if backend is TORCH else partial(calls, passes)
+            return passes
+
+        monkeypatch.setattr(steps, "_prepared", prepare)
+
+    return by
+
+
+def test_steps_are_right(small, compiled):
+    assert not failed(small, *STEPS)
+
+
+def test_a_compiled_step_that_is_wrong(small, compiled):
+    compiled.append(lambda result: (result[0]._replace(tokens=result[0].tokens + 1), result[1]))
+    assert "12 of 12 numbers differ, by up to 1" in failed(small, "compiled step")["compiled step"]
+
+
+def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
+    """It is right at first."""
+    results = {}
+
+    def replay(passes, key, call, still):
+        if key in results and results[key][0].scores is not None:  # not a plain step's
+            results[key][0].scores.fill_(float("nan"))
+            return results[key]
+        return results.setdefault(key, call())
+
+    captured(replay)
+    found = failed(small, "captured step", "accept")
+    assert list(found) == ["captured step"] and "numbers differ, by up to nan" in found["captured step"]
+
+
+def test_a_step_that_cannot_be_captured(small, compiled, captured):
+    def refuse(passes, key, call, still):
+        passes.fallbacks.append("the step cannot be captured")
+        return call()
+
+    captured(refuse)
+    assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
+
+
 CHILD = """
 import json, os, sys
 sys.stdin.read()
@@ -109,7 +182,7 @@ def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
     lines: list[str] = []
     asked = partial(check.failures, sizes, lines.append, ("move", "rank", "draw"))
     found = asked((sys.executable, "-c", CHILD % does))
-    assert found == {"rank": f"the GPU kernel 'rank' is left out, which is slower: {error}"}
+    assert found == {"rank": f"the GPU path does without 'rank', which is slower: {error}"}
     assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
 
 
@@ -119,6 +192,21 @@ def test_a_check_that_does_not_start(sizes, place):
     found = check.failures(sizes, lambda line: None, ("move", "rank"), command)
     assert list(found) == ["move", "rank"] and not list(place.rglob("*.json"))
     assert "the check does not start (the process ended: no memory)" in found["move"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
+def test_a_target_is_checked(place, monkeypatch):
+    """In a real process: at the target's sizes, whatever can be computed here."""
+    monkeypatch.setattr(check, "SECONDS", 300)
+    monkeypatch.setattr(steps, "PARTS", ("advance", "accept", "unknown"))
+    monkeypatch.setattr(steps, "STEPS", ())
+    target, lines = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16)), []
+    backend = steps.checked(CudaBackend(), target, False, lines.append)
+    assert list(backend.failures) == ["unknown"] and backend.name == "cuda without unknown"
+    assert lines[1:] == ["the GPU path does without 'unknown', which is slower: 'unknown'"]
+    sizes = Sizes.of(target, True)
+    assert sizes.heads == (2, 1, 16) and sizes.dtype == "float32" and sizes.float8
+    assert ("int8", 0, 96, 32) in sizes.layers
 
 
 def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
