@@ -98,6 +98,8 @@ def test_programmatic_launch():
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
+REQUESTS, ROW = {"temperature": F32, "top_k": I64, "top_p": F32}, {"T": ANY, "V": "i32"}
+CHUNKS = {"CHUNK": sampling.SORTED, "CHUNKS": 63}
 OTHERS = {
     "rank": (ranking.best_kernel, {
         "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
@@ -137,10 +139,12 @@ OTHERS = {
         "key": I64, "positions": I64, "temperature": F32, "out": F32, "W": ANY, "V": "i32",
         "CHUNK": sampling.CHUNK,
     }, 4),
-    "restrict": (sampling.restrict_kernel, {
-        "logits": F32, "temperature": F32, "top_k": I64, "top_p": F32, "out": F32, "T": ANY, "V": "i32",
-        "CHUNK": 1024,
-    }, 16),
+    "sort": (sampling.sort_kernel, {"logits": F32, **REQUESTS, "order": I32, **ROW, **CHUNKS}, 8),
+    "weigh": (sampling.weigh_kernel, {"order": I32, **REQUESTS, "mass": I64, **ROW, **CHUNKS, "WIDE": 64}, 8),
+    "bar": (sampling.bar_kernel, {
+        "order": I32, "mass": I64, **REQUESTS, "bars": I32, **ROW, **CHUNKS, "WIDE": 64,
+    }, 8),
+    "cut": (sampling.cut_kernel, {"logits": F32, "bars": I32, "out": F32, "V": "i32", "CHUNK": 2048}, 4),
 }
 
 

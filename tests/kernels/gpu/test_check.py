@@ -11,7 +11,7 @@ from engine import check as steps
 from engine.check import STEPS
 from engine.compile import SavedGraph
 from kernels.backend import TORCH
-from kernels.gpu import attention, check, growing, products
+from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.check import PARTS, Sizes
@@ -24,8 +24,9 @@ ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
 @pytest.fixture
 def sizes(device, monkeypatch) -> Sizes:
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
+    monkeypatch.setattr(sampling, "SORTED", 128)  # so that there are several chunks
     layers = ("int8", 0, 40, 256), ("int4", 64, 40, 256)
-    return Sizes(device, "float32", (4, 2, 16), True, 40, False, 3000, layers, (20, 3, 4), ROWS, LENGTHS, 3)
+    return Sizes(device, "float32", (4, 2, 16), True, 40, False, 300, layers, (20, 3, 4), ROWS, LENGTHS, 3)
 
 
 def failed(sizes: Sizes, *names: str) -> dict[str, str]:
