@@ -1,6 +1,6 @@
 """The step of decoding compared with itself: by definitions, on our kernels, compiled, and captured.
 
-`checked` is called for each target on a GPU; see `kernels.gpu.check`, to whose parts this adds two.
+`checked` is called for each target on a GPU. It adds two parts to those of `kernels.gpu.check`.
 """
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def ordered(x):
 
 @triton.jit
 def restricts(temperature, top_k, top_p, b, V):
-    """Whether sequence b is restricted by top-k or top-p, by the one, and by the other."""
+    """Return whether sequence b is restricted at all, by top-k, and by top-p."""
     warm, k, p = tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b)
     by_rank, by_mass = (warm > 0) & (k > 0) & (k < V), (warm > 0) & (p < 1)
     return by_rank | by_mass, by_rank, by_mass
@@ -120,7 +120,7 @@ def number_of(order):
 
 @triton.jit
 def reaching(order, bars, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
-    """How many numbers of each sorted chunk are at least each of bars [n]: [WIDE, n]."""
+    """Count the numbers of each sorted chunk that are at least each of bars [n]: [WIDE, n]."""
     chunk = tl.arange(0, WIDE)[:, None]
     there = (chunk < CHUNKS) & (bars[None] >= LEAST)
     count = tl.zeros((WIDE, bars.shape[0]), tl.int32)
