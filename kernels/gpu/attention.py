@@ -222,7 +222,7 @@ def tiles(rows: int, dtype: torch.dtype, shared: int, head: int) -> tuple[int, i
     stages = 3 if shared >= PLENTY else 2
     if rows <= 32:
         return (16 if rows <= 16 else 32), 64, 4, stages
-    # Four warps multiply 64 rows at once from compute capability 9.0 on, and four more would compute the same.
+    # From compute capability 9.0 on, four warps multiply 64 rows at once; four more would compute the same.
     # On an A100 four warps spill, as do blocks of 128.
     return 64, 64, 4 if shared >= AMPLE else 8, stages
 

@@ -41,7 +41,7 @@ from sampling.noise import seed_keys
 from tree import Growth, TreeShape
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 300  # of all parts; one that takes longer hangs
+SECONDS = 600  # of all parts, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 RECENT = 32  # allocations, more than a kernel has results and scratch
 COLUMNS = 32768  # of a layer, at most: more are tiles of the same kernel
@@ -458,7 +458,7 @@ def _checked(sizes: Sizes, left: list[str], command: tuple[str, ...]) -> tuple[d
             lines, died = done.stdout, _death(done)
         except subprocess.TimeoutExpired as e:
             lines, died = (e.stdout or b"").decode(), f"no end after {SECONDS} s"
-        for record in map(json.loads, lines.splitlines()):
+        for record in (json.loads(line) for line in lines.splitlines() if line.startswith("{")):
             ended, began = "ended" in record, record.get("part", began)
             if "error" in record:
                 found[began] = record["error"]
