@@ -191,7 +191,6 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from common.threads import use_threads
     from console.chat import chat
-    from engine.compile import compile_errors
 
     use_threads(o.threads, note)
     began = time.perf_counter()
@@ -199,17 +198,16 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     note(f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
          f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
     plain = None
-    with compile_errors():
-        engine.warm_up(samplings[0])
-        if engine.tuner:
-            note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
-        if o.compare:
-            plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
-            plain.warm_up(samplings[0])
-        note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
-        if o.interactive:
-            return chat(engine, samplings[0], o.system, o.stats)
-        return answer(o, engine, plain, prompts, samplings)
+    engine.warm_up(samplings[0])
+    if engine.tuner:
+        note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
+    if o.compare:
+        plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
+        plain.warm_up(samplings[0])
+    note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
+    if o.interactive:
+        return chat(engine, samplings[0], o.system, o.stats)
+    return answer(o, engine, plain, prompts, samplings)
 
 
 def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int:

@@ -120,7 +120,7 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     trees = ", ".join(f"{n} x {name}" for name, n in used)
     lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
-                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.fallbacks]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)

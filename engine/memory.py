@@ -11,9 +11,10 @@ from model import Transformer
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where the system does not say."""
+    """Bytes that can still be allocated, from torch's own reserve too; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
