@@ -56,18 +56,18 @@ METHODS: dict[str, Method | None] = {
     "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree", "eagle", True),
     "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree", "eagle", True),
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three target layers", "eagle3", True),
-    "p-eagle": Method("drafters.p_eagle", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
-    "dflash": Method("drafters.dflash", "DFlash: a head that drafts a block in one pass", "dflash", True),
-    "dspark": Method("drafters.dflash", "DSpark: the same with a Markov head", "dspark", True),
+    "p-eagle": Method("drafters.block", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
+    "dflash": Method("drafters.block", "DFlash: a head that drafts a block in one pass", "dflash", True),
+    "dspark": Method("drafters.block", "DSpark: the same with a Markov head", "dspark", True),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once", "medusa"),
-    "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it", "hydra"),
+    "hydra": Method("drafters.medusa", "Hydra heads: the same, each guess knowing those before it", "hydra"),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
     "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", flags={
         "window": Flag(7, "columns guessed side by side"), "level": Flag(5, "tokens of an n-gram", 3),
         "guess-set": Flag(7, "n-grams tried at a time"),
     }),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
-    "rest": Method("drafters.retrieval", "what followed the same words in a store of texts (REST)", flags={
+    "rest": Method("drafters.rest", "what followed the same words in a store of texts (REST)", flags={
         "datastore": Flag(None, "folder that python -m drafters.rest build made"),
         "draft-tokens": Flag(64, "nodes of the tree", 2),
     }),
@@ -267,7 +267,7 @@ class Drafting:
     flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
     # Prompts as ids to measure --tree auto on, where there is no tokenizer.
     tune_on: tuple[list[int], ...] = ()
-    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
+    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.Ring`
     chosen: bool = False  # stands for "auto": what cannot be built is left out
 
     def __post_init__(self):

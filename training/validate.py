@@ -5,16 +5,13 @@ import copy
 from collections.abc import Callable
 
 from drafters.base import Drafter
-from drafters.dflash import DFlash
+from drafters.block import block_drafter
 from drafters.eagle import Eagle
-from drafters.p_eagle import PEagle
 from engine.autotune import Calibration
 from engine.calibrate import calibrate
 from engine.engine import Engine
 from kernels.backend import TORCH, TorchBackend
 from model import Transformer
-from networks.block import BlockHead
-from networks.eagle import PEagleHead
 from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
@@ -38,7 +35,7 @@ def decoding_copy(target: Transformer, backend: TorchBackend) -> Transformer:
 
 def drafter_of(head: Head, shape: TreeShape) -> Drafter:
     """Return a drafter for a head, on a tree of this size as far as its vocabulary and its depth allow."""
-    drafter = DFlash if isinstance(head, BlockHead) else PEagle if isinstance(head, PEagleHead) else Eagle
+    drafter = block_drafter(head) or Eagle
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
     if drafts := getattr(head.args, "drafts", None):
         depth = min(depth, drafts - 1)

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
-from drafters.hydra import Hydra
-from drafters.medusa import Medusa
+from drafters.medusa import Hydra, Medusa
 from engine.engine import Engine
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads

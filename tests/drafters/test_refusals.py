@@ -20,11 +20,10 @@ from drafters import (
 from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
-from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
-from drafters.medusa import Medusa
-from drafters.retrieval import Rest
+from drafters.medusa import Hydra, Medusa
+from drafters.rest import Rest
 from llm import LLM
 from tree import PAPER_TREE, PathTree, TreeShape, likely_tree
 
