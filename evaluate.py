@@ -30,7 +30,7 @@ from tqdm import tqdm
 from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
 from common.torchrun import command_in_words, one_voice, several
-from drafters import METHODS, add_flags, add_window, grows, read_flags
+from drafters import METHODS, add_flags, grows
 from sampling.options import Sampling
 
 ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
@@ -52,7 +52,6 @@ def parser() -> Options:
         metavar = f"[METHOD=]{value}"
         g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
     add_flags(g)
-    add_window(g, p, lambda o: o.speculate.split(","))
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
@@ -109,7 +108,6 @@ def run(o, unreported: list) -> int:
     table. Raises InputError, ValueError, OSError or RuntimeError.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
-    flags = read_flags(o, methods)
     if o.calibrate and several():
         raise InputError("--calibrate: trees are measured by one process; start it without torchrun")
     if o.calibrate and not any(map(grows, methods)):
@@ -121,8 +119,7 @@ def run(o, unreported: list) -> int:
     from evaluation.sets import read_sets
     from kernels.tp import joined, own_device
 
-    settings = {"draft": o.draft, "tree": o.tree, "accept": o.accept}
-    draftings = read_draftings(methods, settings, flags, o.draft_window)
+    draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
     runtime = Runtime.of(o)

@@ -13,7 +13,7 @@ from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
-from drafters import MOST_NODES, Drafting, add_drafting, default_tree, with_numbers
+from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import grammar_of
@@ -23,7 +23,6 @@ STARTED = time.perf_counter()
 Prompts = list[str | list[int]]
 STDIN = "/dev/stdin"
 TURNS = 3  # of --compare
-NUMBERS = "tree_nodes", "tree_depth", "tree_width"
 
 
 def parser() -> Options:
@@ -87,22 +86,12 @@ def parser() -> Options:
         ("--tree-width", 1, "nodes expanded per level"),
     ):
         add(flag, type=int, help=what)
-        p.within(flag, least, MOST_NODES)
+        p.within(flag, least, MOST)
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
-    refuse(lambda o: o.accept != "equal" and o.speculate == "none",
-           lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
-
-    def first_number(o) -> str:
-        """Return the first of the three that is given, as it was typed; nothing if none is."""
-        given = ((name, getattr(o, name)) for name in NUMBERS)
-        return next((f"--{name} {n}".replace("_", "-") for name, n in given if n is not None), "")
-
-    refuse(lambda o: o.tree and first_number(o),
+    refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
-    refuse(lambda o: first_number(o) and o.speculate == "none",
-           lambda o: f"{first_number(o)}: plain decoding drafts no tree; add --speculate")
 
     add = p.add_runtime().add_argument
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
@@ -117,6 +106,11 @@ def parser() -> Options:
     add("--trace", metavar="FILE",
         help="write every drafted tree and accepted path (safetensors); one prompt only")
     return p
+
+
+def tree_numbers(o) -> list[int | None]:
+    """Return nodes, depth and width of the tree, None if not given."""
+    return [o.tree_nodes, o.tree_depth, o.tree_width]
 
 
 def text_of(path: str, flag: str) -> str:
@@ -174,10 +168,10 @@ def load(o, prompts: Prompts, ranks=None) -> tuple:
     runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
     batch = min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
-    if any(getattr(o, name) is not None for name in NUMBERS):
+    if tree_numbers(o) != [None] * 3:
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
-        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
+        drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), usual))
     folder, drafting = converted(o.checkpoint, drafting, note)
     if o.verify:
         verify(folder, drafting.draft, True, note)

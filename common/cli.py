@@ -254,36 +254,6 @@ class Options(argparse.ArgumentParser):
         self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
                     lambda o: f"--device {o.device}: {OTHER_DEVICE}")
 
-    def add_drafting(self, method: Callable[[str], str], methods: str, default: str = "none"):
-        """Add the options that say what drafts. Returns their group.
-
-        method: an argparse type, the name of a method. methods: what --help says of them. default: one.
-        """
-        group = self.add_argument_group("drafting")
-        add, on_off = group.add_argument, argparse.BooleanOptionalAction
-        add("--speculate", type=method, default=default, metavar="METHOD",
-            help=f"default {default}; none: not at all; {methods}. Two with a plus, such as lookup+eagle3,"
-                 " draft one tree")
-        add("--draft",
-            help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
-        add("--tree", metavar="SPEC",
-            help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file"
-                 " of paths: a static tree")
-        add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
-        add("--draft-int8", action=on_off, default=True,
-            help="on our kernels, quantise a 16-bit head at loading")
-        add("--shard-head", action="store_true",
-            help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it"
-                 " whole")
-        self.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
-                    lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with"
-                              " torchrun")
-        self.refuse(lambda o: o.draft and o.speculate == "none",
-                    lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
-        self.refuse(lambda o: o.tree and o.speculate == "none",
-                    lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
-        return group
-
     def add_sampling(self):
         """Add the options of `sampling.options.Sampling`. Returns their group."""
         group = self.add_argument_group("sampling")

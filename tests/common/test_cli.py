@@ -23,6 +23,7 @@ from common.cli import (
 )
 from common.dtypes import short_dtype
 from common.errors import InputError
+from drafters import add_drafting
 
 
 def raising(error: BaseException):
@@ -187,13 +188,13 @@ def test_where_nothing_can_be_written(tmp_path):
 
 def test_the_groups_that_commands_share():
     p = Options("")
-    p.add_runtime(), p.add_sampling(), p.add_drafting(str, "eagle3")
+    p.add_runtime(), p.add_sampling(), add_drafting(p)
     assert p.read(["--device", "cuda:1", "--top-p", "0.5", "--speculate", "eagle3", "--tree", "paper"])
     for argv, words in (
         (["--device", "gpu"], "--device gpu: models run on cpu"), (["--top-p", "0"], "--top-p 0.0: must be"),
         (["--isa", "avx2", "--no-kernels"], "--isa avx2: is for the kernels"),
-        (["--draft", "x"], "--draft x: plain decoding uses no head"),
-        (["--tree", "paper"], "--tree paper: plain decoding drafts no tree"),
+        (["--draft", "x"], "--speculate none: has no use for --draft"),
+        (["--tree", "paper"], "--speculate none: has no use for --tree"),
         (["--shard-head"], "--shard-head: deals what drafts among ranks"),
     ):
         with refused(words):

@@ -67,7 +67,7 @@ def test_impossible_sizes(models, make, words):
     *(({"method": method, "accept": "residual"}, "--accept residual: is for --speculate draft-model")
       for method in (*sorted(METHODS.keys() - {"draft-model"}), "lookup+draft-model")),
     ({"method": "eagle3", "accept": "some"}, "--accept some: unknown; choose from equal,"),
-    ({"method": "lookup", "flags": {"level": 4}}, "--level: lookup has no such flag (it has none)"),
+    ({"method": "lookup", "flags": {"level": 4}}, "--level belongs to --speculate lookahead"),
     ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': is not of type int"),
 ], ids=str)
 def test_draftings_that_cannot_be(options, words):

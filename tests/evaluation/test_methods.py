@@ -3,6 +3,7 @@ import pytest
 
 from common.errors import InputError
 from drafters import Drafting
+from evaluate import parser
 from evaluation.methods import read_draftings
 from evaluation.sets import read_sets, rounds
 from tree import TreeShape
@@ -31,10 +32,14 @@ def test_sets_are_named_by_file_or_folder(tmp_path):
         file.unlink()
 
 
-def test_options_reach_the_method_that_they_name():
-    methods, flags = ["none", "eagle3", "draft-model"], {"eagle3": {}, "draft-model": {}}
-    settings = {"draft": ["draft-model=DIR"], "tree": ["eagle3=8,2,4"], "accept": ["draft-model=residual"]}
-    assert read_draftings(methods, settings, flags, window=64) == {
+def test_options_reach_the_methods_that_take_them():
+    line = "--checkpoint x --out x --speculate eagle3,draft-model,lookahead --draft draft-model=DIR"
+    line += " --tree eagle3=8,2,4 --accept draft-model=residual --draft-window 64 --level 3"
+    o = parser().parse_args(line.split(" "))
+    assert read_draftings(o, ["none", "eagle3", "draft-model", "lookahead"]) == {
         "none": Drafting(), "eagle3": Drafting("eagle3", tree=TreeShape(8, 2, 4), window=64),
         "draft-model+residual": Drafting("draft-model", "DIR", accept="residual"),
+        "lookahead": Drafting("lookahead", flags={"level": 3}),
     }
+    with pytest.raises(InputError, match="--level belongs to --speculate lookahead"):
+        read_draftings(o, ["eagle3", "draft-model"])
