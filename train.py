@@ -50,11 +50,9 @@ def parser() -> Options:
     add = p.add_argument_group("text").add_argument
     add("--prompts", metavar="FILE",
         help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
-    add("--limit", type=positive, metavar="N", help="N of them, drawn with --seed")
     add("--synthesize", type=count, default=0, metavar="N",
         help="N conversations of which the target writes both parts")
-    add("--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)")
-    add("--openings", metavar="FILE", help="lines that their first user turns begin with, in turns")
+    add("--openings", metavar="FILE", help="lines that their user turns begin with, in turns")
     add("--conversations", metavar="FILE",
         help="conversations to take as they are: ShareGPT or OpenAI messages")
     add("--shards", action="append", default=[], metavar="FOLDER",
@@ -113,8 +111,6 @@ def add_rules(p: Options) -> None:
            lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE,"
            " --shards FOLDER or several")
     for flag, unused in (
-        ("--limit belongs to --prompts", lambda o: o.limit and not o.prompts),
-        ("--turns belongs to --synthesize", lambda o: o.turns != 1 and not o.synthesize),
         ("--openings belongs to --synthesize", lambda o: o.openings and not o.synthesize),
         ("--states belongs to heads from nothing, --start has its own", lambda o: o.states and o.start),
     ):
@@ -126,7 +122,7 @@ def add_rules(p: Options) -> None:
            lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
     refuse(lambda o: not 0 < o.lr < 1e6, lambda o: f"--lr {o.lr}: must be above 0 and below 1,000,000")
     for flag, low, high in (
-        ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
+        ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
         ("--max-len", SHORTEST + 1, float("inf")), ("--decode-batch", 1, 4096), ("--layers", 1, 10_000),
         ("--drafts", 1, 64), ("--markov-rank", 0, 4096), ("--steps", 1, 64),
         ("--minutes", 0, 1e6), ("--ema", 0, 0.99999),

@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,24 +16,9 @@ FEW_STEPS = 200  # optimizer steps after which too little text is no reason to h
 DOTS = {"marker": "o", "markersize": 3}
 
 
-class LiveBar(tqdm):
-    """A live line on stderr. It is drawn on a timer, also while a long piece of work moves nothing."""
-
-    def __init__(self, **how):
-        every = 0.5 if sys.stderr.isatty() else 15  # seconds
-        self.ended = threading.Event()
-        super().__init__(mininterval=math.inf, **how)
-
-        def draw() -> None:
-            while not self.ended.wait(every):
-                self.refresh()
-
-        threading.Thread(target=draw, daemon=True).start()
-
-    def close(self) -> None:
-        """Draw the line once more and end it."""
-        self.ended.set()
-        super().close()
+def live_bar(**how) -> tqdm:
+    """Return a live line on stderr. Its `update` draws it, on a terminal twice a second."""
+    return tqdm(mininterval=0.5 if sys.stderr.isatty() else 15, miniters=0, **how)
 
 
 def chain_tau(accuracy: list[float]) -> float:
@@ -61,7 +44,7 @@ class TrainingLog:
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
         self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-        self.bar = LiveBar(
+        self.bar = live_bar(
             total=total, initial=step, desc="training",
             bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
         )
@@ -73,6 +56,7 @@ class TrainingLog:
         self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.began)
         self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:.0f} tok/s", refresh=False)
+        self.bar.update(0)
 
     def step(self, entry: dict) -> None:
         """Add an optimizer step."""

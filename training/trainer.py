@@ -85,19 +85,20 @@ def save_state(folder: Path, state: dict) -> None:
 class Trainer:
     """Trains `objective.head` on rows.
 
-    micro_tokens: padded tokens that are computed at once. Neither it nor the number of processes changes the
+    copy: identity of the copy that computes the features, if one does. micro_tokens: padded tokens that are
+    computed at once. Neither it nor the number of processes changes the
     batches or their gradients, which are sums over all of an optimizer step.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
         work: Path, *, processes: Processes | None = None, validator: Validator | None = None,
-        micro_tokens: int = MICRO,
+        micro_tokens: int = MICRO, copy: str | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
         self.processes, self.validator = processes or Processes(), validator
-        self.micro_tokens = micro_tokens
+        self.micro_tokens, self.copy = micro_tokens, copy
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
@@ -300,11 +301,10 @@ class Trainer:
         """Settings and data of the run. A resumed run must have the same."""
         data = "".join(row_key(row["ids"]) for row in self.held_out + self.rows)
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
-        reader = self.features.reader
         return {
             **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
             "data": hashlib.sha256(data.encode()).hexdigest(), "target": identity(self.objective.target),
-            "copy": reader.name if reader else None,
+            "copy": self.copy,
         }
 
     def save(self) -> None:

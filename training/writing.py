@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer, TooLong
 from training.data import Line, extend, of_conversation, read_shards
 from training.processes import Processes
-from training.report import LiveBar, read_log
+from training.report import live_bar, read_log
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
 
@@ -90,20 +90,19 @@ class Collector:
             turns = [m["content"] for m in messages if m["role"] == "user"]
             self._plan(["prompts", i, messages], self._converse, "prompts", i, system, turns)
 
-    def synthesize(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
-        """Plan to let the model write both parts of `count` conversations of `turns` user turns.
+    def synthesize(self, count: int, openings: tuple[str, ...] = ()) -> None:
+        """Plan to let the model write both parts of `count` conversations of one turn each.
 
-        The first turns begin with `openings`, one after the other, which lead it to subjects. Raises
+        The user's turns begin with `openings`, one after the other, which lead it to subjects. Raises
         InputError if the chat template has no header for the user's turn.
         """
-        if count and not self.user_header([]):
+        if count and not self.user_header():
             raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model"
                              " cannot write one")
-        self.end = self.user_end()
         for i in range(count):
-            opening, unknown = openings[i % len(openings)] if openings else "", [None] * turns
-            made_of = ["synthesized", i, turns, opening]
-            self._plan(made_of, self._converse, "synthesized", i, [], unknown, opening)
+            opening = openings[i % len(openings)] if openings else ""
+            made_of = ["synthesized", i, 1, opening]
+            self._plan(made_of, self._converse, "synthesized", i, [], [None], opening)
 
     def from_conversations(self, conversations: list[list[dict]]) -> None:
         """Plan to take over conversations of another author."""
@@ -129,14 +128,13 @@ class Collector:
     ) -> Steps:
         """Answer the user's turns one by one, after the messages of `chat`.
 
-        The target writes turns that are None; the first of them begins with `opening`.
+        The target writes a turn that is None, which begins with `opening`.
         """
         rows, row, left_out = [], None, ""
         for i, turn in enumerate(turns):
             try:
                 if turn is None:
-                    seed = seed_of(self.seed, "user", i, number)
-                    turn = yield from self._user_turn(chat, "" if i else opening, seed)
+                    turn = yield from self._user_turn(opening, seed_of(self.seed, "user", i, number))
                 if not turn:
                     unended = turns[i] is None
                     left_out = "without an end of the user's turn" if unended else "with an empty prompt"
@@ -157,14 +155,14 @@ class Collector:
         rows += [row] if row else []
         return Written(rows, "" if rows else left_out)
 
-    def _user_turn(self, chat: list[dict], start: str, seed: int) -> Generator[tuple, Request, str]:
-        """Let the target write the next user turn, which begins with `start`. Return "" if it did not end."""
-        header = self._short(self.user_header(chat) + self.tokenizer.encode(start, bos=False))
+    def _user_turn(self, start: str, seed: int) -> Generator[tuple, Request, str]:
+        """Let the target write a user's turn, which begins with `start`. Return "" if it did not end."""
+        header = self._short(self.user_header() + self.tokenizer.encode(start, bos=False))
         # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
         written = yield header, Sampling(TURN_TOKENS, temperature=0.8, seed=seed)
         turn = start + self.tokenizer.decode(written.ids)
-        if self.end and self.end in turn:
-            return turn.split(self.end, 1)[0].strip()
+        if (end := self.user_end()) and end in turn:
+            return turn.split(end, 1)[0].strip()
         return turn.strip() if written.finish == "stop" else ""  # a cut turn is no question
 
     def _short(self, prompt: list[int]) -> list[int]:
@@ -173,10 +171,13 @@ class Collector:
             raise TooLong(f"has {len(prompt):,} tokens")
         return prompt
 
-    def user_header(self, messages: list[dict]) -> list[int]:
-        """Return the token ids before the text of the user's next turn: the prefix of two different turns."""
-        turns = ([*messages, {"role": "user", "content": text}] for text in ("Apple", "zebra"))
-        a, b = map(self.tokenizer.chat, turns)
+    def _two_turns(self) -> Iterator[list[int]]:
+        """Return the token ids of two different turns of a user."""
+        return (self.tokenizer.chat([{"role": "user", "content": text}]) for text in ("Apple", "zebra"))
+
+    def user_header(self) -> list[int]:
+        """Return the token ids before the text of a user's turn: the prefix of two different turns."""
+        a, b = self._two_turns()
         return a[: common_prefix(a, b)]
 
     def user_end(self) -> str:
@@ -184,7 +185,7 @@ class Collector:
 
         It is "" if a stop id ends the user's turn.
         """
-        a, b = (self.tokenizer.chat([{"role": "user", "content": text}])[::-1] for text in ("Apple", "zebra"))
+        a, b = (ids[::-1] for ids in self._two_turns())
         ids = a[: common_prefix(a, b)][::-1]
         return "" if set(ids) & set(self.stop_ids) else self.tokenizer.decode(ids).strip()
 
@@ -206,7 +207,7 @@ class Collector:
         self.processes.wait()  # all have read before any writes
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
         plan, live, tokens = list(self.planned.items()), {}, 0
-        with LiveBar(total=len(plan), unit="conversation", desc="text") as bar, open(path, "a") as file:
+        with live_bar(total=len(plan), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
             def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
                 """Let a conversation go on to what it decodes next, or write it."""
@@ -225,6 +226,7 @@ class Collector:
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
                 bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+                bar.update(0)
 
             for number in self.processes.queue("text", len(plan)):
                 talk, begin = plan[number]

@@ -141,7 +141,7 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"stop_ids": [ord("\n")]}))
     text = {
-        "conversations": tmp_path / "share.json", "openings": tmp_path / "openings.txt", "turns": 2,
+        "conversations": tmp_path / "share.json", "openings": tmp_path / "openings.txt",
         "synthesize": 24,
     }
     assert train.main([*options(target, prompt_file, tmp_path, **text), "--collect-only"]) == 0

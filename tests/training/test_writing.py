@@ -97,13 +97,12 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
 
 @pytest.mark.slow
 def test_user_turns_of_its_own(golden, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     c = collector(golden, tmp_path, max_new_tokens=8)
-    assert c.user_header([]) == list(b"u:") and c.user_header(messages) == list(b"u:a\na:b\nu:")
-    c.synthesize(24, turns=2, openings=("Write", "Sum"))
+    assert c.user_header() == list(b"u:")
+    c.synthesize(24, openings=("Write", "Sum"))
     c.write()
     rows = read_rows(c)
-    assert rows and any(len(r["answers"]) == 2 for r in rows)
+    assert rows
     begins = {bytes(r["ids"]).split(b":")[1][:3] for r in rows}
     assert begins == {b"Wri", b"Sum"} and all(r["source"] == "synthesized" for r in rows)
 
