@@ -102,7 +102,7 @@ def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_fil
     launch.kill_one(lambda: log.exists() and log.read_text().count("\n") > 2)
     codes, printed = launch.end()
     assert all(codes) and not (two / "head").exists()
-    assert "has lost another one, so all end; run the same command again to go on" in printed
+    assert "has lost another one" in printed or "is ended: torchrun, or another rank, has died" in printed
     codes, printed = Launch(["train.py", *argv], machines=1, each=2).end()
     assert codes == [0] and "resumed at step" in printed, printed
     assert list((two / "features").glob("*/*.safetensors"))

@@ -9,7 +9,6 @@ from training import trainer as room
 from training.batches import batches
 from training.features import Features
 from training.losses import Eagle3Objective
-from training.processes import Processes
 from training.report import chain_tau
 from training.trainer import Plan, Trainer, save_state
 
@@ -100,11 +99,3 @@ def test_a_good_state_that_cannot_be_read_now(models, tmp_path, monkeypatch, err
         with monkeypatch.context() as patch, pytest.raises(type(error)):
             patch.setattr(place, name, fails)
             trainer(models, tmp_path).resume()
-
-
-def test_a_group_that_is_described_in_part(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InputError, match="WORLD_SIZE=2 RANK= MASTER_PORT= MASTER_ADDR= in the env"):
-        Processes.from_environment("cpu")

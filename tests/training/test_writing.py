@@ -136,9 +136,9 @@ def test_conversations_are_shared_between_processes(golden, tmp_path):
     """Whoever is free takes the next one, and what it holds does not depend on who that is."""
     prompts, store = [users(f"question {i}") for i in range(10)], Counter()
     alone = written_by(collector(golden, tmp_path / "alone"), prompts)
-    both = [Processes(rank, 2, store=store) for rank in (0, 1)]
+    both = [Processes(rank, 2) for rank in (0, 1)]
     for processes in both:
-        processes.wait = lambda: None
+        processes.wait, processes.store = lambda: None, store
     parts = [collector(golden, tmp_path / "shared", processes=processes) for processes in both]
     for part in parts:
         part.from_prompts(prompts)
