@@ -26,7 +26,6 @@ from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
-COVERAGE = (2048, 4096, 8192, 16384, 32768)  # sizes of draft vocabularies in the report
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -192,19 +191,12 @@ def unused(rows: list[dict], vocab_size: int) -> int:
     return int((counts == counts.min()).nonzero()[-1])
 
 
-def text_report(rows: list[dict], counts: Counter, vocab_size: int) -> str:
-    """Describe the text: its rows, tokens and answers, and the answer tokens that draft vocabularies cover.
-
-    counts: those of `counts_of`.
-    """
+def text_report(rows: list[dict], counts: Counter) -> str:
+    """Describe the text: its rows, tokens and answers. counts: those of `counts_of`."""
     sources = ", ".join(f"{name} {n:,}" for name, n in Counter(row["source"] for row in rows).items())
     lengths, answers = [len(row["ids"]) for row in rows], [len(row["answers"]) for row in rows]
-    vocabularies = {n: draft_vocabulary(counts, n, vocab_size).tolist() for n in COVERAGE if n < vocab_size}
-    coverage = ", ".join(f"{n:,}: {covered(counts, ids):.2%}" for n, ids in vocabularies.items())
-    return "\n".join([
-        f"{len(rows):,} conversations ({sources}), {sum(n > 1 for n in answers):,} with several answers",
-        f"{sum(lengths):,} tokens, {counts.total():,} of them in {sum(answers):,} answers;"
-        f" the longest row has {max(lengths):,}",
-        f"{len(counts):,} distinct answer tokens"
-        + (f"; a draft vocabulary covers {coverage}" if coverage else ""),
-    ])
+    return (
+        f"{len(rows):,} conversations ({sources}), {sum(n > 1 for n in answers):,} with several answers\n"
+        f"{sum(lengths):,} tokens, {counts.total():,} of them in {sum(answers):,} answers, {len(counts):,} of"
+        f" these distinct; the longest row has {max(lengths):,}"
+    )

@@ -22,6 +22,7 @@ from checkpoint.loading import identity, load_head, load_model
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
+from engine.engine import Engine
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from model import Transformer
@@ -34,10 +35,10 @@ from training.features import Features, StoredFeatures, training_copy
 from training.heads import KINDS, HeadShape, head_args, new_head, own_weights
 from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
-from training.report import doubt_of, write_card
+from training.report import write_card
 from training.trainer import CURVES, STATE, Plan, Trainer
 from training.validate import TOKENS, Validator, decoding_copy
-from training.writing import Collector, open_engine
+from training.writing import Collector
 
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
 MOST_REASONS = 9  # printed: a template may give a reason of its own for every conversation
@@ -143,7 +144,7 @@ class Session:
         else:
             draft_ids = torch.arange(vocab_size)
         report = "\n".join([
-            data.text_report(rows, counts, vocab_size), f"{len(held_out)} more conversations are held out",
+            data.text_report(rows, counts), f"{len(held_out)} more conversations are held out",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
         note(report)
@@ -181,8 +182,11 @@ class Session:
         if tokenizer is None or not tokenizer.has_template:
             raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
         batch = o.decode_batch if self.prompts or o.synthesize else 1
-        longest = min(self.longest, target.args.max_seq_len)
-        engine = open_engine(target, stop_ids, batch, longest, self.compiled, note)
+        engine = Engine(
+            target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
+            compile=self.compiled, say=note,
+            counts=(batch,) if target.embed.weight.is_cuda else None,  # each count would be compiled
+        )
         return Collector(
             engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
             target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,
@@ -237,8 +241,6 @@ class Session:
     def export(self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict]) -> None:
         """Write the head, its calibration, its model card and its curves to OUT."""
         o, kind, calibration = self.o, KINDS[self.o.kind], None
-        if doubt := doubt_of(log):
-            note(doubt)
         if trainer.validator:
             try:
                 calibration = trainer.validator.calibration(head, note)

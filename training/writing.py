@@ -20,7 +20,6 @@ from common.errors import InputError
 from common.files import writing
 from engine.engine import Engine
 from engine.request import Request
-from model import Transformer
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
@@ -41,20 +40,6 @@ class Written(NamedTuple):
 
 # A conversation on its way yields what is to be decoded, and receives the request when that has ended.
 Steps = Generator[tuple[list[int], Sampling], Request, Written]
-
-
-def open_engine(
-    target: Transformer, stop_ids: list[int], batch: int, longest: int, compiled: bool, say: Callable
-) -> Engine:
-    """Return the engine that decodes `batch` answers together. Raises InputError if they do not fit."""
-    counts = (batch,) if target.embed.weight.device.type == "cuda" else None  # each count would be compiled
-    try:
-        return Engine(
-            target, batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=compiled, say=say,
-            counts=counts,
-        )
-    except ValueError as e:
-        raise InputError(f"--decode-batch {batch} answers of up to {longest} tokens: {e}") from None
 
 
 class Collector:

@@ -120,10 +120,9 @@ def test_the_report_counts():
     rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
     rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
     counts = data.counts_of(rows)
-    assert data.text_report(rows, counts, 4097).splitlines() == [
+    assert data.text_report(rows, counts).splitlines() == [
         "2 conversations (prompts 1, x 1), 1 with several answers",
-        "113 tokens, 11 of them in 3 answers; the longest row has 100",
-        "3 distinct answer tokens; a draft vocabulary covers 2,048: 100.00%, 4,096: 100.00%",
+        "113 tokens, 11 of them in 3 answers, 3 of these distinct; the longest row has 100",
     ]
     ids = data.draft_vocabulary(counts, 2, 4097).tolist()
     assert ids == [2, 7] and data.covered(counts, ids) == pytest.approx(10 / 11)

@@ -63,7 +63,7 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     files = sorted(p.name for p in (folder / "head").iterdir())
     assert files == ["README.md", "calibration.json", "config.json", "curves.png", "model.safetensors"]
     card = (folder / "head" / "README.md").read_text()
-    assert card.startswith(f"# {KINDS[kind].title}") and "answers" in card and "| 6 |" in card
+    assert card.startswith(f"# {KINDS[kind].title}") and "answers" in card and "- epoch 6: held-out" in card
     assert f"python train.py {' '.join(argv)}" in card and Calibration.read(converted) is not None
 
 

@@ -13,7 +13,7 @@ from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.processes import Processes
-from training.writing import Collector, open_engine
+from training.writing import Collector
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
@@ -23,7 +23,7 @@ SETTINGS = {
 
 def collector(golden, folder, **changes) -> Collector:
     target, _ = load_model(golden)
-    engine = open_engine(target, SETTINGS["stop_ids"], 1, 200, False, print)
+    engine = Engine(target, max_seq_len=200, stop_ids=SETTINGS["stop_ids"], compile=False)
     return Collector(engine, Tokenizer.load(golden), folder, **SETTINGS | changes)
 
 
