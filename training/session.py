@@ -6,7 +6,6 @@ WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.json
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 from dataclasses import dataclass, fields, replace
@@ -80,8 +79,9 @@ class Session:
         ):
             if size > most and (o.prompts or o.synthesize or flag == "--draft-vocab"):
                 raise InputError(f"{flag} {size}: the target has {most}")
-        prompts = read_chats(o.prompts, note) if o.prompts else ()
-        self.prompts = [*{json.dumps(messages): messages for messages in prompts}.values()]
+        prompts = read_chats(o.prompts, note) if o.prompts else []
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
+        self.prompts = [prompts[i] for i in order]  # an interrupted run has some of all
         self.openings = read_openings(o.openings) if o.openings else ()
         self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]

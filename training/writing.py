@@ -3,7 +3,7 @@
 Conversations are decoded side by side, and each is appended to a file of this process when it ends. The file
 is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
 from: another run with the same prompts, settings and target finds it again, and no other run does. An answer
-depends on its place among the prompts, never on the process: several processes take conversations from one
+depends on its prompt (one to a turn of the model's own on the turn's number), never on the process: several processes take conversations from one
 queue, and a later run writes those that a killed one did not end.
 """
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Collector:
 
         A conversation ends where its text no longer fits in `max_prompt_tokens`.
         """
-        for i, messages in enumerate(prompts):
+        for messages in prompts:
             system = [m for m in messages if m["role"] == "system"]
             turns = [m["content"] for m in messages if m["role"] == "user"]
-            self._plan(["prompts", i, messages], self._converse, "prompts", i, system, turns)
+            self._plan(["prompts", messages], self._converse, "prompts", json.dumps(messages), system, turns)
 
     def synthesize(self, count: int, openings: tuple[str, ...] = ()) -> None:
         """Plan to let the model write both parts of `count` conversations of one turn each.
@@ -109,17 +109,18 @@ class Collector:
         return Written(rows, "" if rows else "without an answer")
 
     def _converse(
-        self, source: str, number: int, chat: list[dict], turns: list[str | None], opening: str = ""
+        self, source: str, name: int | str, chat: list[dict], turns: list[str | None], opening: str = ""
     ) -> Steps:
         """Answer the user's turns one by one, after the messages of `chat`.
 
-        The target writes a turn that is None, which begins with `opening`.
+        The target writes a turn that is None, which begins with `opening`. source, name: tell conversations
+        apart, whose answers are drawn with other seeds.
         """
         rows, row, left_out = [], None, ""
         for i, turn in enumerate(turns):
             try:
                 if turn is None:
-                    turn = yield from self._user_turn(opening, seed_of(self.seed, "user", i, number))
+                    turn = yield from self._user_turn(opening, seed_of(self.seed, "user", i, name))
                 if not turn:
                     unended = turns[i] is None
                     left_out = "without an end of the user's turn" if unended else "with an empty prompt"
@@ -132,7 +133,7 @@ class Collector:
             except InputError as e:
                 left_out = refused(e)
                 break
-            seed = seed_of(self.seed, source, i, number)
+            seed = seed_of(self.seed, source, i, name)
             answer = (yield prompt, Sampling(self.max_new_tokens, self.temperature, seed=seed)).ids
             chat = [*chat, {"role": "assistant", "content": self.tokenizer.decode(answer)}]
             finished, row = extend(row, prompt + answer, len(prompt), len(prompt + answer), source)

@@ -102,7 +102,7 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     assert "was written by another target" in last_line(capsys)
     (work / "state.pt").unlink()
     assert train.main(argv) == 1
-    assert "holds a head that was not trained in" in last_line(capsys)
+    assert "holds files that no run with its state in" in last_line(capsys)
 
 
 @pytest.mark.dear
@@ -118,14 +118,18 @@ def test_a_quantised_copy_writes_and_reads(golden, prompt_file, trained, tmp_pat
 def test_other_prompts_and_settings_have_their_own_text(golden, prompt_file, tmp_path, capsys):
     def collect(**changes) -> tuple[set[str], str]:
         """The conversations of the folder, and what was printed."""
-        settings = {"synthesize": 0, "limit": 12, **changes}
-        assert train.main([*options(golden, prompt_file, tmp_path, **settings), "--collect-only"]) == 0
+        settings = {"synthesize": 0, **changes}
+        assert train.main([*options(golden, prompts, tmp_path, **settings), "--collect-only"]) == 0
         return talks_in(tmp_path), capsys.readouterr().err
 
+    lines, prompts = prompt_file.read_text().splitlines(True), tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(lines[:12]))
     first, _ = collect()
     assert len(first) == 12 and collect()[0] == first
-    more, messages = collect(limit=24)  # the first half is there already, and one prompt is held out
+    prompts.write_text("".join(lines[::-1]))
+    more, messages = collect()  # half of it is there already, and one prompt is held out
     assert len(more) == 24 and first < more and "23 conversations (prompts 23)" in messages
+    prompts.write_text("".join(lines[:12]))
     for change in ({"temperature": 0.3}, {"seed": 2}, {"max-new-tokens": 30}):
         talks, messages = collect(**change)
         assert len(talks) == len(more) + 12 and "11 conversations" in messages, change

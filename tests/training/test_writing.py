@@ -176,9 +176,9 @@ def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
     again = written_by(collector(golden, tmp_path / "killed"), prompts)
     assert read_rows(again) == read_rows(alone) and len(decoded) == 7 - 4
     written_by(collector(golden, tmp_path / "killed"), prompts[::-1])
-    assert len(decoded) == 3 + 7
+    assert len(decoded) == 3  # in any order
     before = left.read_bytes()
     more = written_by(collector(golden, tmp_path / "killed"), [*prompts, users("one more")])
-    assert len(decoded) == 3 + 7 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
+    assert len(decoded) == 3 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
     written_by(collector(golden, tmp_path / "killed", seed=1), prompts)
-    assert len(decoded) == 3 + 7 + 1 + 7
+    assert len(decoded) == 3 + 1 + 7
