@@ -9,7 +9,7 @@ everything compiled before the first answer. Questions are FastChat's question.j
 too), a file or a folder of them; without --questions a small set of our own. A stopped run goes on with the
 same command.
 
-FOLDER/table.md, table.json   the table, also after Ctrl-C; the screen shows it in columns
+FOLDER/table.md, table.json   the table, also after Ctrl-C
 FOLDER/answers.jsonl          all answers: texts, token ids, times, tokens of each step
 FOLDER/differences.json       where a text is not the plain one, scored again in float32
 FOLDER/acceptance.png         how often drafted tokens are accepted, by depth and rank
@@ -114,9 +114,9 @@ def run(o, unreported: list) -> int:
         raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
     o.temperature = read_temperatures(o.temperature)
     from engine.runtime import Runtime
+    from evaluation.answers import read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
-    from evaluation.sets import read_sets
     from kernels.tp import joined, own_device
 
     draftings = read_draftings(o, methods)

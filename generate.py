@@ -210,8 +210,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
 
 def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
-    from console.output import as_json, as_text, compared, comparison, figures, show
-    from console.trace import Trace
+    from console.output import Trace, as_json, as_text, compared, comparison, figures, show
     from engine.prompt import encode
 
     tokenizer, ranks, room = engine.tokenizer, engine.target.ranks, engine.max_seq_len

@@ -5,7 +5,6 @@ gradient is the same however a step is split into smaller batches or over proces
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
 
 import torch
@@ -120,9 +119,7 @@ class Objective:
 
     def autocast(self):
         """Return a context for bfloat16 products if the target is in bfloat16; the head is in float32."""
-        if self.dtype == torch.bfloat16:
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def weights(self, batch: Batch, scored: list[int]) -> Tensor:
         """Return the weight of each prediction's loss [M]. scored: as for `loss`."""

@@ -3,8 +3,9 @@
 Conversations are decoded side by side, and each is appended to a file of this process when it ends. The file
 is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
 from: another run with the same prompts, settings and target finds it again, and no other run does. An answer
-depends on its prompt (one to a turn of the model's own on the turn's number), never on the process: several processes take conversations from one
-queue, and a later run writes those that a killed one did not end.
+depends on the settings and its prompt, one to a turn of the model's own on that turn's number, never on the
+process: several processes take conversations from one queue, and a later run writes those that a killed one
+did not end.
 """
 from __future__ import annotations
 

@@ -295,9 +295,9 @@ def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
 
 
 def test_a_tokenizer_of_another_model(golden, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("engine.own_text.encode", lambda *_: [1, 10**6])
+    monkeypatch.setattr("quantize.encode", lambda *_: [1, 10**6])
     code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", *INT4)
-    assert code == 1 and "the tokenizer gives token id 1000000, the model's vocabulary is 0 to" in printed.err
+    assert code == 1 and "holds token id 1000000, the vocabulary is 0..319" in printed.err
     assert not (tmp_path / "out").exists()
 
 

@@ -6,10 +6,10 @@ from helpers.decoding import load
 
 from common.errors import InputError
 from engine.autotune import TEMPERATURES, Calibration, Times
-from engine.own_text import own_text
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels import build, cpu
+from quantize import own_text
 from tree import TreeShape
 
 TREE = {"tree": "8,2,4"}

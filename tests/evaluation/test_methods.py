@@ -1,17 +1,22 @@
 """Question sets, their order, and the methods that answer them."""
+from argparse import Namespace
+
 import pytest
 
 from common.errors import InputError
 from drafters import Drafting
 from evaluate import parser
+from evaluation.answers import read_sets
 from evaluation.methods import read_draftings
-from evaluation.sets import read_sets, rounds
+from evaluation.session import Evaluation
 from tree import TreeShape
 
 
 def test_each_method_begins_as_often():
     sets = read_sets(None, None)  # our questions
-    order = list(rounds({k: v[:3] for k, v in sets.items()}, [0.0, 1.0], ["none", "a", "b"]))
+    o = Namespace(temperature=[0.0, 1.0])
+    run = Namespace(sets={k: v[:3] for k, v in sets.items()}, o=o, contenders={"none": 0, "a": 0, "b": 0})
+    order = list(Evaluation._rounds(run))
     assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
     for cell in {(name, temperature) for name, _, temperature, _ in order}:
         rounds_here = [methods for name, _, temperature, methods in order if (name, temperature) == cell]
