@@ -137,9 +137,9 @@ def training(golden, tmp_path, monkeypatch):
     monkeypatch.setattr("training.validate.SHAPE", TreeShape(2, 1, 1))
     monkeypatch.setattr("training.validate.Validator.calibration", lambda *_: Calibration(
         {t: {TreeShape(8, 2, 4): 1.5} for t in (0.0, 1.0)}, (1.0,)))
-    prompts, folder = write_prompts(tmp_path / "prompts"), tmp_path / "place"
+    prompts, folder = write_prompts(tmp_path / "prompts", 3), tmp_path / "place"
     argv = options(golden, prompts, folder, **{
-        "epochs": 1, "steps": 1, "synthesize": 0, "limit": 3, "validate-prompts": 1, "max-new-tokens": 3,
+        "epochs": 1, "steps": 1, "synthesize": 0, "validate-prompts": 1, "max-new-tokens": 3,
         "draft-vocab": 16,
     })
 
