@@ -45,10 +45,6 @@ class MultiTokenDrafter(Drafter):
         self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
         self.static = StaticTree(shape)
 
-    @property
-    def network(self) -> MultiTokenHeads:
-        return self.head
-
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """Return the target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not used."""
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None

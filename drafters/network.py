@@ -215,10 +215,6 @@ class HeadDrafter(NetworkDrafter):
             other.caches, other.kept = self.caches, self.kept
         return other
 
-    @property
-    def network(self) -> Head:
-        return self.head
-
     def allocate(
         self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:

@@ -67,11 +67,6 @@ class Rest(Drafter):
         self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16,
         shortest: int = 2, depth: int = 10, hits: int = 1024,
     ):
-        if nodes < 2 or not 1 <= shortest <= longest or depth < 1 or hits < 1:
-            raise ValueError(
-                f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}:"
-                " at least 2, 1, 1 and 1"
-            )
         super().__init__(AnyTree(nodes, depth))
         self.vocab_size, self.depth, self.hits = vocab_size, depth, hits
         self.longest, self.shortest = longest, shortest

@@ -31,7 +31,7 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
         read = (p for n, p in module.named_parameters() if not n.startswith(skip))
         return sum(p.numel() * p.element_size() for p in read)
 
-    alone = getattr(drafter, "parts", (drafter,))  # of two, each has passes of its own
+    alone = drafter.parts or (drafter,)  # of two, each has passes of its own
     return size(target) + sum(part.passes * size(part.network) for part in alone if part.network is not None)
 
 
