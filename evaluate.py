@@ -123,6 +123,7 @@ def run(o, unreported: list) -> int:
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
     runtime = Runtime.of(o)
+    runtime.prepare()  # mistakes end the command before a checkpoint is converted
     if not several():
         evaluation = Evaluation(o, runtime, draftings, sets, say)
         unreported.append(evaluation)

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
+from common.schema import Wrong
 from common.torchrun import command_in_words, one_voice, several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
@@ -73,7 +74,6 @@ def parser() -> Options:
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
     p.within("--num-samples", 1, 100_000)
-    p.within("--logprobs", 0, 20)
     refuse(lambda o: o.json_object and o.json_schema,
            lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
@@ -142,7 +142,10 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     o.json_schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     if o.json_schema:
         grammar_of(o.json_schema)  # judged before anything is loaded
-    sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
+    try:
+        sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
+    except Wrong as e:
+        raise InputError(f"--{e.key.replace('_', '-')}{str(e).removeprefix(e.key)}") from None
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 

@@ -40,7 +40,6 @@ def parser() -> Options:
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
     add("--kind", choices=KINDS, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
-    p.judge_device()
     add("--seed", type=seed, default=0, help="of everything random (default 0)")
 
     add = p.add_argument_group("text").add_argument

@@ -71,7 +71,7 @@ def test_a_state_that_cannot_be_written(models, tmp_path, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(room.torch, "save", fails)
-    words = r"state.pt: the state cannot be written \((No|file)[^\n]*\); make room there, then run"
+    words = r"state.pt: cannot be written; make room there, then run the command to go on \((No|file).*\)$"
     with pytest.raises(InputError, match=words):
         trainer(models, tmp_path).save()
     assert not list(tmp_path.iterdir())
@@ -84,18 +84,5 @@ def test_a_state_of_something_else(models, tmp_path, other):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     for part in ("head", "optimizer", "at"):
         save_state(tmp_path, state | {part: other})
-        with pytest.raises(InputError, match=r"state.pt: damaged, or no state of this head; delete it"):
-            trainer(models, tmp_path).resume()
-
-
-@pytest.mark.parametrize("error", (PermissionError(13, "denied"), torch.OutOfMemoryError("out of memory")))
-def test_a_good_state_that_cannot_be_read_now(models, tmp_path, monkeypatch, error):
-    """Nobody is told to delete it."""
-    def fails(*args, **how):
-        raise error
-
-    trainer(models, tmp_path).save()
-    for place, name in ((room.torch, "load"), (torch.optim.AdamW, "load_state_dict")):
-        with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(place, name, fails)
+        with pytest.raises(InputError, match=r"state.pt: cannot be restored; if it is damaged, delete it"):
             trainer(models, tmp_path).resume()
