@@ -27,13 +27,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, run_command, seed
+from common.cli import Options, check_folder, command, seed
 from common.errors import InputError
 from common.torchrun import command_in_words, one_voice, several
 from drafters import METHODS, add_flags, grows
 from sampling.options import Sampling
-
-ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
 
 
 def parser() -> Options:
@@ -89,23 +87,18 @@ def say(line: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs.
     """
-    unreported: list = []
     with one_voice() as voices:
-        status = command(
-            parser(), argv, lambda o: run(o, unreported), *ERRORS,
+        # torch raises RuntimeError when memory runs out.
+        return command(
+            parser(), argv, run, OSError, ValueError, RuntimeError,
             interrupted="stopped (the same command goes on)", **(voices if several() else {"say": say}),
         )
-    for evaluation in unreported:
-        say("the table so far:")
-        run_command(evaluation.report, *ERRORS, say=say, interrupted="stopped again: no table")
-    return status
 
 
-def run(o, unreported: list) -> int:
+def run(o) -> int:
     """Do what the options say. Returns the exit status.
 
-    unreported: holds the `evaluation.session.Evaluation` of a single process while it has answers without a
-    table. Raises InputError, ValueError, OSError or RuntimeError.
+    Raises InputError, ValueError, OSError or RuntimeError. If it is stopped, it prints the table so far.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
     if o.calibrate and several():
@@ -126,9 +119,12 @@ def run(o, unreported: list) -> int:
     runtime.prepare()  # mistakes end the command before a checkpoint is converted
     if not several():
         evaluation = Evaluation(o, runtime, draftings, sets, say)
-        unreported.append(evaluation)
-        evaluation.answer()
-        unreported.clear()
+        try:
+            evaluation.answer()
+        except BaseException:  # Ctrl-C, or no memory
+            say("the table so far:")
+            evaluation.report()
+            raise
         return finish(o, evaluation)
     with joined(runtime.device_name) as ranks, tempfile.TemporaryDirectory() as folder:
         runtime = replace(runtime, device=own_device(runtime.device_name))

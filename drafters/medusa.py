@@ -17,8 +17,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from drafters.base import Drafter, Proposal, Setup, StaticLevel, StaticTree, constants, newest, unread_rows
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads, MultiTokenHeads
+from networks.medusa import HydraHeads, MedusaHeads, MultiTokenHeads
 from tree import PAPER_TREE, PathTree, likely_tree, pick
 
 PUBLISHED_LEVELS = 4  # of `published_tree`

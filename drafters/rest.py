@@ -244,25 +244,18 @@ def make_store(checkpoint: Path, files: list[Path], out: Path, force: bool = Fal
         raise InputError("building a store needs the suffix arrays of pydivsufsort: pip install"
                          " pydivsufsort") from None
     check_replaceable("--out", str(out))
-    _check_free(out, force)
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    store = (place / ABOUT).is_file()
+    if place.exists() and not (store and force):
+        advice = "replace it with --force or choose" if store else "choose"
+        raise InputError(f"{out}: exists{'' if store else ' and is no store'}; {advice} another --out")
     for file in files:
         check_file(file)
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")
     with staging(out, 0) as folder:  # fails before everything is sorted where it cannot write
-        about = _fill(folder, files, tokenizer, vocab_size, divsufsort)
-        _check_free(out, force)  # another process may have made it in the meantime
-    return about
-
-
-def _check_free(out: Path, force: bool) -> None:
-    """Raise InputError unless `out` is free or, with `force`, a store."""
-    place = out.resolve()  # "new/.." names something else once "new" is there
-    store = (place / ABOUT).is_file()
-    if place.exists() and not (store and force):
-        advice = "replace it with --force or choose" if store else "choose"
-        raise InputError(f"{out}: exists{'' if store else ' and is no store'}; {advice} another --out")
+        return _fill(folder, files, tokenizer, vocab_size, divsufsort)
 
 
 def _fill(
@@ -294,10 +287,9 @@ def _fill(
 def parser() -> Options:
     """Declare the options."""
     p = Options(__doc__, prog="python -m drafters.rest")
-    commands = p.add_subparsers(dest="what", required=True)
-    build = commands.add_parser("build", help="make a store of texts")
-    add = build.add_argument
-    build.add_checkpoint("converted target whose tokenizer is used")
+    add = p.add_argument
+    add("what", choices=("build",), help="make a store of texts")
+    p.add_checkpoint("converted target whose tokenizer is used")
     add("--out", required=True, help="folder of the store")
     add("--force", action="store_true", help="replace a store")
     add("files", nargs="+",

@@ -33,7 +33,7 @@ class Line(BaseModel):
     """A line of a shard: a row, or a conversation that was left out.
 
     talk, ended: the conversation's digest in `training.writing`, and whether this is its last line. left_out:
-    the reason; in text of earlier versions a number of prompts.
+    the reason.
     """
 
     ids: list[Count] = []
@@ -43,7 +43,7 @@ class Line(BaseModel):
     target: str = ""
     talk: str = ""
     ended: bool = False
-    left_out: Count | str = 0
+    left_out: str = ""
 
     def fits(self, vocab_size: int) -> bool:
         """Return whether this is no row, or its answers follow each other within ids of the target."""
@@ -154,10 +154,8 @@ def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter, int]:
     """
     known, rows, left_out, cut = set(), [], Counter(), 0
     for line in lines:
-        if isinstance(line.left_out, str):
+        if line.left_out:
             left_out[line.left_out] += 1
-        elif line.left_out:
-            left_out["for a reason that older text does not name"] += line.left_out
         row = usable(line.model_dump(include={"ids", "answers", "source", "chat"}), max_len)
         cut += len(line.ids) > max_len
         if row and (key := row_key(row["ids"])) not in known:

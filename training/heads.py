@@ -13,9 +13,8 @@ from checkpoint.folder import HEADS, check_args
 from model import ModelArgs, Transformer
 from networks.block import DSparkHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
-from networks.head import Head, HeadArgs
+from networks.head import Head, HeadArgs, eagle3_aux_layers, spread_layers
 from networks.markov import MarkovArgs
-from networks.read_states import eagle3_aux_layers, spread_layers
 from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Objective, PEagleObjective
 
 DRAFTS = 7  # tokens that a block drafts

@@ -15,8 +15,7 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from drafters.medusa import Hydra, Medusa
 from engine.engine import Engine
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads
+from networks.medusa import HydraHeads, MedusaHeads
 from sampling.options import Sampling
 from tree import PathTree
 

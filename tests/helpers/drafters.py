@@ -16,8 +16,7 @@ from drafters.mixed import Mixed
 from drafters.rest import Rest
 from model import Transformer
 from networks.head import Head
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads, MultiTokenArgs
+from networks.medusa import HydraHeads, MedusaHeads, MultiTokenArgs
 from training.heads import HeadShape, new_head
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 
