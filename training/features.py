@@ -161,17 +161,18 @@ class StoredFeatures(Features):
     def _write(self, missing: list[dict], budget: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
-        with live_bar(total=sum(len(row["ids"]) for row in missing), unit="token", desc="features") as bar:
-            for number, batch in enumerate(batches(missing, budget)):
-                if self.processes.mine(number):
-                    rows = [missing[i]["ids"] for i in batch]
-                    for ids, states in zip(rows, zip(*self.compute(rows))):
-                        for name, x in zip(TargetStates._fields, states):
-                            x = x.int() if name == "greedy" else x
-                            tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
+        mine = self.processes.share(batches(missing, budget))
+        total = sum(len(missing[i]["ids"]) for batch in mine for i in batch)
+        with live_bar(total=total, unit="token", desc="features") as bar:
+            for batch in mine:
+                rows = [missing[i]["ids"] for i in batch]
+                for ids, states in zip(rows, zip(*self.compute(rows))):
+                    for name, x in zip(TargetStates._fields, states):
+                        x = x.int() if name == "greedy" else x
+                        tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
                 if sum(x.nbytes for x in tensors.values()) > FILE:
                     self._save(tensors)
-                bar.update(sum(len(missing[i]["ids"]) for i in batch))
+                bar.update(sum(map(len, rows)))
         self._save(tensors)
 
     def _save(self, tensors: dict[str, Tensor]) -> None:

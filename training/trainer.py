@@ -123,7 +123,7 @@ class Trainer:
 
     def micro_batches(self, places: list[int]) -> list[list[int]]:
         """Return this process's share of a batch, cut to `micro_tokens`."""
-        mine = [p for i, p in enumerate(places) if self.processes.mine(i)]
+        mine = self.processes.share(places)
         return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:

@@ -4,8 +4,7 @@ Conversations are decoded side by side, and each is appended to a file of this p
 is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
 from: another run with the same prompts, settings and target finds it again, and no other run does. An answer
 depends on the settings and its prompt, one to a turn of the model's own on that turn's number, never on the
-process: several processes take conversations from one queue, and a later run writes those that a killed one
-did not end.
+process: several processes share the work, and a later run writes what a killed one did not end.
 """
 from __future__ import annotations
 
@@ -184,7 +183,7 @@ class Collector:
         return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
     def write(self) -> None:
-        """Write the missing conversations that this process takes from the queue."""
+        """Write this process's share of the missing conversations."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.first:
             for path in self.files:  # a line without its end, as a kill leaves it
@@ -192,9 +191,11 @@ class Collector:
         self.processes.wait()
         known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
         self.processes.wait()  # all have read before any writes
+        missing = [talk for talk in self.planned if talk not in known]
+        mine = self.processes.share(missing)
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
-        plan, live, tokens = list(self.planned.items()), {}, 0
-        with live_bar(total=len(plan), unit="conversation", desc="text") as bar, open(path, "a") as file:
+        live, tokens = {}, 0
+        with live_bar(total=len(mine), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
             def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
                 """Let a conversation go on to what it decodes next, or write it."""
@@ -215,18 +216,12 @@ class Collector:
                 bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
                 bar.update(0)
 
-            for number in self.processes.queue("text", len(plan)):
-                talk, begin = plan[number]
-                if talk in known:
-                    bar.initial += 1  # it takes no time
-                else:
-                    go_on(talk, begin())
-                bar.n = max(bar.n, number + 1 - len(live))  # other processes have taken some of those before
+            for talk in mine:
+                go_on(talk, self.planned[talk]())
                 while not self.engine.free:
                     step()
             while live:
                 step()
-            bar.n = len(plan)
 
     def _lines(self, talk: str, written: Written) -> str:
         """Return a conversation as lines of a file. The last one is marked."""

@@ -115,17 +115,6 @@ def test_a_template_without_a_header_for_the_user(golden, tmp_path, tmp_path_fac
     assert not list(tmp_path.iterdir())
 
 
-class Counter:
-    """A store of torch.distributed, for processes that are not there."""
-
-    def __init__(self):
-        self.taken = 0
-
-    def add(self, name: str, number: int) -> int:
-        self.taken += number
-        return self.taken
-
-
 def written_by(c: Collector, prompts: list) -> Collector:
     c.from_prompts(prompts)
     c.write()
@@ -133,25 +122,21 @@ def written_by(c: Collector, prompts: list) -> Collector:
 
 
 def test_conversations_are_shared_between_processes(golden, tmp_path):
-    """Whoever is free takes the next one, and what it holds does not depend on who that is."""
-    prompts, store = [users(f"question {i}") for i in range(10)], Counter()
+    """What one holds does not depend on the process that writes it."""
+    prompts = [users(f"question {i}") for i in range(10)]
     alone = written_by(collector(golden, tmp_path / "alone"), prompts)
-    both = [Processes(rank, 2) for rank in (0, 1)]
-    for processes in both:
-        processes.wait, processes.store = lambda: None, store
-    parts = [collector(golden, tmp_path / "shared", processes=processes) for processes in both]
-    for part in parts:
-        part.from_prompts(prompts)
-    others = [next(both[1].queue("text", 10)) for _ in range(3)]
-    assert others == [0, 1, 2]  # which the second process does not write
-    parts[0].write()
+    one, other = (
+        collector(golden, tmp_path / "shared", processes=Processes(rank, 2)) for rank in (0, 1)
+    )
+    waits = iter((lambda: None, lambda: written_by(one, prompts)))  # which all meet before any writes
+    one.processes.wait, other.processes.wait = lambda: None, lambda: next(waits)()
+    written_by(other, prompts)
+    assert [path.stem[-2:] for path in other.files] == ["-0", "-1"]
+    assert [len(path.read_text().splitlines()) for path in other.files] == [5, 5]
+    assert read_rows(one) == read_rows(other) == read_rows(alone)
+    other.files[0].unlink()
     with pytest.raises(InputError, match="written are not here; --out must lie on a disk"):
-        parts[0].read(320)
-    store.taken = 0  # as when the same command goes on
-    parts[1].write()
-    assert [path.stem[-2:] for path in parts[1].files] == ["-0", "-1"]
-    assert [len(path.read_text().splitlines()) for path in parts[1].files] == [7, 3]
-    assert read_rows(parts[0]) == read_rows(parts[1]) == read_rows(alone)
+        other.read(320)
 
 
 def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
