@@ -6,6 +6,7 @@ WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.json
 from __future__ import annotations
 
 import argparse
+import copy
 import shlex
 import shutil
 from dataclasses import dataclass, fields, replace
@@ -36,7 +37,7 @@ from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
 from training.report import write_card
 from training.trainer import CURVES, STATE, Plan, Trainer
-from training.validate import TOKENS, Validator, decoding_copy
+from training.validate import TOKENS, Validator
 from training.writing import Collector
 
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
@@ -98,9 +99,12 @@ class Session:
         # A shape that cannot be is refused before anything slow is done.
         head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
-        backend = choose_backend("cpu", say=note) if torch.device(device).type == "cpu" else TORCH
-        self.compiled = torch.device(device).type != "cpu" or backend is not TORCH
-        self.decoding = decoding_copy(self.target, backend)
+        on_cpu = torch.device(device).type == "cpu"
+        backend = choose_backend("cpu", say=note) if on_cpu else TORCH
+        self.compiled = not on_cpu or backend is not TORCH
+        # Training needs unpacked weights.
+        self.decoding = self.target if backend is TORCH else copy.deepcopy(self.target)
+        backend.prepare(self.decoding)
         self.copy, self.copy_name = self._load_copy() if o.copy else (None, None)
         text = self.collect()
         if o.collect_only:
@@ -117,14 +121,13 @@ class Session:
     def _load_copy(self) -> tuple[Transformer, str]:
         """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
         o = self.o
-        copy, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
-        same = replace(copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
+        quantised, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
+        same = replace(quantised.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
         if not same or config["stop_ids"] != self.config["stop_ids"]:
             raise InputError(f"--copy {o.copy}: no copy of {o.checkpoint}: their shapes or stop ids differ")
-        name = identity(copy)
-        if self.decoding is not self.target:
-            self.decoding.backend.prepare(copy)
-        return copy, name
+        name = identity(quantised)
+        self.decoding.backend.prepare(quantised)
+        return quantised, name
 
     # -- collect ---------------------------------------------------------------------------------------------
 

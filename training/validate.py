@@ -1,7 +1,6 @@
 """The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 from drafters.base import Drafter
@@ -10,7 +9,6 @@ from drafters.eagle import Eagle
 from engine.autotune import Calibration
 from engine.calibrate import calibrate
 from engine.engine import Engine
-from kernels.backend import TORCH, TorchBackend
 from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
@@ -19,18 +17,6 @@ from tree import TreeShape
 SHAPE = TreeShape(60, 7, 10)  # of the trees that are drafted, as in the papers
 TOKENS = 64  # of an answer
 BATCH = 16  # answers that are decoded together
-
-
-def decoding_copy(target: Transformer, backend: TorchBackend) -> Transformer:
-    """Return the target for decoding: a copy packed for our CPU kernels, on PyTorch the target itself.
-
-    Training needs unpacked weights.
-    """
-    if backend is TORCH:
-        return target
-    twin = copy.deepcopy(target)
-    backend.prepare(twin)
-    return twin
 
 
 def drafter_of(head: Head, shape: TreeShape) -> Drafter:
@@ -43,7 +29,7 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
 
 
 class Validator:
-    """Decodes prompts (lists of ids) greedily with the current head. target: that of `decoding_copy`."""
+    """Decodes prompts (lists of ids) greedily with the current head. target: prepared for a backend."""
 
     def __init__(self, target: Transformer, prompts: list[list[int]], stop_ids: list[int]):
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
@@ -67,6 +53,5 @@ class Validator:
 
     def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)
-        if self.target.backend:
-            self.target.backend.prepare(twin)
+        self.target.backend.prepare(twin)
         return twin
