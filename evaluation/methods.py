@@ -50,7 +50,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     given = given_flags(o)
     taken = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
-    for name in dict.fromkeys((PLAIN, *methods)):  # the first refuses what none of them takes
+    for name in dict.fromkeys((PLAIN, *methods)):  # the first gets flags that none takes, and refuses
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
         window = o.draft_window if grows(name) or not any(map(grows, methods)) else 0
