@@ -159,6 +159,7 @@ class Drafter(nn.Module):
     per_sequence: tuple[str, ...] = ()  # its buffers with a row for each sequence, beside the caches
     folder: Path | None = None  # of its network, if that may have a calibration.json
     confidence = Confidence()  # of the scores of its trees
+    headless: Drafter | None = None  # the fallback drafter when the head is skipped
     may_pass = False  # it may have nothing to propose, see `has_guess`
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0), *parts: Drafter):
@@ -171,11 +172,6 @@ class Drafter(nn.Module):
     def network(self) -> nn.Module | None:
         """The network that drafts, if there is one."""
         return getattr(self, "head", None)
-
-    @property
-    def headless(self) -> Drafter | None:
-        """The fallback drafter when the head is skipped."""
-        return None
 
     def allocate(
         self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str

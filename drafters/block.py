@@ -35,6 +35,9 @@ class BlockDrafter(HeadDrafter):
     wider than its vocabulary.
     """
 
+    block_rows: int  # of a pass, for what is not known yet
+    _sees_all: bool  # rows of a block see those after them, too
+
     def __init__(self, head: BlockHead | PEagleHead, shape: TreeShape, coupled: bool = True, reach: int = 0):
         super().__init__(head, shape, coupled, reach)
         if shape.window - 1 > head.args.drafts:
@@ -47,11 +50,6 @@ class BlockDrafter(HeadDrafter):
     @property
     def deepest(self) -> int:
         return self.head.args.drafts - 1
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a pass for what is not known yet."""
-        raise NotImplementedError
 
     @property
     def extra_slots(self) -> int:
@@ -78,11 +76,6 @@ class BlockDrafter(HeadDrafter):
         drafted = self._draft(state, context, positions, own, visible)
         self._keep_unread(state)
         return drafted
-
-    @property
-    def _sees_all(self) -> bool:
-        """Return whether rows of a block see those after them, too."""
-        raise NotImplementedError
 
     def _draft(
         self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor

@@ -112,6 +112,8 @@ class NetworkDrafter(Drafter):
     knows. Raises ValueError if the tree is wider than the vocabulary.
     """
 
+    deepest: int | None = None  # depth of the deepest tree that it can grow; None: unlimited
+    _names: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
     read_ahead = 0  # rows that its cache holds beyond those of the target's: 1 if it has read the root
 
     def __init__(self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True):
@@ -148,11 +150,6 @@ class NetworkDrafter(Drafter):
             grown.extend(*self._best(backend, feature, noise, level + 1, k, level_logits))
         return grown
 
-    @property
-    def deepest(self) -> int | None:
-        """Depth of the deepest tree that it can grow; None: unlimited."""
-        return None
-
     def _best(
         self, backend: TorchBackend, h: Tensor, noise: Tensor | None, step: int, k: int,
         level_logits: list[Tensor] | None = None,
@@ -169,11 +166,6 @@ class NetworkDrafter(Drafter):
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
         return noise if self.coupled else None
-
-    @property
-    def _names(self) -> Tensor | None:
-        """The target id of each of the network's own ids [Vd]; None if they are the same."""
-        return None
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read what the last step committed. Returns the output [B, 1, H] for the first level."""
