@@ -29,7 +29,7 @@ from tqdm import tqdm
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, check_folder, command, seed
 from common.errors import InputError
-from common.torchrun import command_in_words, one_voice, several
+from common.torchrun import command_in_words, several
 from drafters import METHODS, add_flags, grows
 from sampling.options import Sampling
 
@@ -87,12 +87,9 @@ def say(line: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs.
     """
-    with one_voice() as voices:
-        # torch raises RuntimeError when memory runs out.
-        return command(
-            parser(), argv, run, OSError, ValueError, RuntimeError,
-            interrupted="stopped (the same command goes on)", **(voices if several() else {"say": say}),
-        )
+    # torch raises RuntimeError when memory runs out.
+    return command(parser(), argv, run, OSError, ValueError, RuntimeError, say=say,
+                   interrupted="stopped (the same command goes on)")
 
 
 def run(o) -> int:

@@ -21,7 +21,7 @@ import argparse
 import sys
 
 from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed
-from common.torchrun import one_voice, several
+from common.torchrun import several
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
 from training.data import SHORTEST
@@ -138,12 +138,9 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status, see `common.cli.run_command`."""
     words = sys.argv[1:] if argv is None else argv
-    with one_voice() as voices:
-        # PyTorch raises RuntimeError when memory runs out.
-        return command(
-            parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
-            interrupted="\nstopped; run the same command to go on", **voices,
-        )
+    # PyTorch raises RuntimeError when memory runs out.
+    return command(parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
+                   interrupted="\nstopped; run the same command to go on")
 
 
 if __name__ == "__main__":

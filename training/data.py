@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_text
 from tokens.dataset import is_answer
 from tokens.ids import common_prefix
@@ -194,7 +194,8 @@ def text_report(rows: list[dict], counts: Counter) -> str:
     sources = ", ".join(f"{name} {n:,}" for name, n in Counter(row["source"] for row in rows).items())
     lengths, answers = [len(row["ids"]) for row in rows], [len(row["answers"]) for row in rows]
     return (
-        f"{len(rows):,} conversations ({sources}), {sum(n > 1 for n in answers):,} with several answers\n"
-        f"{sum(lengths):,} tokens, {counts.total():,} of them in {sum(answers):,} answers, {len(counts):,} of"
-        f" these distinct; the longest row has {max(lengths):,}"
+        f"{counted(len(rows), 'conversation')} ({sources}), {sum(n > 1 for n in answers):,} with several"
+        f" answers\n{counted(sum(lengths), 'token')}, {counts.total():,} of them in"
+        f" {counted(sum(answers), 'answer')}, {len(counts):,} of these distinct; the longest row has"
+        f" {max(lengths):,}"
     )

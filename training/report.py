@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from common.errors import counted
 from common.files import read_text, write_text, writing
 from common.plots import picture
 
@@ -54,7 +55,7 @@ class TrainingLog:
         self.tokens += tokens
         self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.began)
-        self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:.0f} tok/s", refresh=False)
+        self.bar.set_postfix_str(f"{counted(self.tokens, 'token')}, {speed:.0f} tok/s", refresh=False)
         self.bar.update(0)
 
     def step(self, entry: dict) -> None:

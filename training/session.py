@@ -21,7 +21,7 @@ from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_head, load_model
 from checkpoint.writer import staging
 from common.cli import note
-from common.errors import InputError
+from common.errors import InputError, counted
 from engine.engine import Engine
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
@@ -147,7 +147,7 @@ class Session:
         else:
             draft_ids = torch.arange(vocab_size)
         report = "\n".join([
-            data.text_report(rows, counts), f"{len(held_out)} more conversations are held out",
+            data.text_report(rows, counts), f"held out: {counted(len(held_out), 'more conversation')}",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
         note(report)
@@ -175,7 +175,7 @@ class Session:
         if left_out:
             note(lost)
         if cut:
-            note(f"{cut} conversations are cut to {most} tokens (--max-len)")
+            note(f"cut to {most} tokens (--max-len): {counted(cut, 'conversation')}")
         return rows
 
     def _collector(self) -> Collector:
@@ -205,7 +205,7 @@ class Session:
         shape = replace(self.shape, mask_id=text.unused)
         head = new_head(learning, o.kind, text.draft_ids, shape, o.seed, self.start)
         if self.start:
-            note(f"{len(own_weights(self.start))} tensors begin as those of {o.start}")
+            note(f"{counted(len(own_weights(self.start)), 'tensor')} from {o.start}")
         losses = ACCEPTANCE if o.loss == "lk" else CROSS_ENTROPY
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
@@ -258,9 +258,9 @@ class Session:
         facts = [
             f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
             f" of {args.vocab_size:,}",
-            f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
-            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g},"
-            f" {trainer.seconds / 60:.0f} minutes",
+            f"{kind.method}, {counted(trainer.objective.steps, 'draft step')},"
+            f" {counted(trainer.epoch, 'epoch')}, {counted(trainer.step, 'optimizer step')} of up to"
+            f" {o.batch_tokens:,} tokens, AdamW {o.lr:g}, {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import writing
 from engine.engine import Engine
 from engine.request import Request
@@ -213,7 +213,7 @@ class Collector:
                     tokens += len(event.ids)
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
-                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+                bar.set_postfix_str(counted(tokens, "token"), refresh=False)
                 bar.update(0)
 
             for talk in mine:

@@ -48,17 +48,6 @@ def test_the_table_is_the_arithmetic_of_the_answers():
     ]
 
 
-def test_an_answer_of_one_token_has_no_speed():
-    method, name = "lookup+draft-model+residual", "s" * 60
-    answers = [answer(1, m, [turn([5])], 1.0, name) for m in ("none", method)]
-    rows = summarise(answers, [name], ["none", method], [])
-    for figure in ("speedup", "speedup_total", "tokens_per_second", "tau"):
-        assert all(row[figure] is None for row in rows)
-    line = text_of(rows).splitlines()[-1]
-    assert line.startswith("| lookup+draft-model… | sss") and len(line) <= 100
-    assert "| – |" in line.replace("  ", "") and "other draws" in line
-
-
 def test_where_answers_part():
     plain = answer(1, "none", [turn([1, 2, 3]), turn([4, 5])])
     assert first_difference(plain, answer(1, "x", [turn([1, 2, 3]), turn([4, 5])])) is None

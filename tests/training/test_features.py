@@ -1,13 +1,11 @@
-"""The target's states: stored ones are the computed ones, memory and disk are bounded."""
+"""The target's states: stored ones, and those of a reader, are the computed ones."""
 import copy
-import shutil
 
 import pytest
 import torch
 from helpers.training import ROWS
 
 from checkpoint.loading import load_model
-from common.errors import InputError
 from kernels import isa
 from kernels.choose import choose_backend
 from training.features import Features, StoredFeatures, training_copy
@@ -46,23 +44,6 @@ def test_a_reader_reads_as_the_target_does(models, tmp_path, kernels):
         for a, b in zip(got, expected):
             n = len(row["ids"])
             torch.testing.assert_close(a[i, :n], b[i, :n], rtol=1e-4, atol=1e-4)
-
-
-def test_a_full_disk_is_told_beforehand(models, tmp_path, monkeypatch, capsys):
-    target, head = models
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: type("Usage", (), {"free": 2**28 + 1000})())
-    with pytest.raises(InputError, match=r"needs 0\.\d+ GB"):
-        StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), "name").fill(ROWS, 64)
-    assert "4 rows need" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_memory_is_bounded(models):
-    target, head = models
-    features = Features(target, head.args.aux_layers, room=1)
-    first = features.read(ROWS)
-    assert len(features.cached) == 1  # the one that used the room up
-    for a, b in zip(first, features.read(ROWS)):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("features, maker, stays", [

@@ -1,11 +1,9 @@
-"""The training loop: batches, gradients, the average, the schedule, the saved state, the processes."""
-
+"""The training loop: batches, gradients, the average, the schedule, the saved state."""
 import pytest
 import torch
 from helpers.training import ROWS
 
 from common.errors import InputError
-from training import trainer as room
 from training.batches import batches
 from training.features import Features
 from training.losses import Eagle3Objective
@@ -62,19 +60,6 @@ def test_rates_of_the_schedule():
     assert plan.rate(200, 200) == pytest.approx(0.2)
     assert [Plan(short_epochs=1).unrolled(epoch, 7) for epoch in (0, 1)] == [3, 7]
     assert chain_tau([0.5, 0.5]) == 1.75
-
-
-@pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("file write failed\nat")])
-def test_a_state_that_cannot_be_written(models, tmp_path, monkeypatch, error):
-    def fails(state, part):
-        part.write(b"a part")
-        raise error
-
-    monkeypatch.setattr(room.torch, "save", fails)
-    words = r"state.pt: cannot be written; make room there, then run the command to go on \((No|file).*\)$"
-    with pytest.raises(InputError, match=words):
-        trainer(models, tmp_path).save()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("other", (None, [{}], {"fc.weight": torch.zeros(1)}, "x"), ids=repr)
