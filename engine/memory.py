@@ -24,8 +24,8 @@ def free_memory(device: torch.device) -> int | None:
 def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
     """Weight bytes that one step reads: the target's once, those of the drafter's network once per pass.
 
-    Embedding tables are looked up, not read. Of the experts of a mixture, as many are read as a tree's rows
-    choose on average, if each is as likely as any other.
+    Embedding tables are looked up, not read. A mixture's step reads the experts that a tree's rows choose on
+    average, each as likely as any other.
     """
     def size(module, rows: int = 1) -> int:
         a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
