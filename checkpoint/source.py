@@ -79,24 +79,25 @@ def resolve_source(checkpoint: str | Path) -> Path:
     """
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():
-        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint")
+        found = ", ".join(sorted(p.name for p in path.iterdir())[:MOST_LISTED]) or "nothing"
+        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint; it holds {found}")
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():
         inside = f"; name the folder that it is in, {path.parent}" if (path.parent / CONFIG).exists() else ""
         raise InputError(f"{path}: not a folder (nor a .gguf file){inside}")
-    name, place = str(checkpoint), path.parent
+    name, place = str(checkpoint), next(parent for parent in path.parents if parent.is_dir())
     known = sorted(p for p in (*Path("checkpoints").glob("*"), *place.glob("*")) if p.is_dir() or is_gguf(p))
     guess = did_you_mean(name, map(str, known))
     missing = f"{path}: no such file or folder{guess}"
-    if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise InputError(
-            f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
-        )
-    if place.is_dir():  # a mistyped path is no hub id
+    if place not in (Path(), Path("/")):  # a mistyped path is no hub id
         found = ", ".join(sorted(p.name for p in place.iterdir())[:MOST_LISTED]) or "nothing"
         raise InputError(
             f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {found}"
+        )
+    if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise InputError(
+            f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
         )
     return _download(name, guess)
 

@@ -12,10 +12,11 @@ OTHERS = {
     "--draft": "-md --model-draft --draft-checkpoint-path", "--device": "-ngl --n-gpu-layers",
     "--slots": "-np --parallel --max-num-seqs", "--model-name": "--alias --served-model-name",
     "--repetition-penalty": "--repeat-penalty", "--kv": "-ctk --cache-type-k --kv-cache-dtype",
-    "lookup": "ngram ngram-simple prompt-lookup pld", "int8": "q8-0", "fp16": "half f16", "fp32": "f32",
-    "int4": "q4-0 q4-1 q4-k-m q4-k-s awq gptq",
+    "lookup": "ngram ngram-simple prompt-lookup pld", "fp16": "half f16", "fp32": "f32",
+    "w8a8": "q8-0", "w4a8": "q4-0 q4-1 q4-k-m q4-k-s", "int4": "awq gptq",
+    "int8": "q8-0",  # where there is no w8a8, as in --kv
 }
-ELSEWHERE = {name: ours for ours, names in OTHERS.items() for name in names.split()}
+ELSEWHERE = {name for names in OTHERS.values() for name in names.split()}
 
 
 class InputError(Exception):
@@ -29,7 +30,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     plain = {name.lower().replace("_", "-"): name for name in known}
     word = word.lower().replace("_", "-")
-    near = [ELSEWHERE[word]] if ELSEWHERE.get(word) in plain else difflib.get_close_matches(word, plain, 1)
+    near = [ours for ours, names in OTHERS.items() if word in names.split() and ours in plain]
+    near = near or difflib.get_close_matches(word, plain, 1)
     return f" (did you mean {plain[near[0]]}?)" if near else ""
 
 

@@ -103,6 +103,7 @@ class Engine:
         self._serial = 0
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
+        self._guesses = True  # that drafters may ask for, see `_choose`
         self._modes: list[Modes | None] = [None, None]  # of DRAFTED, PLAIN; None: the group has changed
         self._step_bytes = cache(partial(bytes_per_step, target))
         self.bytes_read = 0  # weight bytes that all steps so far have read
@@ -482,7 +483,7 @@ class Engine:
         elif self.tuner and group == DRAFTED:
             shape = self.tuner.next(requests, rows.count)
             headless = passes.headless
-            guesses = headless is not None and headless.has_guess(rows.state, span)
+            guesses = headless is not None and self._guesses and headless.has_guess(rows.state, span)
             if shape:
                 drafter = (passes.trees if guesses or not headless else passes.alone)[shape]
             else:
@@ -575,6 +576,7 @@ class Engine:
         """Run every kind of step a few times, so that the tuner knows what each takes, alone and full."""
         long = replace(sampling, max_new_tokens=self.max_seq_len)
         lag, self.lag = self.lag, 0
+        self._guesses = False  # the text of a rehearsal repeats itself as no other does
         try:
             for count in sorted({self.step_counts[0], self.batch}):
                 def run(count: int = count) -> None:
@@ -587,7 +589,7 @@ class Engine:
 
                 self.tuner.rehearse(count, sampling.temperature > 0, run)
         finally:
-            self.lag = lag
+            self.lag, self._guesses = lag, True
             for request in self.requests:
                 self.leave(request)
 

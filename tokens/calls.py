@@ -31,6 +31,7 @@ _THINK = "think", "thinking", "thought", "reasoning", "seed:think"
 THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in _THINK} | {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
+OPEN = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"}  # keys that say which properties there are
 BARE = ()  # the form of calls that nothing opens
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]", "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>", "</parameter>",
@@ -86,7 +87,9 @@ def schema_of_calls(tools: Mapping[str, dict]) -> str:
     def call(n: int, name: str, parameters: dict) -> dict:
         # References count from the root.
         moved = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{n}/properties/arguments')
-        arguments = {"type": "object"} | (json.loads(moved) or {"additionalProperties": False})
+        # A small model goes on inventing arguments for as long as it may.
+        closed = {} if OPEN & parameters.keys() else {"additionalProperties": False}
+        arguments = {"type": "object", **closed} | json.loads(moved)
         parts = {"name": {"const": name}, "arguments": arguments}
         return {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
 

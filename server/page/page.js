@@ -340,6 +340,11 @@ function mark(answer, { text, tree }) {
   }
 }
 
+// Leaving the page ends its requests, which is no fault of the server.
+let leaving = false;
+addEventListener("pagehide", () => { leaving = true; });
+addEventListener("pageshow", () => { leaving = false; });
+
 // One answer from the server into `answer`; `seen` is called as it grows.
 async function ask(body, answer, signal, seen) {
   answer.figures = { tokens: 0, steps: 0, seconds: 0, waiting: true };
@@ -370,7 +375,7 @@ async function ask(body, answer, signal, seen) {
   } catch (error) {
     const cause = signal.reason ?? error;
     if (cause.name === "AbortError") answer.finish = "stopped";
-    else {
+    else if (!leaving) {
       answer.figures.error = cause instanceof TypeError ? "the server has gone" : cause.message;
       if (cause instanceof TypeError) watch();
     }
@@ -412,6 +417,14 @@ async function about() {
 function settings() {
   const numbers = Object.fromEntries(["temperature", "top_p", "max_tokens"].map((id) => [id, Number($(id).value)]));
   return { ...numbers, seed: Number($("seed").value || Math.floor(Math.random() * 2 ** 31)) };
+}
+
+// The first words of a text, whole ones where that is possible.
+function shortened(text, most = 40) {
+  const words = text.trim().replace(/\s+/g, " ");
+  if (words.length <= most) return words;
+  const end = words.lastIndexOf(" ", most);
+  return `${words.slice(0, end > 0 ? end : most)} …`;
 }
 
 // Ask for an answer to the conversation. before, title, edit: what was there, for when it is refused. words: just
@@ -506,7 +519,7 @@ function send(event) {
   if (!content || running) return;
   const { messages: before, title } = current, edit = edited;
   const kept = before.slice(0, edit?.index ?? before.length);
-  if (!kept.length) current.title = content.replace(/\s+/g, " ").slice(0, 200);
+  if (!kept.length) current.title = shortened(content);
   current.messages = [...kept, { role: "user", content }];
   endEdit();
   $("input").focus();

@@ -130,7 +130,7 @@ FLAGS = "--draft", "--checkpoint", "--interactive"
 @pytest.mark.parametrize("word, known, meant", [
     ("EAGLE3", METHODS, "eagle3"), ("eagle-3", METHODS, "eagle3"), ("p_eagle", METHODS, "p-eagle"),
     ("ngram", METHODS, "lookup"), ("draft", METHODS, "draft-model"), ("magic", METHODS, None),
-    ("q8_0", MODES, "int8"), ("Q4_K_M", MODES, "int4"), ("INT4", MODES, "int4"), ("q8_0", KV_DTYPES, "int8"),
+    ("q8_0", MODES, "w8a8"), ("Q4_K_M", MODES, "w4a8"), ("INT4", MODES, "int4"), ("q8_0", KV_DTYPES, "int8"),
     ("--draft_checkpoint_path", FLAGS, "--draft"), ("--checkpoint_path", FLAGS, "--checkpoint"),
     ("-i", FLAGS, "--interactive"), ("-i", ["--seed"], None),
 ])
