@@ -121,7 +121,6 @@ def _check_relations(args: ModelArgs) -> None:
         ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
         ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
-        ("activation", args.activation == "silu" or not args.num_experts, "silu, of mixtures of experts"),
     ]
     has = vars(args).get
     if (aux := has("aux_layers")) is not None:

@@ -7,6 +7,8 @@ int4   one scale per output row and group of inputs, q in -8..7; files hold two 
 w8a8   the weights of int8; the inputs of a layer are rounded to int8 too, every 64 of a row by their largest
 w4a8   the weights of int4; the inputs are rounded to int8 too, those that share a scale by their largest
 fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each row by its largest
+mxfp4  e2m1, two values in a byte, and for each 32 inputs an exponent (e8m0: 127 more than it). Of stacks of experts only,
+       whose files have it
 """
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, Wrong, schema_of
-from kernels.modes import FOUR_BITS, GROUPS, MODES
+from kernels.modes import FOUR_BITS, GROUPS, MODES, MXFP4, MXFP4_GROUP
 
 INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.
 EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 
@@ -34,7 +37,7 @@ class Scheme:
     group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None: not quantised.
     """
 
-    mode: Literal[MODES]
+    mode: Literal[(*MODES, MXFP4)]
     group: Literal[(0, *GROUPS)]
     lm_head: Literal[MODES] | Flag | None
 
@@ -48,7 +51,10 @@ class Scheme:
         mode, group, lm_head = (quantization[f.name] for f in fields(cls))
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
-        if bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
+        if mode == MXFP4:
+            if (group, lm_head) != (MXFP4_GROUP, None):
+                raise Wrong("quantization.group", group, f"{MXFP4_GROUP}, and no mode of the lm_head: of mxfp4")
+        elif bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
             groups, names = (" or ".join(map(str, words)) for words in (GROUPS, FOUR_BITS))
             wanted = "0" if group else groups
             raise Wrong("quantization.group", group, f"{wanted}: {names} has groups of inputs, others none")
@@ -57,7 +63,7 @@ class Scheme:
     def of(self, name: str) -> tuple[str, int]:
         """(mode, group) of a layer that is quantised."""
         mode = self.lm_head if name == "lm_head" else self.mode
-        return mode, self.group if mode in FOUR_BITS else 0
+        return mode, self.group if mode in (*FOUR_BITS, MXFP4) else 0
 
 
 def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
@@ -114,6 +120,9 @@ def to_stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [..., N, K] that a stored one with its scales stands for."""
+    if scale.dtype == torch.uint8:
+        values = torch.tensor(E2M1, device=weight.device)[unpack_nibbles(weight).long() + 8]
+        return torch.ldexp(values.unflatten(-1, (-1, MXFP4_GROUP)), scale.int()[..., None] - 127).flatten(-2).to(dtype)
     q = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
     return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
 
@@ -147,16 +156,17 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
     Raises ValueError if the mode or the group cannot be.
     """
     *rest, inputs = shape
-    if mode not in MODES:
+    if mode not in (*MODES, MXFP4):
         raise Wrong("mode", mode, f"one of {', '.join(MODES)}")
-    if (mode in FOUR_BITS) != bool(group):
+    if (mode in (*FOUR_BITS, MXFP4)) != bool(group):
         raise Wrong("group", group, f"{'one' if mode in FOUR_BITS else '0'} for {mode}:"
                     f" {' and '.join(FOUR_BITS)} have groups, others none")
     if group and inputs % group:
         raise Wrong("group", group, f"what divides {inputs} inputs")
     dtype = torch.uint8 if group else torch.float8_e4m3fn if mode == "fp8" else torch.int8
     weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
-    scale = torch.empty(*rest, inputs // group, dtype=torch.bfloat16) if group else torch.empty(*rest, 1)
+    of_groups = torch.uint8 if mode == MXFP4 else torch.bfloat16
+    scale = torch.empty(*rest, inputs // group, dtype=of_groups) if group else torch.empty(*rest, 1)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
@@ -260,9 +270,10 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
     ]
 
 
-def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
+def quantized_names(module: nn.Module, scheme: Scheme) -> list[str]:
     """Return the names of the modules that quantisation replaces: linear layers and stacks of experts."""
-    return linear_names(module, lm_head) + [name for name, p in module.named_parameters() if p.ndim == 3]
+    linear = [] if scheme.mode == MXFP4 else linear_names(module, scheme.lm_head is not None)
+    return linear + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
 def replace_all(module: nn.Module, scheme: Scheme) -> None:
@@ -270,7 +281,7 @@ def replace_all(module: nn.Module, scheme: Scheme) -> None:
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
-    for name in quantized_names(module, scheme.lm_head is not None):
+    for name in quantized_names(module, scheme):
         parent, _, attribute = name.rpartition(".")
         owner = module.get_submodule(parent)
         old = getattr(owner, attribute)

@@ -35,6 +35,14 @@ EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+GPT_OSS_YARN = {
+    "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 64,
+}
+GPT_OSS = {
+    "rope_parameters": GPT_OSS_YARN, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "sliding_window": WINDOW, "hidden_size": 64, "intermediate_size": 32,
+}
 
 # name: (transformers' classes, what differs, how it is stored)
 TARGETS = {
@@ -81,6 +89,7 @@ TARGETS = {
     "Qwen3-MoE, not renormalised": (
         "Qwen3Moe", {"rope_parameters": ROPE, "head_dim": 20, "norm_topk_prob": False, **EXPERTS}, "one file"
     ),
+    "gpt-oss": ("GptOss", GPT_OSS, "sharded"),
 }
 
 
