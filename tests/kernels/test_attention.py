@@ -12,9 +12,10 @@ from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
 pytestmark = pytest.mark.kernels
 
 
-def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0, window=0):
+def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0, window=0,
+           sinks=None):
     norms = (norm if norm is None else norm.float() for norm in (q_norm, k_norm))
-    return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window)
+    return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window, sinks)
 
 
 def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, seed=0):

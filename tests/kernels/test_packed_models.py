@@ -49,13 +49,18 @@ GEMMA = WINDOWS | {
     "local_rope_base": 500.0, "activation": "gelu_tanh", "scaled_embedding": True, "zero_centred": True,
     "output_norms": True, "query_scalar": 24, "qk_norm": True, "tie_embeddings": True,
 }
+GPT_OSS = WINDOWS | {
+    "num_experts": 6, "experts_per_token": 3, "qkv_bias": True, "biases": True, "sinks": True,
+    "activation": "clamped_swiglu",
+}
+DENSE_BIASES = {"biases": True, "activation": "clamped_swiglu"}
 
 
 @pytest.mark.parametrize("options", (
     {}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}, WINDOWS, GEMMA,
     {"of_head": {"num_layers": 2, "windows": (5, 30)}},
     {"num_experts": 5, "experts_per_token": 2},
-    {"num_experts": 20, "experts_per_token": 3, "renormalise_experts": False},
+    {"num_experts": 20, "experts_per_token": 3, "renormalise_experts": False}, GPT_OSS, DENSE_BIASES,
 ))
 def test_a_packed_model_is_the_model(options):
     target, head = tiny(torch.float32, **options)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws, same
 
-from kernels.packed import FLOAT32, GATES, SAME, PackedLinear, pack
+from kernels.packed import FLOAT32, GATES, SAME, PackedLinear, pack, pack_scale
 from kernels.quantized import QuantizedLinear, round_inputs
 from model import ACTIVATIONS
 
@@ -30,7 +30,8 @@ def test_linear(each_isa, dtype, columns, rows):
     onto = draw(2, rows, columns, dtype=dtype)
     packed, expected = pack(each_isa, weight, None, dtype), x.double() @ weight.double().T
     close(linear(each_isa, x, packed, columns), expected, dtype)
-    close(linear(each_isa, x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
+    with_bias = linear(each_isa, x, packed, columns, None, pack_scale(each_isa, bias[:, None]), onto)
+    close(with_bias, expected + bias + onto, dtype)
     exact = linear(each_isa, x, packed, columns, mode=FLOAT32)
     assert exact.dtype == torch.float32
     close(exact, expected, torch.float32)
@@ -43,11 +44,12 @@ def test_linear(each_isa, dtype, columns, rows):
 @pytest.mark.parametrize("activation", GATES)
 def test_gated(each_isa, dtype, activation, inner):
     draw = draws(inner)
-    x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
-    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    packed = pack(each_isa, weight, None, dtype, gated=True)
-    found = linear(each_isa, x, packed, inner, mode=GATES[activation])
-    close(found, ACTIVATIONS[activation](gate) * up, dtype)
+    x, weight, bias = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype), draw(2 * inner)
+    gate, up = (x.double() @ weight.double().T + bias).chunk(2, -1)
+    assert max(gate.max(), up.max(), -up.min()) > 7  # what clamped_swiglu limits
+    packed, with_bias = pack(each_isa, weight, None, dtype, True), pack_scale(each_isa, bias[:, None], True)
+    found = linear(each_isa, x, packed, inner, bias=with_bias, mode=GATES[activation])
+    close(found, ACTIVATIONS[activation](gate, up), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
