@@ -18,9 +18,10 @@ def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, e
     return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window, sinks)
 
 
-def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, seed=0):
-    draw = draws(seed)
-    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms, windows=(window,))
+def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, sinks=False):
+    draw = draws(0)
+    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms, windows=(window,),
+                     sinks=sinks)
     qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
     slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
@@ -53,7 +54,20 @@ SHAPES = pytest.mark.parametrize("shape", (
     # With windows: in one block, from block to block, beyond whole blocks, and of one slot.
     (1, 16, 9, 3, 64, 129, True, 7), (2, 4, 6, 3, 64, 430, False, 100), (1, 40, 4, 2, 32, 700, False, 150),
     (1, 3, 8, 1, 20, 300, False, 1),
+    # With sinks.
+    (2, 5, 8, 2, 64, 140, False, 0, True), (1, 3, 6, 3, 20, 430, False, 150, True),
 ))
+
+
+def block_of(args, dtype, weights):
+    """A layer with these norms of its heads, and sinks from next to nothing to all of the softmax."""
+    block = Transformer(args).layers[0].to(dtype)
+    if weights:
+        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
+        block.q_norm.eps = block.k_norm.eps = 1e-5
+    if args.sinks:
+        block.sinks.data = torch.linspace(-20, 40, args.num_heads)
+    return block
 
 
 class Written(KVCache):
@@ -76,19 +90,17 @@ class Written(KVCache):
 def test_attend(each_isa, dtype, shape):
     args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
     positions = slots + 100
-    block = Transformer(args).layers[0].to(dtype)
-    if weights:
-        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
-        block.q_norm.eps = block.k_norm.eps = 1e-5
+    block = block_of(args, dtype, weights)
 
+    sinks = block.sinks
     ours, theirs = Written(k.clone(), v.clone()), Written(k.double(), v.double())
     shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
     torch.set_num_threads(2)
     cos, sin = shared.angles()
     given = qkv, cos, sin, ours.k, ours.v, slots, visible, *weights
-    found = attend(each_isa, *given, window=block.window)
+    found = attend(each_isa, *given, window=block.window, sinks=sinks)
     torch.set_num_threads(1)
-    assert torch.equal(found, attend(each_isa, *given, window=block.window))
+    assert torch.equal(found, attend(each_isa, *given, window=block.window, sinks=sinks))
     expected = theirs.attend(block.double(), qkv.double(), shared)
     same(ours.v.double(), theirs.v)
     close(ours.k, theirs.k, dtype)
@@ -108,17 +120,14 @@ def test_attend_over_bytes(each_isa, dtype, shape):
     1/8000 of the largest where they have 16 bits, 1/127 where they have 8.
     """
     args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
-    block = Transformer(args).layers[0].to(dtype)
-    if weights:
-        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
-        block.q_norm.eps = block.k_norm.eps = 1e-5
+    block = block_of(args, dtype, weights)
     shared = Pass(args, inverse_frequencies(args), slots + 100, slots, visible)
     cos, sin = shared.angles()
-    found = []
+    found, sinks = [], block.sinks
     for threads in (1, 2):
         torch.set_num_threads(threads)
         given = qkv, cos, sin, *in_bytes(each_isa, k, v), slots, visible, *weights
-        found.append(attend(each_isa, *given, window=block.window))
+        found.append(attend(each_isa, *given, window=block.window, sinks=sinks))
     torch.set_num_threads(1)
     same(*found)
     theirs = Written(k.double(), v.double(), round_heads)

@@ -141,7 +141,7 @@ def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path
     assert decode(True) == decode(False) == expected
 
 
-@pytest.mark.parametrize("mode", (None, "int8", "w8a8", "int4", "w4a8"))
+@pytest.mark.parametrize("mode", (None, "int8", "w8a8", "int4", "w4a8", "mxfp4"))
 def test_a_mixture(mode):
     """In float32 it is its definition. In any dtype a row's bits depend on no other row, and drafted text is
     plain text.

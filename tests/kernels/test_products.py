@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws, same
 
-from kernels.packed import FLOAT32, GATES, SAME, PackedLinear, pack, pack_scale
-from kernels.quantized import QuantizedLinear, round_inputs
+from kernels.packed import FLOAT32, GATES, SAME, Packed, PackedLinear, pack, pack_scale
+from kernels.quantized import QuantizedLinear, QuantizedStack, round_inputs
 from model import ACTIVATIONS
 
 pytestmark = pytest.mark.kernels
@@ -79,6 +79,28 @@ def test_quantised(each_isa, dtype, mode, inputs, group, rows, gated):
     close(whole, expected, dtype)
     close(packed(x, onto), expected + onto, dtype)
     assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", (1, 3, 7, 21))
+@pytest.mark.parametrize("activation", (None, "clamped_swiglu"))
+def test_mxfp4(each_isa, dtype, rows, activation):
+    """Exactly the product with what the four bits stand for, of every expert, and row-invariant."""
+    generator, draw = torch.Generator().manual_seed(rows), draws(rows)
+    stack = QuantizedStack((2, 90, 96), "mxfp4", 32)
+    stack.weight.data = torch.randint(256, (2, 90, 48), generator=generator, dtype=torch.uint8)
+    stack.scale.data = torch.randint(120, 131, (2, 90, 3), generator=generator, dtype=torch.uint8)
+    x, bias = draw(rows, 96).mul(0.1).to(dtype), draw(2, 90)
+    packed = Packed(each_isa, stack, bias, dtype, activation)
+    of_expert = len(packed.packed) // 2
+    for e in range(2):
+        expected = x.double() @ stack(None, torch.float64)[e].T + bias[e]
+        expected = ACTIVATIONS[activation](*expected.chunk(2, -1)) if activation else expected
+        operands = [part[e * of_expert : (e + 1) * of_expert] for part in packed.operands]
+        args = *operands, None, packed.columns, packed.mode
+        whole = each_isa.ops.linear(x, *args)
+        close(whole, expected, dtype)
+        assert all(torch.equal(each_isa.ops.linear(x[[i]], *args), whole[[i]]) for i in range(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
