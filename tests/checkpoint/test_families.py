@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers.families import GEMMA3, LLAMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
+from helpers.blocks import published
+from helpers.families import GEMMA3, GPT_OSS_YARN, LLAMA3, TARGETS, WINDOW, WINDOWS, YARN, H, V, make_target
 from helpers.heads import make_head, write_head
 from helpers.sources import write_gguf
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
+from drafters.p_eagle import PEagle
 from engine.engine import Engine
 from kernels.choose import choose_backend
 from sampling.options import Sampling
@@ -49,8 +51,9 @@ def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     """Engines of a converted target, by the way they draft. of_head: changes of the heads' configs."""
     options = {"compile": False, "max_seq_len": 120, "batch": 2}
     found = {"plain": Engine(target, **options), "lookup": Engine(target, Lookup(), **options)}
+    width = target.args.hidden_size
     for kind in ("eagle", "eagle3"):
-        state, config = make_head(kind, **of_head)
+        state, config = make_head(kind, hidden=width, target=width, **of_head)
         head_folder = convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True)
         head = load_head(head_folder, target, kind)
         if target.backend:
@@ -61,7 +64,9 @@ def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     return found
 
 
-WINDOWED = [name for name in TARGETS if "window" in name or "Phi-3" in name or "Gemma 3" in name]
+WINDOWED = [
+    name for name in TARGETS if any(words in name for words in ("window", "Phi-3", "Gemma 3", "gpt-oss"))
+]
 
 
 @pytest.mark.slow
@@ -82,6 +87,31 @@ def test_windows_on_the_kernels(tmp_path, name):
         seeded = seeded or drawn
         assert drawn == seeded, method
     assert decoders["eagle3"].passes.drafter.head.layer.window == 10
+
+
+@pytest.mark.kernels
+def test_heads_with_yarn_of_a_target_in_mxfp4(tmp_path):
+    """In bfloat16 on the kernels, drafted text of gpt-oss' heads is plain text, greedy and of a seed."""
+    make_target(tmp_path / "in", "gpt-oss in MXFP4")
+    folder = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
+    target, config = load_model(folder)
+    assert config["quantization"]["mode"] == "mxfp4" and target.layers[0].mlp.w_down.weight.dtype == torch.uint8
+    assert choose_backend("cpu").prepare(target)
+    heads = {"eagle3": make_head("eagle3", hidden=64, target=64, aux=3), "p-eagle": published("p-eagle", target)}
+    drafters = [None, Lookup()]
+    for kind, (state, config) in heads.items():
+        source = write_head(tmp_path / kind, state, config | {"rope_scaling": GPT_OSS_YARN, "rope_theta": None})
+        head = load_head(convert(source, target=folder, quiet=True), target, kind)
+        assert head.args.rope_scaling["truncate"] is False and head.args.rope_factor > 1.2
+        target.backend.prepare(head)
+        drafters.append((Eagle if kind == "eagle3" else PEagle)(head, TreeShape(12, 3, 4)))
+    prompts = [[*range(5, 5 + n)] for n in (3, WINDOW + 9)]
+    samplings = [Sampling(60), Sampling(60, 1.0, seed=3)]
+    found = []
+    for drafter in drafters:
+        engine = Engine(target, drafter, compile=False, max_seq_len=120, batch=2)
+        found.append([[o.ids for o in engine.generate(prompts, sampling)] for sampling in samplings])
+    assert found[1:] == found[:1] * 3
 
 
 @pytest.mark.slow

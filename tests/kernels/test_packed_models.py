@@ -89,6 +89,7 @@ def test_a_packed_model_is_the_model(options):
     (torch.bfloat16, 0.0, "auto", 32, {}), (torch.bfloat16, 1.0, "int8", 6, {}),
     (torch.float32, 0.0, "int8", 100, {}), (torch.float32, 1.0, "auto", 100, {}),
     (torch.bfloat16, 0.0, "auto", 32, GEMMA), (torch.bfloat16, 1.0, "int8", 32, GEMMA),
+    (torch.bfloat16, 0.0, "auto", 32, GPT_OSS), (torch.bfloat16, 1.0, "int8", 32, GPT_OSS),
 ))
 def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim, options):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
