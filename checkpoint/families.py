@@ -140,14 +140,21 @@ GGUF: NameTable = {
         "wo.weight": ["attn_output.weight"],
         "mlp.w_gate_up.weight": [f"ffn_{x}.weight" for x in ("gate", "up")],
         "mlp.w_down.weight": ["ffn_down.weight"],
-        # A GGUF stacks the experts of a layer; `checkpoint.gguf` takes the stacks apart.
-        "mlp.router.weight": ["ffn_gate_inp.weight"],
-        "mlp.w_gate_up": [f"ffn_{x}_exps.weight[{{e}}]" for x in ("gate", "up")],
-        "mlp.w_down": ["ffn_down_exps.weight[{e}]"],
     }, "layers.{i}.", "blk.{i}."),
 }
+# A GGUF stacks the experts of a layer; `checkpoint.gguf` takes the stacks apart.
+GGUF_EXPERTS = GGUF | with_prefix({"mlp.router.weight": ["ffn_gate_inp.weight"]} | {
+    f"mlp.{ours}{leaf}": [f"ffn_{x}_exps.{theirs}[{{e}}]" for x in parts]
+    for ours, parts in (("w_gate_up", ("gate", "up")), ("w_down", ("down",)))
+    for leaf, theirs in (("", "weight"), (".weight", "weight"), (".scale", "scale"))  # the latter two: MXFP4
+}, "layers.{i}.", "blk.{i}.")
 GGUF_GEMMA3 = GGUF | with_prefix({
     "wo_norm.weight": ["post_attention_norm.weight"], "mlp_out_norm.weight": ["post_ffw_norm.weight"],
+}, "layers.{i}.", "blk.{i}.")
+GGUF_GPT_OSS = GGUF_EXPERTS | with_prefix({
+    "sinks": ["attn_sinks.weight"], "wo.bias": ["attn_output.bias"], "mlp_norm.weight": ["post_attention_norm.weight"],
+    "mlp.router.bias": ["ffn_gate_inp.bias"], "mlp.down_bias": ["ffn_down_exps.bias[{e}]"],
+    "mlp.gate_up_bias": [f"ffn_{x}_exps.bias[{{e}}]" for x in ("gate", "up")],
 }, "layers.{i}.", "blk.{i}.")
 GGUF_PHI3 = GGUF | with_prefix({
     "wqkv.weight": ["attn_qkv.weight"], "mlp.w_gate_up.weight": ["ffn_up.weight"],
@@ -246,8 +253,9 @@ FAMILIES = {
     "gguf:qwen3": Family(GGUF, {"qk_norm": True}),
     "gguf:phi3": Family(GGUF_PHI3),
     "gguf:gemma3": Family(GGUF_GEMMA3, GEMMA3_FIXED, GEMMA3_DEFAULTS),
-    "gguf:llama+experts": Family(GGUF, {"renormalise_experts": True}, experts=True),
-    "gguf:qwen3moe+experts": Family(GGUF, {"qk_norm": True, "renormalise_experts": True}, experts=True),
+    "gguf:llama+experts": Family(GGUF_EXPERTS, {"renormalise_experts": True}, experts=True),
+    "gguf:gpt-oss+experts": Family(GGUF_GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True),
+    "gguf:qwen3moe+experts": Family(GGUF_EXPERTS, {"qk_norm": True, "renormalise_experts": True}, experts=True),
 }
 
 

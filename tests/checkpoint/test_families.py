@@ -238,8 +238,23 @@ GEMMA_NORMS = {
 }
 
 
-def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
-    """A model of transformers as a GGUF file."""
+def gguf_experts(stacks: dict) -> dict:
+    """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
+    """
+    gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    if "down_proj_bias" not in stacks:  # gate above up
+        gate, up = gate_up.chunk(2, dim=1)
+        return {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down}
+    gate_up, bias = gate_up.transpose(1, 2), stacks["gate_up_proj_bias"]  # gpt-oss: in turn
+    return {
+        "gate_exps.weight": gate_up[:, ::2], "up_exps.weight": gate_up[:, 1::2],
+        "down_exps.weight": down.transpose(1, 2), "gate_exps.bias": bias[:, ::2],
+        "up_exps.bias": bias[:, 1::2], "down_exps.bias": stacks["down_proj_bias"],
+    }
+
+
+def family_gguf(file: Path, reference, arch: str, extra=lambda w: None, kind="F32") -> Path:
+    """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
     config, state = reference.config, dict(reference.state_dict())
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys = config.to_dict() | {
@@ -255,13 +270,19 @@ def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:  # transformers 5 holds them stacked: gate above up
         for i in range(config.num_hidden_layers):
-            stacks, layer = f"model.layers.{i}.mlp.experts.", f"model.layers.{i}.ffn"
-            gate, up = state.pop(stacks + "gate_up_proj").chunk(2, dim=1)
-            down = state.pop(stacks + "down_proj")
-            state |= {f"{layer}_{x}_exps.weight": t for x, t in (("gate", gate), ("up", up), ("down", down))}
+            prefix = f"model.layers.{i}.mlp.experts."
+            stacks = {n.removeprefix(prefix): state.pop(n) for n in [*state] if n.startswith(prefix)}
+            state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks).items()}
+    if arch == "gpt-oss":
+        state = {n.replace("post_attention_layernorm", "post_attention_norm"): t for n, t in state.items()}
 
     def with_experts(w) -> None:
-        if arch in ("gemma3", "phi3"):
+        if arch == "gpt-oss":
+            w.add_expert_feed_forward_length(config.intermediate_size)
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            w.add_rope_scaling_factor(rope["factor"])
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if arch in ("gemma3", "phi3", "gpt-oss"):
             w.add_sliding_window(config.sliding_window)
         if arch == "gemma3":
             w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
@@ -279,7 +300,7 @@ def family_gguf(file: Path, reference, arch: str, extra=lambda w: None) -> Path:
                 w.add_expert_feed_forward_length(config.moe_intermediate_size)
         extra(w)
 
-    return write_gguf(file, state, keys, extra=with_experts, arch=arch)
+    return write_gguf(file, state, keys, kind, with_experts, arch)
 
 
 def test_gguf_yarn_and_window(tmp_path):
@@ -303,7 +324,7 @@ def test_gguf_yarn_and_window(tmp_path):
 @pytest.mark.parametrize("name,arch", [
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
     ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
-    ("Gemma 3", "gemma3"),
+    ("Gemma 3", "gemma3"), ("gpt-oss", "gpt-oss"),
 ])
 def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
     reference = make_target(tmp_path / "in", name)
@@ -317,6 +338,7 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
         "num_layers", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_base", "qkv_bias", "qk_norm",
         "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings", "windows",
         "local_rope_base", "activation", "zero_centred", "output_norms", "scaled_embedding", "max_seq_len",
+        "sinks", "biases",
     )
     one, two = read_config(a), read_config(b)
     for config in (one, two):
@@ -325,6 +347,18 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
             config["numbers"] = [*rope.get("divisors", ()), *factors]
     assert one.get("numbers") == pytest.approx(two.get("numbers"))
     assert [one.get(k) for k in same] == [two.get(k) for k in same]
+
+
+def test_a_gguf_keeps_experts_in_mxfp4(tmp_path):
+    reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
+    file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
+    target, config = load_model(convert(file, tmp_path / "out", quiet=True))
+    assert config["quantization"] == {"mode": "mxfp4", "group": 32, "lm_head": None}
+    assert config["rope_scaling"]["truncate"] is False
+    tokens = torch.randint(0, V, (1, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("length, rope, longest", [
