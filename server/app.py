@@ -22,6 +22,7 @@ from server.protocol import ChatBody, CompletionBody, DetokenizeBody, Generation
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, TAGS, form_of
+from tokens.channels import CHANNEL_TAGS, has_channels
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
@@ -63,12 +64,14 @@ class Server:
         model, tokenizer = self.model(body.model), self.tokenizer
         if not tokenizer.has_template:
             raise InputError("this checkpoint has no chat template: use /v1/completions")
+        channels = not body.is_forced and has_channels(tokenizer.template)
         form = None
-        if body.tools:
+        if body.tools and not channels:
             form = BARE if body.is_forced else form_of(tokenizer.tool_template)
-        shown = [tokenizer.control[tag] for tag in TAGS if tag in tokenizer.control] if form else []
+        tags = CHANNEL_TAGS if channels else TAGS if form else ()
+        shown = [tokenizer.control[tag] for tag in tags if tag in tokenizer.control]
         jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
-        return ChatReply(model, self.tokens, body, jobs, form=form)
+        return ChatReply(model, self.tokens, body, jobs, form=form, channels=channels)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
