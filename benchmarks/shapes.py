@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.errors import InputError
-from kernels.modes import BESIDE, FOUR_BITS, MXFP4, MXFP4_GROUP
+from kernels.modes import BESIDE, FOUR_BITS, MXFP4
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head
@@ -66,7 +66,7 @@ def random_models(
 ) -> tuple[Transformer, Head]:
     """Return a target of this shape and its EAGLE-3 head.
 
-    mode: one of `kernels.modes.MODES` for quantised weights, mxfp4 for experts only, or None. In 4 bits `group` inputs share a scale;
+    mode: one of `kernels.modes.MODES` for quantised weights, mxfp4 (the others then have 8 bits), or None. In 4 bits `group` inputs share a scale;
     the lm_head and the head then have 8. Raise InputError on an unknown shape.
     """
     args, draft_vocab, mlp_width = shape_of(name)
@@ -81,7 +81,7 @@ def random_models(
         args, beside = replace(args, tie_embeddings=False), BESIDE.get(mode, mode)
         of_target = Scheme(mode, group if mode in FOUR_BITS else 0, beside)
         if mode == MXFP4:
-            of_target = Scheme(MXFP4, MXFP4_GROUP, None)
+            of_target = Scheme(beside, 0, beside, MXFP4)
         of_head = Scheme(beside, 0, beside)
     target = _random(Transformer, args, of_target, dtype, device)
     head = _random(Eagle3Head, head_args, of_head, dtype, device)

@@ -14,7 +14,7 @@ from checkpoint.folder import ADVICE, WEIGHTS
 from checkpoint.weights import count_nonfinite, opened
 from common.errors import InputError
 from kernels.gptq import gptq, output_error
-from kernels.quantized import dequantize, linear_names, pack_nibbles, scales, to_stored
+from kernels.quantized import Scheme, dequantize, linear_names, pack_nibbles, replace_all, scales, to_stored
 from model import KVCache, ModelArgs, Pass, TargetBlock, blank, inverse_frequencies
 
 
@@ -56,10 +56,13 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
         for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
             with blank():
                 block = TargetBlock(args, i)
-            state = {name: read(f"layers.{i}.{name}").float() for name in block.state_dict()}
+                if "quantization" in config:  # of experts, which stay as they are
+                    replace_all(block, Scheme.read(config["quantization"]))
+            state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
+            state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
             for parameter in block.parameters():
-                if parameter.ndim == 3:
+                if parameter.ndim == 3 and parameter.is_floating_point():
                     scale = scales(parameter, "int4", group)
                     parameter.data = dequantize(to_stored(parameter, scale, "int4"), scale, torch.float32)
             for name in linear_names(block, lm_head=False):

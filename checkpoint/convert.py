@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 
@@ -48,7 +47,7 @@ from common.errors import InputError, printable
 from common.files import read_json
 from common.schema import named
 from common.torchrun import several
-from kernels.modes import MXFP4, MXFP4_GROUP
+from kernels.modes import MXFP4
 from kernels.quantized import Scheme
 from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
@@ -208,7 +207,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> tuple[dict, list[P
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
     tensors = family.tensors(source.tensors)
     if SCALES in names and names[SCALES][0].format(i=0, e=0) in tensors:
-        config["quantization"] = asdict(Scheme(MXFP4, MXFP4_GROUP, None))
+        config["quantization"] = Scheme(None, 0, None, MXFP4).written()
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
         # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, printable
 from common.schema import named
+from kernels.modes import MXFP4
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
@@ -52,7 +53,8 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
 
     Raises InputError if a group does not divide a layer.
     """
-    config = {**config, "quantization": asdict(scheme)}
+    experts = config.get("quantization", {}).get("experts")  # they stay as they are
+    config = {**config, "quantization": replace(scheme, experts=experts).written()}
     if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
     with named(source / CONFIG, "choose another --group"):
@@ -123,7 +125,8 @@ def quantize_folder(
         def planned(name: str, tensor: Tensor) -> Planned:
             layer, _, leaf = name.rpartition(".")
             owner = module.get_submodule(layer)
-            if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
+            quantised = isinstance(owner, (QuantizedLinear, QuantizedStack))
+            if not quantised or leaf == "bias" or owner.mode == MXFP4:
                 dtype, read = dtypes[file.get_slice(name).get_dtype()], lambda: file.get_tensor(name)
             elif layer in ready:
                 dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)

@@ -12,7 +12,7 @@ mxfp4  e2m1, two values in a byte, and for each 32 inputs an exponent (e8m0: 127
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import torch
@@ -34,12 +34,14 @@ EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 class Scheme:
     """The quantisation of a module's layers, as `quantization` in a config.json describes it.
 
-    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None: not quantised.
+    mode: None if only experts are quantised. group: in int4 and w4a8, inputs that share a scale. lm_head: its
+    mode; None: not quantised. experts: the mode of stacks of experts, if it is another.
     """
 
-    mode: Literal[(*MODES, MXFP4)]
+    mode: Literal[MODES] | None
     group: Literal[(0, *GROUPS)]
     lm_head: Literal[MODES] | Flag | None
+    experts: Literal[MXFP4] | None = None
 
     @classmethod
     def read(cls, quantization: dict) -> Scheme:
@@ -48,22 +50,27 @@ class Scheme:
         Older folders say of the lm_head true, for the mode of the layers, or false.
         """
         schema_of(cls).check(quantization, "quantization")
-        mode, group, lm_head = (quantization[f.name] for f in fields(cls))
+        mode, group, lm_head, experts = (quantization.get(f.name) for f in fields(cls))
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
-        if mode == MXFP4:
-            if (group, lm_head) != (MXFP4_GROUP, None):
-                raise Wrong("quantization.group", group, f"{MXFP4_GROUP}, and no mode of the lm_head: of mxfp4")
-        elif bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
+        if mode is None and (lm_head or not experts):
+            raise Wrong("quantization.mode", mode, f"one of {', '.join(MODES)}")
+        if bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
             groups, names = (" or ".join(map(str, words)) for words in (GROUPS, FOUR_BITS))
             wanted = "0" if group else groups
             raise Wrong("quantization.group", group, f"{wanted}: {names} has groups of inputs, others none")
-        return cls(mode, group, lm_head)
+        return cls(mode, group, lm_head, experts)
 
-    def of(self, name: str) -> tuple[str, int]:
-        """(mode, group) of a layer that is quantised."""
+    def written(self) -> dict:
+        """Return the entry of a config.json."""
+        return {name: value for name, value in asdict(self).items() if value is not None or name != "experts"}
+
+    def of(self, name: str, stack: bool = False) -> tuple[str | None, int]:
+        """(mode, group) of a layer that is quantised. stack: it is one of experts."""
+        if stack and self.experts:
+            return self.experts, MXFP4_GROUP
         mode = self.lm_head if name == "lm_head" else self.mode
-        return mode, self.group if mode in (*FOUR_BITS, MXFP4) else 0
+        return mode, self.group if mode in FOUR_BITS else 0
 
 
 def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
@@ -272,7 +279,7 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
 
 def quantized_names(module: nn.Module, scheme: Scheme) -> list[str]:
     """Return the names of the modules that quantisation replaces: linear layers and stacks of experts."""
-    linear = [] if scheme.mode == MXFP4 else linear_names(module, scheme.lm_head is not None)
+    linear = linear_names(module, scheme.lm_head is not None) if scheme.mode else []
     return linear + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
@@ -287,7 +294,7 @@ def replace_all(module: nn.Module, scheme: Scheme) -> None:
         old = getattr(owner, attribute)
         try:
             if isinstance(old, nn.Parameter):
-                new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name))
+                new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name, stack=True))
             else:
                 bias = old.bias is not None
                 new = QuantizedLinear(old.in_features, old.out_features, bias, *scheme.of(name))

@@ -202,7 +202,8 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const int64_t first = inputs_of<X>(layers[0].wqkv);  // more than H if `read` is
   const Experts<E> experts(layers[0].mixture, M, H);
   const int64_t most = std::max(M, experts.rows);
-  Rounded rounded(down.rounds() ? most : 0, std::max({first, inside, inner}));
+  const bool rounds = down.rounds() || layers[0].wqkv.rounds();  // experts may be of another format
+  Rounded rounded(rounds ? most : 0, std::max({first, inside, inner}));
   const Room<E> qkv(M * width), rotated(M * inside);
   const Room<X> normed(M * first), attended(M * inside), gated(most * inner);
   const Portions all{{0, M, 0}};

@@ -95,7 +95,7 @@ def test_heads_with_yarn_of_a_target_in_mxfp4(tmp_path):
     make_target(tmp_path / "in", "gpt-oss in MXFP4")
     folder = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
     target, config = load_model(folder)
-    assert config["quantization"]["mode"] == "mxfp4" and target.layers[0].mlp.w_down.weight.dtype == torch.uint8
+    assert config["quantization"]["experts"] == "mxfp4" and target.layers[0].mlp.w_down.weight.dtype == torch.uint8
     assert choose_backend("cpu").prepare(target)
     heads = {"eagle3": make_head("eagle3", hidden=64, target=64, aux=3), "p-eagle": published("p-eagle", target)}
     drafters = [None, Lookup()]
@@ -353,7 +353,7 @@ def test_a_gguf_keeps_experts_in_mxfp4(tmp_path):
     reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
     file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
     target, config = load_model(convert(file, tmp_path / "out", quiet=True))
-    assert config["quantization"] == {"mode": "mxfp4", "group": 32, "lm_head": None}
+    assert config["quantization"] == {"mode": None, "group": 0, "lm_head": None, "experts": "mxfp4"}
     assert config["rope_scaling"]["truncate"] is False
     tokens = torch.randint(0, V, (1, 60), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -42,7 +42,7 @@ GPT_OSS_YARN = {
 }
 GPT_OSS = {
     "rope_parameters": GPT_OSS_YARN, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
-    "sliding_window": WINDOW, "hidden_size": 64, "intermediate_size": 32,
+    "sliding_window": WINDOW, "hidden_size": 64, "intermediate_size": 128,
 }
 
 # name: (transformers' classes, what differs, how it is stored)
