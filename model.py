@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from common.schema import Flag, Ids, Layers, Many, Width, number, whole
 
 
-
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return gpt-oss' (up + 1) * gate * sigmoid(1.702 * gate), of gate <= 7 and up in -7..7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)

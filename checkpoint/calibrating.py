@@ -56,7 +56,7 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
         for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
             with blank():
                 block = TargetBlock(args, i)
-                if "quantization" in config:  # of experts, which stay as they are
+                if "quantization" in config:  # of experts in MXFP4
                     replace_all(block, Scheme.read(config["quantization"]))
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}

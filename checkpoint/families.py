@@ -152,7 +152,8 @@ GGUF_GEMMA3 = GGUF | with_prefix({
     "wo_norm.weight": ["post_attention_norm.weight"], "mlp_out_norm.weight": ["post_ffw_norm.weight"],
 }, "layers.{i}.", "blk.{i}.")
 GGUF_GPT_OSS = GGUF_EXPERTS | with_prefix({
-    "sinks": ["attn_sinks.weight"], "wo.bias": ["attn_output.bias"], "mlp_norm.weight": ["post_attention_norm.weight"],
+    "sinks": ["attn_sinks.weight"], "wo.bias": ["attn_output.bias"],
+    "mlp_norm.weight": ["post_attention_norm.weight"],
     "mlp.router.bias": ["ffn_gate_inp.bias"], "mlp.down_bias": ["ffn_down_exps.bias[{e}]"],
     "mlp.gate_up_bias": [f"ffn_{x}_exps.bias[{{e}}]" for x in ("gate", "up")],
 }, "layers.{i}.", "blk.{i}.")
@@ -197,7 +198,10 @@ def _of_gpt_oss(tensors: dict[str, Entry]) -> dict[str, Entry]:
             found[name] = stack
             continue
         how, (count, *shape) = {"gated": part[1] == "gate_up", "transposed": part[2] is None}, stack.shape
-        shape = shape[::-1] if part[2] is None else [*shape[:1], *([math.prod(shape[1:])] if shape[1:] else [])]
+        if part[2] is None:
+            shape.reverse()
+        elif part[2] == "_blocks":  # [outputs, blocks, bytes]
+            shape = [shape[0], math.prod(shape[1:])]
         for e in range(count):
             read = partial(of_expert, stack, e, **how)
             found[f"{name}.{e}"] = Entry.of(tuple(shape), stack.dtype, read)
@@ -255,7 +259,9 @@ FAMILIES = {
     "gguf:gemma3": Family(GGUF_GEMMA3, GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "gguf:llama+experts": Family(GGUF_EXPERTS, {"renormalise_experts": True}, experts=True),
     "gguf:gpt-oss+experts": Family(GGUF_GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True),
-    "gguf:qwen3moe+experts": Family(GGUF_EXPERTS, {"qk_norm": True, "renormalise_experts": True}, experts=True),
+    "gguf:qwen3moe+experts": Family(
+        GGUF_EXPERTS, {"qk_norm": True, "renormalise_experts": True}, experts=True
+    ),
 }
 
 

@@ -229,7 +229,7 @@ def check_length(max_seq_len: int, longest: int) -> None:
 
 
 def check_exact(folder: str | Path, config: dict) -> None:
-    """Raise InputError if a folder of this config.json is quantised, but for experts as their files have them."""
+    """Raise InputError if a folder of this config.json is quantised. Experts may be, as their files are."""
     if config.get("quantization", {}).get("mode"):
         raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
 

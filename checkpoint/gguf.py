@@ -71,7 +71,7 @@ def open_gguf(path: Path) -> Source:
     # Only the size of a head matters for undoing it, not the number of heads.
     interleaved = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
     tensors, stacks = {}, [tensor for tensor in stored.values() if len(tensor.shape) == 3]
-    kept = {tensor.tensor_type.name for tensor in stacks} == {"MXFP4"}  # as it is
+    kept = {tensor.tensor_type.name for tensor in stacks} == {"MXFP4"}  # at 4 bits
     for name, tensor in stored.items():
         if "_exps." in name or len(tensor.shape) == 3:  # a matrix, or a bias, for each expert
             if tensor.shape[-1] != config["num_experts"]:
@@ -192,7 +192,7 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors) -> dict | None
     extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")
     if kind == "yarn" and extra and factor:
         values["attention_factor"] = extra * (0.1 * math.log(factor) + 1)
-    if arch == "gpt-oss":  # its config says so, for which a GGUF has no key
+    if arch == "gpt-oss":  # a key of its config that a GGUF has not
         values["truncate"] = False
     return {"rope_type": kind, "factor": factor, **values}
 

@@ -53,7 +53,7 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
 
     Raises InputError if a group does not divide a layer.
     """
-    experts = config.get("quantization", {}).get("experts")  # they stay as they are
+    experts = config.get("quantization", {}).get("experts")  # in MXFP4, they are copied
     config = {**config, "quantization": replace(scheme, experts=experts).written()}
     if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding

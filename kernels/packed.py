@@ -116,7 +116,7 @@ class ByteCaches(CpuCaches):
 
 
 class Packed(nn.Module):
-    """A weight [N, K] or those of all experts [E, N, K], packed for x of this dtype, with its scales and bias.
+    """A weight [N, K], or those of all experts [E, N, K], packed for x of this dtype, with scales and bias.
 
     weight: a tensor, or a module that has it. activation: if any, the weight is gate and up, one above the
     other, and activation(gate) * up comes out.
@@ -139,7 +139,7 @@ class Packed(nn.Module):
 
     @property
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What operators take of it."""
+        """The tensors that operators take."""
         return self.packed, self.scale, self.bias
 
 
@@ -414,8 +414,8 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
         getattr(getattr(layer, name, None), "scale", None)
         for name in ("attn_norm", "wo_norm", "mlp_norm", "mlp_out_norm")
     )
-    weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands, wo_norm]
-    weights += [mlp_norm, *gate_up.operands, *down.operands, down_norm]
+    weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands]
+    weights += [wo_norm, mlp_norm, *gate_up.operands, *down.operands, down_norm]
     has = 0
     if isinstance(layer.mlp, PackedExperts):
         weights, has = [*weights, *layer.mlp.router.operands], layer.mlp.bits
@@ -466,8 +466,8 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
     each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a
     `QuantizedLinear` stores them; None: the others, whose w inputs fill 4 bytes. Bytes of 4-bit modes
     (int4, mxfp4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) hold two values: the low bits are
-    of a column of the block's first half. In w8a8 some instruction sets multiply values without a sign: 128 is
-    added for those.
+    of a column of the block's first half. In w8a8 some instruction sets multiply values without a sign: 128
+    is added for those.
     """
     layout = backend.layout
     words = {

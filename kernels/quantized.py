@@ -7,8 +7,8 @@ int4   one scale per output row and group of inputs, q in -8..7; files hold two 
 w8a8   the weights of int8; the inputs of a layer are rounded to int8 too, every 64 of a row by their largest
 w4a8   the weights of int4; the inputs are rounded to int8 too, those that share a scale by their largest
 fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each row by its largest
-mxfp4  e2m1, two values in a byte, and for each 32 inputs an exponent (e8m0: 127 more than it). Of stacks of experts only,
-       whose files have it
+mxfp4  of experts whose files have it: e2m1, stored as int4, and for each 32 inputs a power of two (e8m0: a
+       byte, 127 more than the exponent)
 """
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from kernels.modes import FOUR_BITS, GROUPS, MODES, MXFP4, MXFP4_GROUP
 
 INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.
 EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 
@@ -128,10 +127,17 @@ def to_stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [..., N, K] that a stored one with its scales stands for."""
     if scale.dtype == torch.uint8:
-        values = torch.tensor(E2M1, device=weight.device)[unpack_nibbles(weight).long() + 8]
-        return torch.ldexp(values.unflatten(-1, (-1, MXFP4_GROUP)), scale.int()[..., None] - 127).flatten(-2).to(dtype)
+        values = e2m1(unpack_nibbles(weight) + 8).unflatten(-1, (-1, MXFP4_GROUP))
+        return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
     q = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
     return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """Codes 0..15 -> what they stand for in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative."""
+    size = (codes & 7).float()
+    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
+    return torch.where(codes > 7, -twice, twice) / 2
 
 
 def pack_nibbles(q: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ PLAN = {
     "lm_head": (OUTPUTS, ("tokens",)),
 }
 SUMMED = ("wo", "mlp")  # parts of a layer whose outputs are added over the ranks
+ADDED_ONCE = "wo.bias", "mlp.w_down.bias", "mlp.down_bias"  # by the first rank
 
 
 @dataclass(frozen=True)
@@ -360,11 +361,9 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
     """
     tokens = [share.tokens for share in shares]
     for layer in [module for module in model.modules() if isinstance(module, Block)]:
-        if ranks.rank:  # a bias is added once to the sum
-            ends = layer.wo, getattr(layer.mlp, "w_down", None)
-            for bias in (*(getattr(end, "bias", None) for end in ends), getattr(layer.mlp, "down_bias", None)):
-                if bias is not None:
-                    bias.data = torch.zeros_like(bias)
+        for name, bias in layer.named_parameters() if ranks.rank else ():
+            if name in ADDED_ONCE:
+                bias.data = torch.zeros_like(bias)
         for name in SUMMED:
             setattr(layer, name, Summed(getattr(layer, name), ranks))
     if isinstance(model, Transformer):

@@ -184,7 +184,9 @@ class Conversation(Body):
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(description="variables of the chat template, such as enable_thinking")
     ] = {}
-    reasoning_effort: Annotated[str | None, Field(max_length=64, description="a variable of the template")] = None
+    reasoning_effort: Annotated[
+        str | None, Field(max_length=64, description="a variable of the chat template")
+    ] = None
 
     @field_validator("chat_template_kwargs")
     @classmethod

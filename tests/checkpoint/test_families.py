@@ -16,11 +16,14 @@ from helpers.families import GEMMA3, GPT_OSS_YARN, LLAMA3, TARGETS, WINDOW, WIND
 from helpers.heads import make_head, write_head
 from helpers.sources import write_gguf
 from safetensors.torch import load_file
+from shapes import SHAPES
 
 from checkpoint.convert import convert
-from checkpoint.families import model_fields
-from checkpoint.folder import read_config
+from checkpoint.families import model_fields, target_fields
+from checkpoint.folder import check_config, read_config
+from checkpoint.huggingface import PUBLISHED
 from checkpoint.loading import load_head, load_model
+from checkpoint.source import Source
 from common.errors import InputError
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
@@ -95,12 +98,13 @@ def test_heads_with_yarn_of_a_target_in_mxfp4(tmp_path):
     make_target(tmp_path / "in", "gpt-oss in MXFP4")
     folder = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
     target, config = load_model(folder)
-    assert config["quantization"]["experts"] == "mxfp4" and target.layers[0].mlp.w_down.weight.dtype == torch.uint8
+    assert config["quantization"]["experts"] == "mxfp4" == target.layers[0].mlp.w_down.mode
     assert choose_backend("cpu").prepare(target)
-    heads = {"eagle3": make_head("eagle3", hidden=64, target=64, aux=3), "p-eagle": published("p-eagle", target)}
+    heads = {"eagle3": make_head("eagle3", hidden=64, target=64), "p-eagle": published("p-eagle", target)}
     drafters = [None, Lookup()]
     for kind, (state, config) in heads.items():
-        source = write_head(tmp_path / kind, state, config | {"rope_scaling": GPT_OSS_YARN, "rope_theta": None})
+        config |= {"rope_scaling": GPT_OSS_YARN, "rope_theta": None}
+        source = write_head(tmp_path / kind, state, config)
         head = load_head(convert(source, target=folder, quiet=True), target, kind)
         assert head.args.rope_scaling["truncate"] is False and head.args.rope_factor > 1.2
         target.backend.prepare(head)
@@ -131,6 +135,34 @@ def test_target(tmp_path, name):
     prompts, texts = reference_text(reference)
     for method, decoder in decoders_of(tmp_path, folder, target).items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
+
+
+# As published for gpt-oss-20b, but for keys that say nothing of the model.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}
+
+
+def test_the_published_config_of_gpt_oss():
+    PUBLISHED.check(GPT_OSS_20B)
+    source = Source(Path("x"), "GptOssForCausalLM", GPT_OSS_20B, {}, [], None, lambda folder, added: False)
+    fields = {"kind": "target", **target_fields(source)}
+    assert check_config(fields) == SHAPES["gpt-oss-20b"][0]  # which benchmarks time
 
 
 LENGTHS = {  # config keys -> the longest context
@@ -198,6 +230,8 @@ REFUSED_TARGETS = {
     "too few kinds of layers": ("Gemma 3", {"layer_types": ["sliding_attention"] * 7}, "each of 8 layers"),
     "scores with a soft cap": ("Gemma 3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "logits with a soft cap": ("Gemma 3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "another limit of the activation": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported"),
+    "experts quantised otherwise": ("gpt-oss", {"quantization_config": {"quant_method": "awq"}}, "awq"),
     "longrope without factors": ("Phi-3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     "every other layer without experts": ("Qwen3-MoE", {"decoder_sparse_step": 2}, "decoder_sparse_step"),

@@ -22,7 +22,10 @@ from kernels.quantized import Scheme
 pytestmark = pytest.mark.slow
 # Families that differ in what is dealt: a key/value head for each query, tied tables, biases, norms, experts,
 # windows and norms of sums; sinks, biases of sums and weights in MXFP4.
-DEALT = ("Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Qwen3-MoE", "Gemma 3", "gpt-oss", "gpt-oss in MXFP4")
+DEALT = (
+    "Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Qwen3-MoE", "Gemma 3", "gpt-oss",
+    "gpt-oss in MXFP4",
+)
 # Rounded to fp8, a row's inputs depend on who has which of them: other roundings, other texts at times.
 EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
 

@@ -1,5 +1,6 @@
 """Tiny random targets of every family, written by transformers in its own layout."""
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,10 +103,12 @@ def to_mxfp4(folder: Path, reference) -> None:
     state = load_file(file)
     for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
         count, inputs, outputs = state.pop(name).shape
-        blocks = torch.randint(256, (count, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        exponents = torch.randint(122, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        shape = count, outputs, inputs // 32
+        draw = partial(torch.randint, generator=generator, dtype=torch.uint8)
+        blocks, exponents = draw(256, (*shape, 16)), draw(122, 126, shape)
         state |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
-        reference.get_parameter(name).data = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+        weight = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+        reference.get_parameter(name).data = weight
     save_file(state, file)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

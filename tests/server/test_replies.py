@@ -113,12 +113,14 @@ def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, call
 
 
 HARMONY = (
-    "{{ reasoning_effort }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{{ reasoning_effort }}{% for m in messages %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "<|start|>assistant{{ '<|channel|>analysis<|message|>' if open }}"
 )
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>Hm.<|end|>", "<|channel|>final<|message|>Yes, to=f."
 NEXT = "<|start|>assistant"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 3}'
+CALL_BY_ROLE = ' to=functions.f<|channel|>commentary json<|message|>{"n": 3}'
 CALL_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
 
 
@@ -127,15 +129,17 @@ CALL_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
     (ANALYSIS + NEXT + FINAL, {}, "Yes, to=f.", "Hm.", []),
     (FINAL, {}, "Yes, to=f.", None, []), (ANALYSIS[:-7], {}, "", "Hm.", []),  # cut off
     (ANALYSIS + NEXT + CALL, {}, None, "Hm.", [F]),
-    (ANALYSIS + NEXT + " to=functions.f<|channel|>commentary json<|message|>{\"n\": 3}", {}, None, "Hm.", [F]),
+    (ANALYSIS + NEXT + CALL_BY_ROLE, {}, None, "Hm.", [F]),
     (CALL + "<|end|>" + NEXT + CALL_G + "<|end|>", {}, None, None, [F, G]),
     (ANALYSIS.replace("analysis", "commentary") + NEXT + CALL, {}, None, "Hm.", [F]),  # a preamble
     (CALL.replace("functions.f", "python"), {}, "", '{"n": 3}', []),
     (CALL, {"tools": []}, "", '{"n": 3}', []), (CALL[:-1], {}, '{"n": 3', None, []),
-    ("to be", {}, "to be", None, []), ('{"a": 1}', {}, '{"a": 1}', None, []), (ANALYSIS + NEXT, {}, "", "Hm.", []),
+    ("to be", {}, "to be", None, []), ('{"a": 1}', {}, '{"a": 1}', None, []),
+    (ANALYSIS + NEXT, {}, "", "Hm.", []),
     ("Hm.<|end|>" + NEXT + FINAL, {"chat_template_kwargs": {"open": True}}, "Yes, to=f.", "Hm.", []),
     ('{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]),
 ), ids=range(15))
 def test_channels_of_harmony(ask, text, more, content, thoughts, calls, control):
     message = ask(text, control, HARMONY, **more)
-    assert (message["content"], message.get("reasoning_content"), calls_of(message)) == (content, thoughts, calls)
+    found = message["content"], message.get("reasoning_content"), calls_of(message)
+    assert found == (content, thoughts, calls)
