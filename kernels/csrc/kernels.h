@@ -52,9 +52,9 @@ struct Rows {
   int64_t width() const { return (heads + 2 * kv_heads) * hd; }
 };
 
-// What attention has of a layer: norms of its heads, if they have weights [hd], its cache, its window: the last
-// so many of the slots that a row attends to; 0: all; and sinks, if it has them: a score of each query head, which takes
-// its share of the softmax and has no value.
+// What attention has of a layer: norms of its heads, if they have weights [hd], its cache, and its window: the last
+// so many of the slots that a row attends to; 0: all. sinks, if it has them: a score of each query head, which takes its
+// share of the softmax and has no value.
 struct Attending {
   const float *q_norm, *k_norm;
   float eps;

@@ -62,8 +62,8 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
     else input = from;
     const auto run = [&](auto o) {
       using Out = decltype(o);
-      linear_part<X, Out>(team, input, {{0, M, 0}}, w, static_cast<const Value<Out>*>(residual), gate, N, rounded, nullptr,
-                          static_cast<Value<Out>*>(out));
+      linear_part<X, Out>(team, input, {{0, M, 0}}, w, static_cast<const Value<Out>*>(residual), gate, N, rounded,
+                          nullptr, static_cast<Value<Out>*>(out));
     };
     if (to_float) run(Fp32());
     else run(E());

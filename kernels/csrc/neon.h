@@ -26,7 +26,8 @@ inline Words words_of_bytes(const void* from) {
 inline Words words_of_shorts(const void* from) {
   return (Words)vmovl_u16(vld1_u16(static_cast<const uint16_t*>(from)));
 }
-inline Floats floats_of_e2m1(Words codes) {  // both bytes of a value come to the upper half of its word, nothing to the lower
+// Both bytes of a value come to the upper half of its word, nothing to the lower one.
+inline Floats floats_of_e2m1(Words codes) {
   const auto* table = (const uint8_t*)E2M1;
   const uint8x16x2_t bytes = {{vld1q_u8(table), vld1q_u8(table + 16)}};
   return (Floats)vqtbl2q_u8(bytes, (uint8x16_t)(codes * 0x02020000u + 0x0100FFFFu));

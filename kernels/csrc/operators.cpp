@@ -75,7 +75,8 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Maybe& scale, const M
   Tensor out = empty(shape, mode == FLOAT32 ? ScalarType::Float : in.scalar_type());
   const Weight w = weight(packed, scale, bias);
   by_dtype(in, [&](auto kernels) {
-    kernels.linear(threads(), data(in), out.numel() / columns, w, data(onto), gate_of(mode), mode == FLOAT32, columns, out.mutable_data_ptr());
+    kernels.linear(threads(), data(in), out.numel() / columns, w, data(onto), gate_of(mode), mode == FLOAT32,
+                   columns, out.mutable_data_ptr());
   });
   return out;
 }

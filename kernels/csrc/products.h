@@ -1,5 +1,5 @@
-// The loops of linear layers: rows of x times a block of a packed weight, which is whole, int8, int4 or mxfp4. Where x is
-// rounded to bytes, they are in rounded.h.
+// The loops of linear layers: rows of x times a block of a packed weight, which is whole, int8, int4 or mxfp4. Where x
+// is rounded to bytes, they are in rounded.h.
 //
 // A row's sums run over the inputs in ascending order, whatever rows and threads there are.
 #pragma once
@@ -65,7 +65,8 @@ template <class X> struct Int8 : OfColumns {
     for (int v = 0; v < VECTORS; v++) columns[v] = (Words)floats_of_bytes(p + v * LANES);
   }
 };
-template <class X> struct Int4 : OfGroups {  // four bits each, 8 more than the value: a byte has columns c and c + BLOCK / 2
+// Four bits each, 8 more than the value: a byte has columns c and c + BLOCK / 2.
+template <class X> struct Int4 : OfGroups {
   static constexpr int64_t BYTES = BLOCK / 2;
   static constexpr int STEP = 1;
   static void unpack(const char* p, int, Words* columns) {
