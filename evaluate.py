@@ -29,7 +29,7 @@ from tqdm import tqdm
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
-from common.torchrun import command_in_words, one_voice, several
+from common.torchrun import command_in_words, several
 from drafters import METHODS, add_flags, add_window, grows, read_flags
 from sampling.options import Sampling
 
@@ -91,11 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs.
     """
     unreported: list = []
-    with one_voice() as voices:
-        status = command(
-            parser(), argv, lambda o: run(o, unreported), *ERRORS,
-            interrupted="stopped (the same command goes on)", **(voices if several() else {"say": say}),
-        )
+    status = command(parser(), argv, lambda o: run(o, unreported), *ERRORS, say=say,
+                     interrupted="stopped (the same command goes on)")
     for evaluation in unreported:
         say("the table so far:")
         run_command(evaluation.report, *ERRORS, say=say, interrupted="stopped again: no table")

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
-from common.torchrun import command_in_words, one_voice, several
+from common.torchrun import command_in_words, several
 from drafters import MOST_NODES, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
@@ -196,10 +196,8 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     use_threads(o.threads, note)
     began = time.perf_counter()
     target, engine = load(o, prompts, ranks)
-    note(
-        f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-        f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB"
-    )
+    note(f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
+         f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
     plain = None
     with compile_errors():
         engine.warm_up(samplings[0])
@@ -289,8 +287,7 @@ def run(o) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as voices:
-        return command(parser(), argv, run, ValueError, OSError, **voices)
+    return command(parser(), argv, run, ValueError, OSError)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_ou
 from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_text
 from common.threads import use_threads
 from engine.own_text import own_text
@@ -100,10 +100,8 @@ def report(source: Path, out: Path, errors: list) -> None:
         mean = sum(error for error, _ in layers) / len(layers)
         worst, layer = max(layers)
         what = "of outputs" if of_outputs else "of weights"
-        print(
-            f"  {kind:10s} {len(layers):3d} layers, relative error {what} {mean:.2%}"
-            f" (worst {worst:.2%}, {layer})"
-        )
+        print(f"  {kind:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
+              f" (worst {worst:.2%}, {layer})")
 
 
 def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
@@ -167,10 +165,8 @@ def run(o) -> None:
         report(source / kind, out / kind, errors[kind])
     if ids is not None:
         result = compare(source, out, ids)
-        print(
-            f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
-            f" {result['quantised_perplexity']:.3f}, same next token {result['agreement']:.1%}"
-        )
+        print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
+              f" {result['quantised_perplexity']:.3f}, same next token {result['agreement']:.1%}")
 
 
 def main(argv: list[str] | None = None) -> int:

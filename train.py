@@ -25,7 +25,6 @@ import torch
 from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed
 from common.errors import InputError
 from common.threads import use_threads
-from common.torchrun import one_voice
 from engine.runtime import Runtime, check_device, use_device
 from kernels.tp import is_loss, own_device
 from training.data import SHORTEST
@@ -123,7 +122,7 @@ def add_rules(p: Options) -> None:
         refuse(lambda o, name=name: getattr(o, name) is not None and name not in KINDS[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
     refuse(lambda o: o.short_epochs > o.epochs,
-           lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
+           lambda o: f"--short-epochs {o.short_epochs}: --epochs is {o.epochs}")
     refuse(lambda o: not 0 < o.lr < 1e6, lambda o: f"--lr {o.lr}: must be above 0 and below 1,000,000")
     for flag, low, high in (
         ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
@@ -159,12 +158,9 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status, see `common.cli.run_command`."""
     words = sys.argv[1:] if argv is None else argv
-    with one_voice() as voices:
-        # PyTorch raises RuntimeError when memory runs out.
-        return command(
-            parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
-            interrupted="\nstopped; run the same command to go on", **voices,
-        )
+    # PyTorch raises RuntimeError when memory runs out.
+    return command(parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
+                   interrupted="\nstopped; run the same command to go on")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from checkpoint.loading import build_module, described, load_model, state_shapes
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
-from common.errors import InputError, printable
+from common.errors import InputError, counted, printable
 from common.schema import named
 from kernels.modes import MXFP4
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
@@ -158,7 +158,7 @@ def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tenso
         raise InputError(f"{source}: {name} needs a tokenizer")
     ids = torch.tensor(tokenizer.encode(text[: 16 * most])[:most])
     if len(ids) < least:
-        raise InputError(f"{name}: {len(ids)} tokens are too few, at least {least:,} are needed")
+        raise InputError(f"{name}: holds {counted(len(ids), 'token')}; at least {least:,} are needed")
     return ids
 
 

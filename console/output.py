@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from common.errors import counted
 from engine.engine import Engine
 from engine.memory import peak_memory
 from engine.request import Event, Request
@@ -108,20 +109,23 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
     line = (
         f"{tokens} generated, {prompt} in the prompt; prefill"
-        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms, then {speed:.1f} tok/s"
+        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms"
+        + (f", then {speed:.1f} tok/s" if speed else "")
         + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts else "")
         + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
     )
     if not full:
         return line
-    trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
-    lines = [line, f"{len(lengths)} steps ({trees or 'none'}) in {seconds:.2f} s;"
+    used = sum((r.trees for r in requests), Counter()).most_common()
+    trees = ", ".join(f"{n} x {name}" for name, n in used)
+    lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
                    f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)
-        lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
+        tokens, steps = counted(n, "token"), counted(counts[n], "step")
+        lines.append(f"  {tokens:>9s} {steps:>11s} {share:6.1%} {'#' * round(40 * share)}")
     return "\n".join(lines)
 
 

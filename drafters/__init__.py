@@ -170,7 +170,8 @@ def add_window(group, options: Options, names: Callable[[argparse.Namespace], li
 
 def add_drafting(p: Options, default: str = "none"):
     """Add the options that say what drafts, with their rules. Returns their group. default: the method."""
-    methods = "; ".join(f"{name}, {m.what}" for name, m in METHODS.items() if m)
+    lines = [f"{name:12} {method.what if method else 'plain decoding'}" for name, method in METHODS.items()]
+    methods = "\n".join(("METHOD is one of these, or two with a plus, such as lookup+eagle3:", *lines))
     group = p.add_drafting(method_name, methods, default)
     add_flags(group)
     p.judge(lambda o: read_flags(o, [o.speculate]))
@@ -305,13 +306,14 @@ class Drafting:
         """Return what this means for the target in a folder: "auto" stands for a head there, or the one that
         --draft names, joined with prompt lookup; without one for prompt lookup.
 
-        say: called with a line about the choice. Raises InputError as `folders` does, not for "auto".
+        say: called with a line about the choice. Raises InputError as `folders` does; for "auto" only if
+        --draft names no head.
         """
         if self.method != AUTO:
             self.folders(checkpoint)
             return self
         for name, folder in _heads(checkpoint, self.draft):
-            found = replace(self, method=f"lookup+{name}", chosen=True)
+            found = replace(self, method=f"lookup+{name}", chosen=not self.draft)
             try:
                 found.folders(checkpoint)
             except InputError as e:
@@ -320,9 +322,12 @@ class Drafting:
                 continue
             say(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
             return found
-        where = f"{self.draft} holds no head" if self.draft else f"no head in {checkpoint}"
-        say(f"--speculate auto: {where}; the text drafts where it repeats itself (prompt lookup)")
-        return replace(self, method="lookup", draft=None, tree=None, window=0, chosen=True)
+        if self.draft:
+            raise InputError(f"--speculate auto: --draft {self.draft}: is no head; name one, or"
+                             " --speculate draft-model for a smaller model")
+        say(f"--speculate auto: no head in {checkpoint}; the text drafts where it repeats itself (prompt"
+            " lookup)")
+        return replace(self, method="lookup", tree=None, window=0, chosen=True)
 
     @property
     def names_model(self) -> bool:
@@ -387,6 +392,7 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
             parts.append(importlib.import_module(method.module).build(setup))
         except ValueError as e:  # sizes that cannot be
             raise InputError(str(e)) from None
+        parts[-1].method = name
     if len(parts) == 2:
         return importlib.import_module("drafters.mixed").Mixed(*parts)
     return parts[0] if parts else None

@@ -150,6 +150,7 @@ class Drafter(nn.Module):
     A drafter declares its needs in the attributes below. `shape`: size of its trees, the same at every step.
     """
 
+    method = "none"  # of --speculate
     rule = "equal"  # of acceptance, see `sampling.options`
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
     passes = 0  # times that a step reads the weights of its network, for the bandwidth figure

@@ -55,6 +55,7 @@ class Mixed(Drafter):
         levels = min(max(part.shape.window for part in parts), nodes) - 1
         super().__init__(AnyTree(nodes, levels))
         self.parts = nn.ModuleList(parts)
+        self.method = "+".join(part.method for part in parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         self.passes = sum(part.passes for part in parts)
         self.made_of = " ".join(part.made_of for part in parts)

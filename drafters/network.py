@@ -146,7 +146,7 @@ class HeadDrafter(NetworkDrafter):
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
         other = type(self)(self.head, shape, self.coupled, self.kept.reach)
-        other.rule, other.folder = self.rule, self.folder
+        other.rule, other.folder, other.method = self.rule, self.folder, self.method
         if self.caches is not None:
             other.caches, other.kept = self.caches, self.kept
         return other

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from checkpoint.folder import read_config
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import MOST_OF_DATA, check_file, read_json, read_text
 from common.schema import Schema, Sha256, whole
 from tokens.dataset import read_rows, row_texts
@@ -44,8 +44,8 @@ def open_store(folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> li
     """
     file = folder / ABOUT
     if not file.exists():
-        raise InputError(f"--datastore {folder}: no store, it holds no {ABOUT}; python -m drafters.rest build"
-                         " makes one")
+        raise InputError(f"--datastore {folder}: no store, it holds no {ABOUT}; see python -m drafters.rest"
+                         " build --help")
     about = STORE.require(read_json(file), file, AGAIN)
     if vocab_size != (own := about["vocab_size"]):
         raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
@@ -162,7 +162,7 @@ def parser() -> Options:
 def run(o: argparse.Namespace) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     about = make_store(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
-    print(f"wrote {o.out}: {about['tokens']:,} tokens")
+    print(f"wrote {o.out}: {counted(about['tokens'], 'token')}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from drafters.base import Confidence, Drafter, Proposal
 from drafters.network import HeadDrafter
 from engine.autotune import LONG, SHORT, TEMPERATURES, Calibration, Far
@@ -108,7 +108,8 @@ def calibrate(
     taus, ease, kept, believed = {}, (), {}, []
     context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:
-        say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
+        texts = counted(len(prompts), "text")
+        say(f"acceptance of the head's trees on {texts}, temperature {temperature:g} ...")
         answers = record_answers(target, Recorder(drafter), prompts, stop_ids, tokens, temperature)
         by_text = [answer.accepted for answer in answers if answer.accepted]
         if not by_text:

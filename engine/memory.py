@@ -24,15 +24,18 @@ def free_memory(device: torch.device) -> int | None:
 def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
     """Weight bytes that one step reads: the target's once, those of the drafter's network once per pass.
 
-    Embedding tables are looked up, not read.
+    Embedding tables are looked up, not read. Of the experts of a mixture, as many are read as a tree's rows
+    choose on average, if each is as likely as any other.
     """
-    def size(module) -> int:
-        skip = () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
-        read = (p for n, p in module.named_parameters() if not n.startswith(skip))
-        return sum(p.numel() * p.element_size() for p in read)
+    def size(module, rows: int = 1) -> int:
+        a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
+        chosen = 1 - (1 - a.experts_per_token / a.num_experts) ** rows if a.num_experts else 1
+        read = ((n, p) for n, p in module.named_parameters() if not n.startswith(skip))
+        return int(sum(p.numel() * p.element_size() * (chosen if ".mlp.w_" in n else 1) for n, p in read))
 
     alone = getattr(drafter, "parts", (drafter,))  # of two, each has passes of its own
-    return size(target) + sum(part.passes * size(part.network) for part in alone if part.network is not None)
+    networks = sum(part.passes * size(part.network) for part in alone if part.network is not None)
+    return size(target, drafter.shape.nodes) + networks
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import check_length, read_config
+from common.errors import counted
 from common.files import write_text
 from common.threads import use_threads
 from drafters import Drafting, grows
@@ -139,11 +140,9 @@ class Evaluation:
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
         errors = [d for d in differences if not d.tie]
         for d in errors[:MOST_PRINTED]:
-            self.say(
-                f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
-                f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
-                f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})"
-            )
+            self.say(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
+                     f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
+                     f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")
         return len(errors)
 
     def _write_tables(self, rows: list[dict], differences: list[Difference], answered: int) -> None:
@@ -151,7 +150,8 @@ class Evaluation:
         out, sets, rest = self.book.folder, [*self.sets], ""
         if left := sum(map(len, self.sets.values())) - answered:
             room = self.contenders[PLAIN].engine.max_seq_len
-            rest = f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
+            rest = (f"{counted(left, 'question')} without an answer: not asked yet, or too long for {room}"
+                    " tokens.\n")
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]

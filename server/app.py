@@ -21,8 +21,8 @@ from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import GOING_DOWN, Job, Worker
-from tokens.calls import BARE, TAGS, form_of
-from tokens.channels import CHANNEL_TAGS, has_channels
+from tokens.calls import BARE, form_of, shown_tags
+from tokens.channels import has_channels, shown_channels
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
@@ -68,8 +68,8 @@ class Server:
         form = None
         if body.tools and not channels:
             form = BARE if body.is_forced else form_of(tokenizer.tool_template)
-        tags = CHANNEL_TAGS if channels else TAGS if form else ()
-        shown = [tokenizer.control[tag] for tag in tags if tag in tokenizer.control]
+        shown_of = shown_channels if channels else shown_tags if form else lambda control: ()
+        shown = shown_of(tokenizer.control)
         jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
         return ChatReply(model, self.tokens, body, jobs, form=form, channels=channels)
 
@@ -252,6 +252,7 @@ def make_app(
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
             "max_model_len": server.max_seq_len, "speculation": worker.engine.window > 1,
+            "method": worker.engine.drafter.method,
         }
 
     @app.get("/v1/models")

@@ -42,13 +42,13 @@ WRONG = (  # arguments of LLM after the checkpoint, and what is said
     ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?); choose from"),
 )
 PROMPTS = (  # prompts, sampling options, and what is said
-    *((prompt, {}, f"prompt is {said}; expected a text or a list") for prompt, said in (
+    *((one, {}, f"prompt is {said}; expected a text, token ids, or a list with a message") for one, said in (
         (5, "5"), (None, "None"), (b"abc", "b'abc'"), (TURN, "{'content': 'Hello', 'role': 'user'}"),
         ([None], "None"), ([1.5], "1.5"), ([b"abc"], "b'abc'"),
     )),
-    ([1, "a"], {}, "prompt[1] is 'a'; expected a whole number or an object"),
-    ([True], {}, "prompt[0] is True; expected a whole number or an object"),
-    ([["a"]], {}, "prompt[0] is 'a'; expected a whole number or an object"),
+    ([1, "a"], {}, "prompt[1] is 'a'; expected a token id, or a message such as"),
+    ([True], {}, "prompt[0] is True; expected a token id, or a message such as"),
+    ([["a"]], {}, "prompt[0] is 'a'; expected a token id, or a message such as"),
     ([{"content": "Hello"}], {}, "prompt[0].role is missing; expected a value"),
     ([TURN | {"content": 5}], {}, "prompt[0].content is 5; expected a text or a list"),
     ("Hello", {"system": 5}, "system is 5; expected a text"),
@@ -103,7 +103,7 @@ def test_wrong_prompts_and_options_get_a_sentence(llm, prompt, options, words):
 
 def test_streams_and_chats_judge_prompts_too(llm):
     for decode in (lambda: list(llm.stream(["a", "b"])), lambda: llm.chat(["a"]), lambda: llm.encode(["a"])):
-        with pytest.raises(ValueError, match=r"^prompt\[0\] is 'a'; expected a whole number or an object$"):
+        with pytest.raises(ValueError, match=r"^prompt\[0\] is 'a'; expected a token id, or a message"):
             decode()
 
 

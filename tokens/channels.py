@@ -17,7 +17,7 @@ from tokens.calls import call_of
 from tokens.stops import begun
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
-CHANNEL_TAGS = CHANNEL, MESSAGE, START, END, "<|constrain|>"  # control tokens that the text shows
+CHANNEL_TAGS = CHANNEL, MESSAGE, START, END, "<|constrain|>"
 _HEADERS = CHANNEL, START, "to="  # what a header begins with
 _ENDS = END, START, CHANNEL  # of a message; a model may forget the first
 
@@ -25,6 +25,11 @@ _ENDS = END, START, CHANNEL  # of a message; a model may forget the first
 def has_channels(template: str | None) -> bool:
     """Return whether a model with this chat template writes in channels."""
     return CHANNEL in (template or "") and MESSAGE in (template or "")
+
+
+def shown_channels(control: Mapping[str, int]) -> list[int]:
+    """Return the ids of control tokens that a text in channels shows. control: text -> id."""
+    return [control[tag] for tag in CHANNEL_TAGS if tag in control]
 
 
 class ChannelStream:

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_text
 from tokens.dataset import is_answer
 from tokens.ids import common_prefix
@@ -202,9 +202,10 @@ def text_report(rows: list[dict], counts: Counter, vocab_size: int) -> str:
     vocabularies = {n: draft_vocabulary(counts, n, vocab_size).tolist() for n in COVERAGE if n < vocab_size}
     coverage = ", ".join(f"{n:,}: {covered(counts, ids):.2%}" for n, ids in vocabularies.items())
     return "\n".join([
-        f"{len(rows):,} conversations ({sources}), {sum(n > 1 for n in answers):,} with several answers",
-        f"{sum(lengths):,} tokens, {counts.total():,} of them in {sum(answers):,} answers;"
+        f"{counted(len(rows), 'conversation')} ({sources}), {sum(n > 1 for n in answers):,} with several"
+        " answers",
+        f"{counted(sum(lengths), 'token')}, {counts.total():,} of them in {counted(sum(answers), 'answer')};"
         f" the longest row has {max(lengths):,}",
-        f"{len(counts):,} distinct answer tokens"
+        f"{counted(len(counts), 'distinct answer token')}"
         + (f"; a draft vocabulary covers {coverage}" if coverage else ""),
     ])

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint.loading import identity
 from common.cli import note
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import atomic_path, read_json, write_text
 from kernels.backend import backend_of
 from model import Transformer
@@ -178,7 +178,7 @@ class StoredFeatures(Features):
     def _check_room(self, need: int, rows: int) -> None:
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        note(f"features of {rows:,} rows need {need / 1e9:.2f} GB in {self.folder};"
+        note(f"features of {counted(rows, 'row')}: {need / 1e9:.2f} GB in {self.folder};"
              f" {free / 1e9:.1f} GB are free")
         if need > free - SPARE:
             raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder},"

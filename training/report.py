@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from common.errors import counted
 from common.files import read_text, write_text, writing
 from common.plots import picture
 
@@ -72,7 +73,7 @@ class TrainingLog:
         self.tokens += tokens
         self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.began)
-        self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:.0f} tok/s", refresh=False)
+        self.bar.set_postfix_str(f"{counted(self.tokens, 'token')}, {speed:.0f} tok/s", refresh=False)
 
     def step(self, entry: dict) -> None:
         """Add an optimizer step."""
@@ -121,7 +122,7 @@ def doubt_of(log: list[dict]) -> str:
         return ""
     advice = "give it more text" if last["step"] < FEW_STEPS else "try a smaller --lr"
     return (f"warning: held-out accuracy is {last['held_out'][0]:.1%}: the head has learnt next to nothing in"
-            f" {last['step']:,} optimizer steps; {advice}")
+            f" {counted(last['step'], 'optimizer step')}; {advice}")
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:

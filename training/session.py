@@ -23,7 +23,7 @@ from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_model
 from checkpoint.writer import staging
 from common.cli import note
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_json
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
@@ -174,7 +174,8 @@ class Session:
         else:
             draft_ids = torch.arange(vocab_size)
         report = "\n".join([
-            data.text_report(rows, counts, vocab_size), f"{len(held_out)} more conversations are held out",
+            data.text_report(rows, counts, vocab_size),
+            f"held out: {counted(len(held_out), 'more conversation')}",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
         note(report)
@@ -202,7 +203,7 @@ class Session:
         if left_out:
             note(lost)
         if cut:
-            note(f"{cut} conversations are cut to {most} tokens (--max-len)")
+            note(f"cut to {most} tokens (--max-len): {counted(cut, 'conversation')}")
         return rows
 
     def _collector(self) -> Collector:
@@ -230,7 +231,7 @@ class Session:
         if self.start:
             head, taken = begun_head(learning, o.kind, self.start, text.draft_ids, shape, o.seed)
             begun = {"start": identity(self.start.head), "taken": taken}
-            note(f"{len(taken)} tensors begin as those of {o.start}")
+            note(f"{counted(len(taken), 'tensor')} from {o.start}")
         else:
             head = new_head(learning, o.kind, text.draft_ids, shape, o.seed)
         losses = ACCEPTANCE if o.loss == "lk" else CROSS_ENTROPY
@@ -286,9 +287,9 @@ class Session:
         facts = [
             f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
             f" of {args.vocab_size:,}",
-            f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
-            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g},"
-            f" {trainer.seconds / 60:.0f} minutes",
+            f"{kind.method}, {counted(trainer.objective.steps, 'draft step')},"
+            f" {counted(trainer.epoch, 'epoch')}, {counted(trainer.step, 'optimizer step')} of up to"
+            f" {o.batch_tokens:,} tokens, AdamW {o.lr:g}, {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import writing
 from engine.engine import Engine
 from engine.request import Request
@@ -54,7 +54,7 @@ def open_engine(
             counts=counts,
         )
     except ValueError as e:
-        raise InputError(f"--decode-batch {batch} answers of up to {longest} tokens: {e}") from None
+        raise InputError(f"--decode-batch {batch}: answers of up to {longest} tokens: {e}") from None
 
 
 class Collector:
@@ -224,7 +224,7 @@ class Collector:
                     tokens += len(event.ids)
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
-                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+                bar.set_postfix_str(f"{counted(tokens, 'token')}", refresh=False)
 
             for number in self.processes.queue("text", len(plan)):
                 talk, begin = plan[number]

@@ -2,6 +2,8 @@
 import errno
 import json
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from checkpoint.loading import load_model
 from common import files
 from common.errors import InputError
 from convert_checkpoint import main
+from drafters import Drafting
 
 
 def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
@@ -128,12 +131,22 @@ def test_a_head_is_converted_into_its_target_when_it_is_used(tmp_path, target, m
     """One of several processes converts nothing, and says how; a target is no head."""
     head, notes = write_source(tmp_path / "Mine", head_state(), HEAD_CONFIG), []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head}"):
+    with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head} --target"
+                 f" {target}; then name the folder that it writes"):
         converted_folder(head, notes.append, target)
     monkeypatch.delenv("WORLD_SIZE")
+    inside = shutil.copytree(head, target / "eagle3")
+    with refused(f"{inside}: not converted yet; run mv ") as refusal:
+        Drafting("eagle3").folders(target)
+    move, conversion = str(refusal.value).partition("run ")[2].split(" && ")
+    assert subprocess.run(move.split()).returncode == 0 and main(conversion.split()[2:]) == 0
+    assert Drafting("eagle3").folders(target) == {"eagle3": inside}
     for _ in range(2):
         assert converted_folder(head, notes.append, target) == str(target / "mine")
     assert len(notes) == 1 and read_config(target / "mine", "eagle3")
+    config = HEAD_CONFIG | {"norm_output": True}
+    with pytest.raises(InputError, match=r"--recycle raw .*; these are options of convert_checkpoint\.py$"):
+        converted_folder(write_source(tmp_path / "Unclear", head_state(), config), notes.append, target)
     with refused(f"{tmp_path / 'target-source'}: is no draft head"):
         converted_folder(tmp_path / "target-source", notes.append, target)
 

@@ -253,7 +253,8 @@ def test_bad_head(tmp_path, target, capsys, case):
 def test_head_needs_a_converted_target(tmp_path, target, capsys):
     head = write_source(tmp_path / "head", head_state(), HEAD_CONFIG)
     for extra, expected in (
-        ((), "--target DIR"), (("--target", tmp_path / "target-source"), "not converted yet"),
+        ((), "is a draft head, which needs --target"),
+        (("--target", tmp_path / "target-source"), "not converted yet"),
         (("--target", tmp_path / "nowhere"), "not a folder"),
     ):
         code, err = run(capsys, "--checkpoint", head, *extra)

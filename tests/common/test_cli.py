@@ -21,8 +21,10 @@ from common.cli import (
     run_command,
     seed,
 )
-from common.dtypes import short_dtype
-from common.errors import InputError
+from common.dtypes import KV_DTYPES, short_dtype
+from common.errors import InputError, counted, did_you_mean
+from drafters import METHODS
+from kernels.modes import MODES
 
 
 def raising(error: BaseException):
@@ -117,7 +119,7 @@ def test_types_of_options(kind, value, number):
 def test_dtypes_have_two_names():
     names = ("bf16", "bfloat16", "float16", "fp32")
     assert [short_dtype(name) for name in names] == ["bf16", "bf16", "fp16", "fp32"]
-    with pytest.raises(InputError, match="'half': unknown; choose from bf16"):
+    with pytest.raises(InputError, match=r"'half': unknown \(did you mean fp16\?\); choose from bf16"):
         short_dtype("half")
 
 
@@ -148,12 +150,52 @@ def test_the_nearest_option_is_named_and_a_version(capsys):
         with pytest.raises(SystemExit):
             p.read(argv)
         assert capsys.readouterr().err == f"x.py: error: unrecognized {words}\n"
-    for flag in "-m", "--model", "--checkpoint":
+    for flag in "-m", "--model", "--checkpoint":  # a value is no option
+        assert p.read([flag, "half"]).checkpoint == "half"
         o = p.read([flag, "-1", "-n3"])
         assert (o.checkpoint, o.max_new_tokens) == ("-1", 3)
     with pytest.raises(SystemExit) as stop:
         p.read(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"x.py {VERSION}\n"
+
+
+FLAGS = "--draft", "--checkpoint", "--interactive"
+
+
+@pytest.mark.parametrize("word, known, meant", [
+    ("EAGLE3", METHODS, "eagle3"), ("eagle-3", METHODS, "eagle3"), ("p_eagle", METHODS, "p-eagle"),
+    ("ngram", METHODS, "lookup"), ("draft", METHODS, "draft-model"), ("magic", METHODS, None),
+    ("q8_0", MODES, "int8"), ("Q4_K_M", MODES, "int4"), ("INT4", MODES, "int4"), ("q8_0", KV_DTYPES, "int8"),
+    ("--draft_checkpoint_path", FLAGS, "--draft"), ("--checkpoint_path", FLAGS, "--checkpoint"),
+    ("-i", FLAGS, "--interactive"), ("-i", ["--seed"], None),
+])
+def test_names_of_other_programs(word, known, meant):
+    assert did_you_mean(word, known) == (f" (did you mean {meant}?)" if meant else "")
+
+
+def test_one_is_singular():
+    assert [counted(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+def test_help_begins_with_what_is_used_most():
+    p = Options("Does it.", prog="x.py")
+    p.add_argument("--rare", choices=("int8", "fp8"), help="seldom")
+    p.add_argument("--out", required=True)
+    p.add_checkpoint("a folder")
+    words = p.format_help()
+    order = [words.index(part) for part in (
+        "usage: x.py --out OUT --checkpoint CHECKPOINT [option ...]", "Does it.", "most used:",
+        "  --out OUT", "-m CHECKPOINT", "options:", "-h, --help", "--rare", "seldom",
+    )]
+    assert order == sorted(order)
+
+
+def test_a_value_of_another_program(capsys):
+    p = Options("", prog="x.py")
+    p.add_argument("--mode", choices=("int8", "int4"))
+    with pytest.raises(SystemExit):
+        p.read(["--mode", "q8_0"])
+    assert capsys.readouterr().err.endswith("(did you mean int8?); see --help\n")
 
 
 def test_a_rule_may_be_what_something_else_raises():

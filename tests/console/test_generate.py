@@ -66,12 +66,12 @@ def test_json_has_the_promised_keys(cli):
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
     last_line = "x (median of 3 turns, ", "); texts equal: yes"
-    for words in ("tau ", "tok/s", "GB/s of weights", "peak memory", "1 tokens", *last_line):
+    for words in ("tau ", "tok/s", "GB/s of weights", "peak memory", "1 token", *last_line):
         assert words in text.err
     last = cli(*args).err.splitlines()[-1]
     assert re.fullmatch(r"40 generated, 10 in the prompt; .* tok/s, tau .* tokens per step; length", last)
     full = cli(*args, "--stats").err
-    assert "peak memory" in full and "1 tokens" in full and "plain:" not in full
+    assert "peak memory" in full and "1 token" in full and "plain:" not in full
 
 
 def test_what_a_request_may_ask_for(cli):

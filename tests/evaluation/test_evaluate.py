@@ -86,7 +86,7 @@ def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
         stop_after(12, patch)
         assert run.go(out="stopped") == 130
     printed = capsys.readouterr()
-    assert "\neagle3  " in printed.out and "have no answer" in printed.out
+    assert "\neagle3  " in printed.out and "without an answer" in printed.out
     assert "the same command goes on" in printed.err and "the table so far:" in printed.err
     before = (stopped / "answers.jsonl").read_text()
     (stopped / "answers.jsonl").write_text(before + '{"set": "one", "ques')  # as a kill may leave it
@@ -119,7 +119,7 @@ def test_only_answers_of_one_round_are_compared(run, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             stop_after(3 * 2, patch)  # when all are warmed up
             assert run.go(out="changed") == 130
-        assert "1 questions have no answer" in capsys.readouterr().out
+        assert "1 question without an answer" in capsys.readouterr().out
         assert {r["questions"] for r in rows_in(changed) if r["set"] == "one"} == {1}
         assert run.go(out="changed") == 0
     finally:

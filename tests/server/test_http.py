@@ -219,6 +219,7 @@ def test_routes(server):
     assert server.get("/v1/models/golden").json()["id"] == "golden"
     described = server.get("/v1/models").json()["data"][0]
     assert described["max_model_len"] == 300 and described["speculation"] is True
+    assert described["method"] == "eagle3"
     assert server.get("/v1/models/other/one").status_code == 404
     assert server.get("/v1/chat/completions").headers["Allow"] == "POST"
     assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200

@@ -112,9 +112,9 @@ def test_no_job_waits_for_a_rank_that_is_lost():
     ({"response_format": {"type": "json_object", "schema": None}}, {"type": "object"}),
     ({"response_format": {"type": "json_schema", "schema": {"a": 1}}}, {"a": 1}),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"a": 1}),
-    ({"json_schema": {"a": 1}}, {"a": 1}), ({"guided_json": {"a": 1}}, {"a": 1}),
-    ({"structured_outputs": {"json": {"a": 1}}}, {"a": 1}),
-), ids=range(10))
+    *((field, {"a": 1}) for given in ({"a": 1}, '{"a": 1}') for field in (
+        {"json_schema": given}, {"guided_json": given}, {"structured_outputs": {"json": given}})),
+), ids=range(13))
 def test_the_schema_of_the_output_wherever_a_client_has_it(body, schema):
     found = CompletionBody(prompt="x", **body).schema_text
     assert (found and json.loads(found)) == schema

@@ -65,7 +65,7 @@ def test_prompt_files_of_every_kind(write):
     (read_conversations, '{"prompt": "a"}', "line 1: no conversation"),
     (read_conversations, '{"conversations": [{"from": "human", "value": "x"}]}', "no conversation with an"),
     (read_conversations, "", "no conversation with an assistant's answer"),
-    (read_questions, '{"prompt": "a"}\n{"messages": []}', "1 rows hold no question"),
+    (read_questions, '{"prompt": "a"}\n{"messages": []}', "no question in 1 row"),
     (read_openings, "\n \n", "holds no lines"),
 ])
 def test_mistakes_are_named(write, read, row, words):

@@ -100,14 +100,27 @@ def with_settings(folder, copy, **settings) -> Tokenizer:
     return Tokenizer.load(copy)
 
 
-def test_sentencepiece_without_legacy_puts_no_space_after_control_tokens(sp, tmp_path):
-    library, tok = sentencepiece_library(sp), with_settings(sp, tmp_path, legacy=False)
-    legacy = Tokenizer.load(sp).encode("fox</s>fox", parse_special=True)[1:]
-    assert legacy == [*library.encode("fox"), 2, *library.encode("fox")]
-    first = tok.encode("fox</s>fox", parse_special=True)[1:]
-    second = first[first.index(2) + 1 :]
-    assert first[: first.index(2)] == library.encode("fox") and tok.decode([2, *second]) == "fox"
-    assert not library.id_to_piece(second[0]).startswith("▁")
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+
+
+@pytest.mark.parametrize("settings, bos, first, later", [
+    ({}, True, "▁", "▁"), ({"legacy": False}, True, "▁", ""), ({"add_prefix_space": False}, True, "", ""),
+    (LLAMA, False, "▁", ""), ({"tokenizer_class": "LlamaTokenizerFast", "legacy": None}, False, "▁", ""),
+    ({**LLAMA, "add_bos_token": None}, False, "▁", ""), ({**LLAMA, "add_bos_token": True}, True, "▁", ""),
+    ({**LLAMA, "legacy": True}, False, "▁", "▁"), ({**LLAMA, "add_prefix_space": False}, False, "", ""),
+], ids=range(9))
+def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
+    """Whether a text starts with BOS and a space, and whether a space follows a control token.
+
+    Right values of LlamaTokenizer: transformers 5.23, also where its file lacks settings.
+    """
+    library, tok = sentencepiece_library(sp), with_settings(sp, tmp_path, **settings)
+    ids = tok.encode("fox</s>fox", parse_special=True)
+    assert (ids[0] == 1) is bos
+    ids, at = ids[bos:], ids.index(2) - bos
+    spelled = ["".join(map(library.id_to_piece, part)) for part in (ids[:at], ids[at + 1 :])]
+    assert spelled == [f"{first}fox", f"{later}fox"]
+    assert tok.decode(tok.encode(" fox")) == " fox"
 
 
 @pytest.mark.parametrize("setting, bos", [(None, True), (True, True), (False, False)])

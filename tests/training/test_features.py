@@ -59,7 +59,7 @@ def test_a_full_disk_is_told_beforehand(models, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: type("Usage", (), {"free": 2**28 + 1000})())
     with pytest.raises(InputError, match=r"needs 0\.\d+ GB"):
         StoredFeatures(target, head.args.aux_layers, tmp_path, Processes()).fill(ROWS, 64)
-    assert "4 rows need" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert "features of 4 rows: " in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_memory_is_bounded(models):

@@ -42,7 +42,7 @@ REFUSED = {  # what the error says: the options that are changed; {} is the fold
     "40 states of a target of 8 layers": {"kind": "dflash", "states": 40},
     "--max-new-tokens 2: must be at least 3": {"max-new-tokens": 2},
     "--ema 1.0: must be 0 to 0.99999": {"ema": 1},
-    "--short-epochs 3: there are 2 epochs": {"short-epochs": 3},
+    "--short-epochs 3: --epochs is 2": {"short-epochs": 3},
 }
 
 
