@@ -81,9 +81,10 @@ def random_models(
     of_target = of_head = None
     if mode:
         args, beside = replace(args, tie_embeddings=False), BESIDE.get(mode, mode)
-        of_target = Scheme(mode, group if mode in FOUR_BITS else 0, beside)
-        if mode == MXFP4:
-            of_target = Scheme(beside, 0, beside, MXFP4)
+        of_target = (
+            Scheme(beside, 0, beside, MXFP4) if mode == MXFP4
+            else Scheme(mode, group if mode in FOUR_BITS else 0, beside)
+        )
         of_head = Scheme(beside, 0, beside)
     target = _random(Transformer, args, of_target, dtype, device)
     head = _random(Eagle3Head, head_args, of_head, dtype, device)

@@ -65,11 +65,10 @@ class Server:
         if not tokenizer.has_template:
             raise InputError("this checkpoint has no chat template: use /v1/completions")
         channels = not body.is_forced and has_channels(tokenizer.template)
-        form = None
+        form, shown = None, shown_channels(tokenizer.control) if channels else []
         if body.tools and not channels:
             form = BARE if body.is_forced else form_of(tokenizer.tool_template)
-        shown_of = shown_channels if channels else shown_tags if form else lambda control: ()
-        shown = shown_of(tokenizer.control)
+            shown = shown_tags(tokenizer.control) if form else []
         jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
         return ChatReply(model, self.tokens, body, jobs, form=form, channels=channels)
 
