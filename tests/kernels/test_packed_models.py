@@ -147,7 +147,8 @@ def test_a_mixture(mode):
     """In float32 it is its definition. In any dtype a row's bits depend on no other row, and drafted text is
     plain text.
     """
-    limit = 1e-2 if mode in ("w8a8", "w4a8", "mxfp4") else 1e-5  # inputs near a tie may round to the next value
+    rounds = mode in ("w8a8", "w4a8", "mxfp4")
+    limit = 1e-2 if rounds else 1e-5  # inputs near a tie may round to the next value
     for dtype in DTYPES:
         target, head = random_models("tiny-mixture", dtype, "cpu", mode, 32)
         for layer in target.layers:
