@@ -49,10 +49,9 @@ def refused(words: str):
     (CONFIG, {"rope_scaling": {"factor": 2.0}}, "rope_scaling.type is missing; expected one that is"),
     (CONFIG, {"windows": [4]}, "windows is [4]; expected one for each of 2 layers"),
     (CONFIG, {"windows": [4, -1]}, "windows[1] is -1; expected at least 0"),
-    (CONFIG, {"activation": "gelu"}, "activation is 'gelu'; expected 'silu' or 'gelu_tanh'"),
+    (CONFIG, {"activation": "gelu"}, "activation is 'gelu'; expected 'silu', 'gelu_tanh' or 'clamped_swiglu'"),
     (CONFIG, {"local_rope_base": 5.0, "rope_scaling": {
         "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}}, "local_rope_base is"),
-    (CONFIG, {"num_experts": 4, "experts_per_token": 1, "activation": "gelu_tanh"}, "of mixtures"),
     (CONFIG, {"stop_ids": [96]}, "stop_ids[0] is 96; expected an id below vocab_size, 96"),
     (CONFIG, {"quantization": {"mode": "int4", "group": 0, "lm_head": None}}, "quantization.group is 0"),
     (HEAD, {"draft_vocab_size": 97}, "draft_vocab_size is 97; expected at most vocab_size, 96"),
