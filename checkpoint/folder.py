@@ -8,7 +8,7 @@
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
     DIR/KIND/               heads of that target in the same format, a folder for each of HEADS; EAGLE-1
                             and EAGLE-2 share one; also
-                            calibration.json (`engine.calibration`) and costs.json (`engine.costs`)
+                            calibration.json (`engine.autotune`)
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FOLDER = Schema(TypedDict("Folder", {
 _Taus = dict[str, number(1, 1e6)]
 _Pair = Annotated[list[number(-100, 100)], Field(min_length=2, max_length=2)]
 _Kept = TypedDict("Kept", {"0": number(above=0, high=1e6), "1": number(above=0, high=1e6)})
-MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.calibration`
+MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.autotune`
     "format": whole(), "ease": Annotated[list[number(0, 1e6)], Field(min_length=1)],
     "tau": TypedDict("Tau", {"0": _Taus, "1": _Taus}),
     "far": NotRequired[TypedDict("Far", {"context": whole(1), "kept": _Kept})],

@@ -1,5 +1,4 @@
 """Every script runs on a small model and writes what its table shows. Speeds are not tested."""
-
 import json
 
 import batches

@@ -18,11 +18,9 @@ from safetensors.torch import load_file
 import generate
 from common.errors import InputError
 from console.chat import HELP
-from console.output import coloured
 from engine.compile import compile_errors
 from engine.passes import Passes
 from llm import LLM
-from tree import TreeShape
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
 FEW = {"max_new_tokens": 8}
@@ -143,16 +141,6 @@ def test_auto_tree_is_measured_once(cli, golden, tmp_path):
     assert again.out == first.out and "is measured now" not in again.err and "a step with" in again.err
 
 
-def test_a_dash_is_standard_input(cli, monkeypatch):
-    for flag in ("-p", "--prompt-file"):
-        read, write = os.pipe()
-        os.write(write, b"two\nlines\n")
-        os.close(write)
-        monkeypatch.setattr(generate, "STDIN", f"/dev/fd/{read}")
-        assert cli(flag, "-", "-n", 5, "--json").row["prompt"] == "two\nlines"
-        os.close(read)
-
-
 def test_raw_system_and_template_reach_the_model(cli, llm):
     for flags, options, ids in (
         ((), {}, b"u:<eos>hi\na:"), (("--raw",), {"raw": True}, [257, *b"hi"]),
@@ -271,28 +259,6 @@ def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
     assert {k[:3] for k in load_file(tmp_path / "t") if "." in k} == {"000", "001", "002"}
 
 
-def test_streams_tell_drafted_text_apart(golden):
-    """Also where a step is cut by the token limit, and ends in a drafted token; colours change no text."""
-    model = load(golden, "eagle3", compile=False, tree=TreeShape(60, 7, 10))
-    whole = list(model.stream("Tell me", max_new_tokens=60))
-    assert "".join(p.text for p in whole) == model.generate("Tell me", max_new_tokens=60).text
-    assert whole[0].drafted == 0 and all(p.drafted == max(0, len(p.ids) - 1) for p in whole[1:-1])
-    done, cut = 0, 0
-    for piece in whole[:-1]:
-        if len(piece.ids) > 2:
-            last = list(model.stream("Tell me", max_new_tokens=done + len(piece.ids) - 1))[-1]
-            assert last.ids == piece.ids[:-1] and last.drafted == len(last.ids)
-            cut += 1
-        done += len(piece.ids)
-    assert cut
-    drawn, stream = "", model.tokenizer.stream()
-    for piece in whole:
-        drawn += coloured(piece, stream.push)
-        stream.push(piece.ids[piece.drafted :])
-    assert "\033[36m" in drawn
-    assert drawn.replace("\033[36m", "").replace("\033[0m", "") == "".join(p.text for p in whole)
-
-
 def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(golden / name, tmp_path / name)
@@ -304,25 +270,6 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
     assert done.status == 1 and "no tokenizer" in done.err
     done = cli("--checkpoint", tmp_path, "--interactive")
     assert done.status == 1 and "--interactive needs a tokenizer with a chat template" in done.err
-
-
-def test_a_source_is_converted_on_the_way_once(cli, tmp_path, monkeypatch):
-    """Into checkpoints/NAME, stdout left alone; a changed source again, another source of that name never
-    taken for it.
-    """
-    monkeypatch.chdir(tmp_path)
-    for place in ("a", "b"):
-        shutil.copytree(ROOT / "tests" / "golden" / "target", tmp_path / place / "Model")
-    command = "--prompt-ids", "1,2", "--json", "--max-new-tokens", 5, "--checkpoint"
-    done = cli(*command, "a/Model")
-    assert len(done.rows) == 1 and "converting a/Model into checkpoints/model" in done.err
-    done = cli(*command, "a/Model")
-    assert done.status == 0 and "converting" not in done.err
-    (tmp_path / "a" / "Model" / "config.json").touch()
-    done = cli(*command, "a/Model")
-    assert done.status == 0 and "converting" in done.err
-    done = cli(*command, "b/Model")
-    assert done.status == 1 and "was converted from" in done.err and "a/Model" in done.err
 
 
 def test_a_failing_compiler_is_one_line():
@@ -346,8 +293,3 @@ def test_runs_as_a_program(golden):
     assert runs[0].returncode == 0 and json.loads(out)["tokens"] == 5, err
     _, err = runs[1].communicate(timeout=300)
     assert runs[1].returncode == 141 and "error" not in err and "Traceback" not in err
-
-
-def test_help_does_not_wait_for_torch():
-    code = "import generate, sys; generate.parser(); assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -6,7 +6,7 @@ from helpers.decoding import load
 from helpers.refusals import refused
 
 from common.errors import InputError
-from drafters import Drafting, methods_of
+from drafters import Drafting
 from engine.autotune import Calibration
 from sampling.options import Sampling
 from tree import TreeShape
@@ -37,8 +37,6 @@ def test_a_head_elsewhere(folder, tmp_path):
     for other in tmp_path, folder:  # nothing; a target
         with refused(f"--speculate auto: --draft {other}: is no head; name one"):
             Drafting("auto", draft=other).at(folder, lambda line: None)
-    with pytest.raises(InputError, match="two different methods"):
-        methods_of("auto+lookup")
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))

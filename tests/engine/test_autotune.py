@@ -3,16 +3,7 @@ import random
 
 import pytest
 
-from engine.autotune import (
-    FIRST_REST,
-    FRESH,
-    REHEARSED,
-    TEMPERATURES,
-    Calibration,
-    Far,
-    Times,
-    Tuner,
-)
+from engine.autotune import FIRST_REST, FRESH, REHEARSED, TEMPERATURES, Calibration, Far, Times, Tuner
 from engine.request import Request
 from sampling.options import Sampling
 from tree import TreeShape

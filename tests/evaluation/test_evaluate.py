@@ -109,28 +109,6 @@ def test_a_text_that_differs_fails_the_run(run, capsys):
     assert difference["tie"] is False and difference["gap"] > difference["bound"]
 
 
-def test_only_answers_of_one_round_are_compared(run, monkeypatch, capsys):
-    """A new question under an old id is asked of all methods; until then its old answers are not reported."""
-    changed, file = run.folder / "changed", run.folder / "questions" / "one.jsonl"
-    shutil.copytree(run.folder / "out", changed)
-    old, text = answers_in(changed), file.read_text()
-    file.write_text(text.replace("say 5", "say 6"))
-    try:
-        with monkeypatch.context() as patch:
-            stop_after(3 * 2, patch)  # when all are warmed up
-            assert run.go(out="changed") == 130
-        assert "1 question without an answer" in capsys.readouterr().out
-        assert {r["questions"] for r in rows_in(changed) if r["set"] == "one"} == {1}
-        assert run.go(out="changed") == 0
-    finally:
-        file.write_text(text)
-    new = answers_in(changed)
-    assert new.keys() == old.keys()
-    assert {key[:2] for key in new if new[key].seconds != old[key].seconds} == {("one", 1)}
-    assert run.go("--limit", 1, out="changed") == 0  # the folder holds more
-    assert {r["questions"] for r in rows_in(changed) if r["set"] != "mean"} == {1}
-
-
 def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     (tmp_path / "q.jsonl").write_text(json.dumps({"turns": ["x" * 300]}) + '\n{"turns": ["short"]}\n')
     few = "--max-seq-len", 100, "--max-new-tokens", 9

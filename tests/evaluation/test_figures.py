@@ -47,15 +47,6 @@ def test_the_table_is_the_arithmetic_of_the_answers():
     assert for_screen_line in for_screen([*rows.values()], ["set", "other"]).splitlines()
 
 
-def test_an_answer_of_one_token_has_no_speed():
-    method, name = "lookup+draft-model+residual", "s" * 60
-    answers = [answer(1, m, [turn([5])], 1.0, name) for m in ("none", method)]
-    rows = summarise(answers, [name], ["none", method], [])
-    for figure in ("speedup", "speedup_total", "tokens_per_second", "tau"):
-        assert all(row[figure] is None for row in rows)
-    assert f"| {method} | – | – | – | – | other draws |  |  |" in markdown(rows, [name])
-
-
 def test_where_answers_part():
     plain = answer(1, "none", [turn([1, 2, 3]), turn([4, 5])])
     assert first_difference(plain, answer(1, "x", [turn([1, 2, 3]), turn([4, 5])])) is None

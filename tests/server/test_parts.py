@@ -11,7 +11,7 @@ from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
 from server.metrics import Metrics
-from server.protocol import CompletionBody, Refusal
+from server.protocol import CompletionBody
 from server.worker import Job, Worker
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -90,19 +90,6 @@ def test_no_json_can_hold_scores_that_are_no_numbers(number):
     event = received.get(timeout=30)
     worker.stop()
     assert event.finish == "length" if number == -1.0 else event.status == 500 and "nan" in event.message
-
-
-def test_no_job_waits_for_a_rank_that_is_lost():
-    worker, received = submitted(Engine(None))
-    assert worker.engine.steps.wait(30)
-    worker.stop_if_lost()
-    assert received.empty()  # nothing is lost yet
-    worker.is_lost = lambda: True
-    worker.stop_if_lost()
-    refusal = received.get(timeout=30)
-    assert refusal.status == 503 and "another rank of this server has died" in refusal.message
-    with pytest.raises(Refusal, match="has died"):
-        worker.submit(Job([1], Sampling(4)))
 
 
 @pytest.mark.parametrize("body, schema", (

@@ -99,15 +99,6 @@ def test_special_tokens_map_or_tokenizer_config(tmp_path, config, special_map, e
     assert tok.stop_ids == {END: [258, 256], "<|endoftext|>": [256, 258]}[eos]
 
 
-def test_an_id_that_two_files_give_to_two_tokens(tmp_path):
-    """The encoder's file wins; the other token comes after the last one, as the library numbers it."""
-    decoder = special(i256=START, i65=END, i300="<|far|>")
-    tok = Tokenizer.load(folder_of(tmp_path, {"added_tokens_decoder": decoder}))
-    assert tok.control == {"<|endoftext|>": 256, "<|far|>": 300, END: 301, START: 302}
-    assert (tok.vocab_size, tok.highest, tok.decode([256, 65, 299, 300])) == (303, 302, "A")
-    assert tok.encode(f"a{END}<|far|>", parse_special=True) == [97, 301, 300]
-
-
 @pytest.mark.parametrize("config", [
     {"eos_token": "<sep>", "added_tokens_decoder": {}}, {"eos_token": "<sep>", "added_tokens_decoder": None},
     {"added_tokens_decoder": {"3": {"content": "<sep>", "special": True}}},

@@ -1,16 +1,12 @@
-"""The target's states: stored ones are the computed ones, memory and disk are bounded."""
+"""The target's states: stored ones, and those of a reader, are the computed ones."""
 import copy
-import shutil
 
 import pytest
 import torch
 from helpers.training import ROWS
 
-from checkpoint.loading import load_model
-from common.errors import InputError
 from kernels.choose import choose_backend
-from training import features as features_room
-from training.features import Features, Reader, StoredFeatures, training_copy
+from training.features import Features, Reader, StoredFeatures
 from training.processes import Processes
 
 
@@ -52,41 +48,3 @@ def test_a_reader_reads_as_the_target_does(models, tmp_path, kernels):
         StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), reader=r) for r in (None, reader)
     ]
     assert stores[0].folder != stores[1].folder
-
-
-def test_a_full_disk_is_told_beforehand(models, tmp_path, monkeypatch, capsys):
-    target, head = models
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: type("Usage", (), {"free": 2**28 + 1000})())
-    with pytest.raises(InputError, match=r"needs 0\.\d+ GB"):
-        StoredFeatures(target, head.args.aux_layers, tmp_path, Processes()).fill(ROWS, 64)
-    assert "features of 4 rows: " in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_memory_is_bounded(models):
-    target, head = models
-    features = Features(target, head.args.aux_layers, room=1)
-    first = features.read(ROWS)
-    assert len(features.cached) == 1  # the one that used the room up
-    for a, b in zip(first, features.read(ROWS)):
-        assert torch.equal(a, b)
-
-
-def test_a_copy_in_floats_where_they_are_faster(golden, tmp_path, monkeypatch):
-    """As it was measured when a training began, whatever is measured when it goes on."""
-    target, _ = load_model(golden, dtype=torch.bfloat16)
-    works = [tmp_path / "slower", tmp_path / "faster"]
-
-    def copied(model, work, faster: bool):
-        monkeypatch.setattr(features_room, "float32_is_faster", lambda dtype: faster)
-        return training_copy(model, work, Processes())
-
-    for faster, work in enumerate(works):
-        work.mkdir()
-        assert (copied(target, work, bool(faster)) is target) == (not faster)
-    assert copied(target, works[0], True) is target
-    copy = copied(target, works[1], False)
-    assert copy.embed.weight.dtype == torch.float32 and target.embed.weight.dtype == torch.bfloat16
-    assert copied(copy, works[0], False) is copy
-    states = Features(copy, (1, 2, 3), dtype=torch.bfloat16)
-    assert states.compute([[1, 2, 3]]).normed.dtype == torch.bfloat16
-    assert states.read(ROWS[:1]).features.dtype == torch.float32

@@ -11,7 +11,7 @@ from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
-from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, new_head
+from training.heads import KINDS, HeadShape, Start, begun_head, new_head
 from training.losses import Eagle3Objective
 
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
@@ -80,52 +80,6 @@ def test_another_vocabulary(models):
             torch.testing.assert_close(rows[i], foreseen[token], rtol=0, atol=2e-3)
             assert torch.cosine_similarity(rows[i], target.lm_rows[token], dim=0) < 0.5
         assert torch.equal(out[i], head.markov_out.weight[token // 2] if known else torch.zeros(4))
-
-
-def test_what_is_not_asked_for_stays(models):
-    """A DSpark head keeps its Markov rank and its block, unless another block is asked for."""
-    target, _ = models
-    head = made(target, "dspark", MARKOV)
-    args = begun_args(Start(head, "dspark"), "dspark", 160, HeadShape())
-    assert (args.markov_rank, args.drafts, args.confidence) == (4, 4, True)
-    assert begun_args(Start(head, "dspark"), "dspark", 160, HeadShape(drafts=6)).drafts == 6
-    block = made(target, "dflash", HeadShape(drafts=4))
-    assert begun_args(Start(block, "dflash"), "dflash", 160, HeadShape(drafts=3)).block == 4
-    p_eagle = made(target, "p-eagle", HeadShape(drafts=4))
-    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, HeadShape(drafts=3)).drafts == 3
-
-
-@pytest.mark.parametrize("start, kind, shape, words", [
-    ("eagle3", "dspark", HeadShape(), "a head of kind dspark cannot begin as one of kind eagle3"),
-    ("p-eagle", "eagle3", HeadShape(), "kind eagle3 cannot begin as one of kind p-eagle"),
-    ("dspark", "dspark", HeadShape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
-    ("dspark", "dspark", HeadShape(markov_rank=0), "--markov-rank 0: the head of --start has 4"),
-    ("dspark", "dspark", HeadShape(num_layers=1), "--layers 1: the head of --start has 2"),
-])
-def test_what_cannot_begin_so(models, start, kind, shape, words):
-    target, _ = models
-    head = made(target, start, HeadShape() if start == "eagle3" else MARKOV)
-    with pytest.raises(ValueError, match=words):
-        begun_args(Start(head, start), kind, 160, shape)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-def test_new_heads_start_from_the_target(models, kind):
-    target, _ = models
-    draft_ids = torch.arange(0, 128, 2) if kind == "eagle3" else torch.arange(target.args.vocab_size)
-    head = new_head(target, kind, draft_ids, HeadShape(), 0)
-    names = {name for name, p in head.named_parameters() if p.requires_grad}
-    assert not any(name.startswith("embed") for name in names)
-    assert ("lm_head.weight" in names) == (kind == "eagle3")
-    if kind == "eagle3":
-        assert torch.equal(head.lm_head.weight, target.lm_head.weight[0:128:2])
-
-
-def test_shapes_that_cannot_be(models):
-    args, shallow = models[0].args, dataclasses.replace(models[0].args, num_layers=3)
-    with pytest.raises(ValueError, match="which has 3 layers: use --kind eagle"):
-        head_args(shallow, "eagle3", 64, HeadShape())
-    assert head_args(shallow, "eagle", args.vocab_size, HeadShape()).aux_layers == (3,)
 
 
 @pytest.mark.dear
