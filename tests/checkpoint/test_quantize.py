@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
+from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
