@@ -15,7 +15,11 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
@@ -25,9 +29,14 @@ from common.cli import Options, check_replaceable, command, note
 from common.errors import InputError, counted
 from common.files import read_text
 from common.threads import use_threads
-from engine.own_text import own_text
+from engine.calibrate import PROMPTS
+from engine.engine import Engine
+from engine.prompt import encode
+from engine.runtime import Runtime
+from engine.target import load_target
 from kernels.modes import BESIDE, FOUR_BITS, GROUPS, MODES
 from kernels.quantized import Scheme
+from sampling.options import Sampling
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
@@ -72,6 +81,25 @@ def schemes(o):
     lm_head = None if o.keep_lm_head else o.lm_head or beside
     group = (o.group or GROUP) if {o.mode, lm_head} & {*FOUR_BITS} else 0
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
+
+
+def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most: int = 224) -> Tensor:
+    """Return texts [rows, T] of token ids, the last `most` or more sampled at temperature 1 after `PROMPTS`.
+
+    After the end of an answer the target goes on with turns of its own. `say` is called if our
+    kernels cannot be used. Raises InputError without a tokenizer of this model, or if the caches do not fit.
+    """
+    target = load_target(checkpoint, Runtime(device="cpu"), say)
+    if target.tokenizer is None:
+        raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
+    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
+    length = max(map(len, prompts)) + most
+    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(rows)]
+    try:
+        engine = Engine(target.model, batch=rows, max_seq_len=length, compile=False)
+        return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])
+    except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
+        raise InputError(f"{checkpoint}: {e}") from None
 
 
 def calibration_text(o, text: str | None, source: Path):

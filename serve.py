@@ -138,7 +138,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     engine = target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len, serves=True)
     note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
-    engine.warm_up(Sampling(), Sampling(temperature=1.0))
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     if ranks:
         channel = Channel()
         if listener is None:

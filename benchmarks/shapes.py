@@ -12,8 +12,7 @@ from kernels.modes import BESIDE, FOUR_BITS, MXFP4
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head
-from networks.head import Head, HeadArgs
-from networks.read_states import eagle3_aux_layers
+from networks.head import Head, HeadArgs, eagle3_aux_layers
 
 INT4_GROUP = 64
 LLAMA3 = {

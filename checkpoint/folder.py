@@ -31,8 +31,7 @@ from kernels.quantized import Scheme
 from model import ModelArgs
 from networks.block import BlockHead, DSparkHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads
+from networks.medusa import HydraHeads, MedusaHeads
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -16,9 +16,7 @@ from helpers.decoding import load
 from safetensors.torch import load_file
 
 import generate
-from common.errors import InputError
 from console.chat import HELP
-from engine.compile import compile_errors
 from engine.passes import Passes
 from llm import LLM
 
@@ -272,13 +270,6 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
     assert done.status == 1 and "--interactive needs a tokenizer with a chat template" in done.err
 
 
-def test_a_failing_compiler_is_one_line():
-    for text, reason in (("\nfirst line\nsecond", "first line"), ("", "TorchDynamoException")):
-        with pytest.raises(InputError, match=rf"torch\.compile failed \({reason}\); try --no-compile"):
-            with compile_errors():
-                raise torch._dynamo.exc.TorchDynamoException(text)
-    with pytest.raises(ValueError, match="ours"), compile_errors():
-        raise ValueError("ours")
 
 
 @pytest.mark.slow

@@ -9,9 +9,7 @@ from helpers.states import paths
 from checkpoint.convert import convert
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.block import BlockDrafter
-from drafters.dflash import DFlash
-from drafters.p_eagle import PEagle
+from drafters.block import BlockDrafter, DFlash, PEagle
 from engine.engine import Engine
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys

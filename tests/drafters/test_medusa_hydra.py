@@ -11,11 +11,9 @@ from safetensors.torch import save_file
 
 from checkpoint.convert import convert
 from checkpoint.loading import load_head
-from drafters.hydra import Hydra
-from drafters.medusa import Medusa
+from drafters.medusa import Hydra, Medusa
 from engine.engine import Engine
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads
+from networks.medusa import HydraHeads, MedusaHeads
 from sampling.options import Sampling
 from tree import PathTree
 

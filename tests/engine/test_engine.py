@@ -207,7 +207,7 @@ class Replays:
     def __init__(self):
         self.calls = {}
 
-    def __call__(self, key, call):
+    def __call__(self, key, call, still):
         return self.calls.setdefault(key, call)()
 
 

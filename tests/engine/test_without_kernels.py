@@ -3,10 +3,10 @@ import pytest
 from helpers.decoding import load
 
 from common.errors import InputError
-from engine.own_text import own_text
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels import build, cpu
+from quantize import own_text
 
 TREE = {"tree": "8,2,4"}
 

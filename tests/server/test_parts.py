@@ -58,7 +58,7 @@ def test_bodies_are_bounded_in_time_and_together(monkeypatch):
 class Engine:
     """An engine of one place. score: of the token that each step emits; None: steps wait for another rank."""
 
-    batch, free, busy = 1, 1, True
+    batch, free, busy, fallbacks = 1, 1, True, ["the step cannot be captured"]
 
     def __init__(self, score: Score | None):
         self.score, self.steps = score, threading.Event()
@@ -105,3 +105,8 @@ def test_no_json_can_hold_scores_that_are_no_numbers(number):
 def test_the_schema_of_the_output_wherever_a_client_has_it(body, schema):
     found = CompletionBody(prompt="x", **body).schema_text
     assert (found and json.loads(found)) == schema
+
+
+def test_metrics_name_what_a_gpu_does_without():
+    text = Worker(Engine(None), Metrics("x", 1, 1)).metrics.text().decode()
+    assert 'eagle_fallback{model_name="x",reason="the step cannot be captured"} 1.0' in text

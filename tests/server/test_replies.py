@@ -26,7 +26,7 @@ F, G = ("f", {"n": 3}), ("g", {})
 class Engine:
     """An engine that writes one text, a token a step."""
 
-    batch, window, max_seq_len, busy = 1, 1, 1000, False
+    batch, window, max_seq_len, busy, fallbacks = 1, 1, 1000, False, ()
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1

@@ -67,6 +67,7 @@ NO_ROWS = (
     '{"ids": [1, 2, 3, 4], "answers": [[1, 3, 4]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 7]]}',
     '{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 3.5]]}',
     '{"ids": [true, 2, 3, 4], "answers": [[1, 4]]}', '{"answers": []}', "{", '{"step": 1, "loss": 2.0}',
+    '{"left_out": 2}',
 )
 
 
@@ -77,9 +78,9 @@ NO_ROWS = (
 def test_a_line_that_is_no_row(tmp_path, line, words):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'
     shard = tmp_path / "a.jsonl"
-    shard.write_text(good + good + '{"left_out": 2}\n')
+    shard.write_text(good + good + '{"left_out": "too long"}\n')
     rows, left_out, cut = data.rows_of(data.read_shards([shard], 256, "this"), 100)
-    assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and (left_out.total(), cut) == (2, 0)
+    assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and (left_out, cut) == ({"too long": 1}, 0)
     shard.write_text(good + line + "\n")
     with pytest.raises(InputError, match=f"a.jsonl: line 2 {words}"):
         data.read_shards([shard], 256, "this")

@@ -5,23 +5,25 @@ import pytest
 import torch
 from helpers.training import ROWS
 
+from checkpoint.loading import load_model
+from kernels import isa
 from kernels.choose import choose_backend
-from training.features import Features, Reader, StoredFeatures
+from training.features import Features, StoredFeatures, training_copy
 from training.processes import Processes
 
 
 def test_stored_features_are_the_computed_ones(models, tmp_path):
     target, head = models
     computed = Features(target, head.args.aux_layers).read(ROWS)
-    store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
+    store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), "name")
     store.fill(ROWS[:2], 64)
     (file,) = tmp_path.glob("*/*.safetensors")
     size = file.stat().st_size
-    second = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(1, 2))
+    second = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(1, 2), "name")
     second.processes.wait = lambda: None
     second.fill(ROWS, 1)  # one row a batch: the second process has every other one
     assert file.stat().st_size == size and len(list(tmp_path.glob("*/*.safetensors"))) == 2
-    other = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
+    other = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), "name")
     other.fill(ROWS, 64)
     other.compute = None  # everything is there
     for row, *expected in zip(ROWS, *computed):
@@ -36,15 +38,24 @@ def test_a_reader_reads_as_the_target_does(models, tmp_path, kernels):
     twin = copy.deepcopy(target)
     if kernels:
         assert choose_backend("cpu").prepare(twin)
-    reader = Reader(twin, "twin")
     expected = Features(target, head.args.aux_layers).read(ROWS)
-    for _ in range(2):  # the second time over what the first has left in the caches
-        got = Features(target, head.args.aux_layers, reader=reader).read(ROWS)
-        for i, row in enumerate(ROWS):
-            for a, b in zip(got, expected):
-                n = len(row["ids"])
-                torch.testing.assert_close(a[i, :n], b[i, :n], rtol=1e-4, atol=1e-4)
-    stores = [
-        StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), reader=r) for r in (None, reader)
-    ]
-    assert stores[0].folder != stores[1].folder
+    got = Features(target, head.args.aux_layers, reader=twin).read(ROWS)
+    for i, row in enumerate(ROWS):
+        for a, b in zip(got, expected):
+            n = len(row["ids"])
+            torch.testing.assert_close(a[i, :n], b[i, :n], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("features, maker, stays", [
+    ({"avx2"}, isa.AMD, False), ({"avx512_bf16"}, isa.AMD, True), ({"avx512_bf16"}, isa.INTEL, False),
+    ({"avx512_bf16", "amx_bf16"}, isa.INTEL, True), ({"bf16"}, isa.OTHER, True),
+])
+def test_a_copy_in_floats_where_they_are_faster(golden, monkeypatch, features, maker, stays):
+    target, _ = load_model(golden, dtype=torch.bfloat16)
+    monkeypatch.setattr(isa, "features", lambda: frozenset(features))
+    monkeypatch.setattr(isa, "maker", lambda: maker)
+    copy = training_copy(target)
+    assert (copy is target) == stays and target.embed.weight.dtype == torch.bfloat16
+    states = Features(copy, (1, 2, 3), dtype=torch.bfloat16)
+    assert states.compute([[1, 2, 3]]).normed.dtype == torch.bfloat16
+    assert states.read(ROWS[:1]).features.dtype == (torch.bfloat16 if stays else torch.float32)

@@ -11,7 +11,7 @@ from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
-from training.heads import KINDS, HeadShape, Start, begun_head, new_head
+from training.heads import KINDS, HeadShape, new_head, own_weights
 from training.losses import Eagle3Objective
 
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
@@ -30,13 +30,12 @@ def test_it_drafts_as_the_other_one(models, kind):
     old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
     head = made(target, kind, old)
     more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
-    begun, taken = begun_head(target, kind, Start(head, kind), head.draft_ids, more, 1)
-    assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
+    begun = new_head(target, kind, head.draft_ids, more, 1, head)
 
     one, other = (KINDS[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
     if getattr(begun.args, "confidence", False) and kind != "dspark":
         begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
-    other.taken = taken
+    other.start = head
     expected, right, _, states = loss_on(one)
     lengths = torch.tensor([len(row["ids"]) for row in ROWS])
     other.learn_scale(states, torch.arange(states.normed.shape[1]) < lengths[:, None])
@@ -53,9 +52,9 @@ def test_it_drafts_as_the_other_one(models, kind):
 def test_p_eagle_begins_as_eagle3(models):
     """Its first draft is that of the EAGLE-3 head."""
     target, head = models
-    begun, taken = begun_head(target, "p-eagle", Start(head, "eagle3"), head.draft_ids, MARKOV, 1)
+    begun = new_head(target, "p-eagle", head.draft_ids, MARKOV, 1, head)
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
-    assert "mask_hidden" not in taken and begun.mask_hidden.abs().sum() > 0
+    assert "mask_hidden" not in own_weights(head) and begun.mask_hidden.abs().sum() > 0
     objectives = Eagle3Objective(target, head, 1), KINDS["p-eagle"].objective(target, begun)
     one, other = (loss_on(objective)[1][0] for objective in objectives)
     assert one == other
@@ -69,7 +68,7 @@ def test_another_vocabulary(models):
         head.lm_head.weight.copy_(0.5 * head.lm_head.weight.roll(1, 1))
     turn = torch.linalg.lstsq(target.lm_rows[::2].double(), head.lm_head.weight.double()).solution
     foreseen = (target.lm_rows.double() @ turn).float()
-    begun, _ = begun_head(target, "dspark", Start(head, "dspark"), ids, MARKOV, 1)
+    begun = new_head(target, "dspark", ids, MARKOV, 1, head)
     assert begun.draft_ids.tolist() == ids.tolist() and begun.args.draft_vocab_size == 5
     rows, out = begun.lm_head.weight, begun.markov_out.weight
     for i, token in enumerate(ids.tolist()):

@@ -10,21 +10,21 @@ import train
 from kernels.backend import TORCH
 
 FILES = {
-    "file": b"", "text.jsonl": b'{"text": "no chat"}\n', "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
+    "file": b"", "one.jsonl": b'{"prompt": "what?"}\n',
+    "text.jsonl": b'{"text": "no chat"}\n', "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
     "no-utf8/a.jsonl": b"\xff\xfe\n",
 }
 REFUSED = {  # what the error says: the options that are changed; {} is the folder of FILES
     "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
     "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
-    "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
-    "--prompts {}/none: no such file": {"prompts": "{}/none"},
+    "--out {}: holds files that no run with its state in {}-work has written": {"out": "{}"},
+    "{}/none: no such file": {"prompts": "{}/none"},
     "line 1: no conversation": {"conversations": "{}/text.jsonl"},
     "is no row of this target's token ids and answers; --shards takes": {"shards": "{}/log", "prompts": None},
     "--max-prompt-tokens plus --max-new-tokens 1000040: the target has 1024": {"max-prompt-tokens": 10**6},
     "that are left out: 24 longer than --max-prompt-tokens 3": {"max-prompt-tokens": 3, "synthesize": 0},
     "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
     "--max-new-tokens 2: must be at least 3": {"max-new-tokens": 2},
-    "--short-epochs 3: --epochs is 2": {"short-epochs": 3},
 }
 
 

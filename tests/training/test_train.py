@@ -60,7 +60,7 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     files = sorted(p.name for p in (folder / "head").iterdir())
     assert files == ["README.md", "calibration.json", "config.json", "curves.png", "model.safetensors"]
     card = (folder / "head" / "README.md").read_text()
-    assert card.startswith(f"# {KINDS[kind].title}") and "answers" in card and "| 6 |" in card
+    assert card.startswith(f"# {KINDS[kind].title}") and "answers" in card and "- epoch 6: held-out" in card
     assert f"python train.py {' '.join(argv)}" in card and Calibration.read(converted) is not None
 
 
@@ -93,7 +93,7 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     assert "was written by another target" in last_line(capsys)
     (work / "state.pt").unlink()
     assert train.main(argv) == 1
-    assert "holds a head that was not trained in" in last_line(capsys)
+    assert "holds files that no run with its state in" in last_line(capsys)
 
 
 def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"stop_ids": [ord("\n")]}))
     text = {
-        "conversations": tmp_path / "share.json", "openings": tmp_path / "openings.txt", "turns": 2,
+        "conversations": tmp_path / "share.json", "openings": tmp_path / "openings.txt",
         "synthesize": 24,
     }
     assert train.main([*options(target, prompt_file, tmp_path, **text), "--collect-only"]) == 0

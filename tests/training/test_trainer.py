@@ -69,5 +69,5 @@ def test_a_state_of_something_else(models, tmp_path, other):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     for part in ("head", "optimizer", "at"):
         save_state(tmp_path, state | {part: other})
-        with pytest.raises(InputError, match=r"state.pt: damaged, or no state of this head; delete it"):
+        with pytest.raises(InputError, match=r"state.pt: cannot be restored; if it is damaged, delete it"):
             trainer(models, tmp_path).resume()

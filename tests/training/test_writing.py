@@ -10,7 +10,7 @@ from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.writing import Collector, open_engine
+from training.writing import Collector
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
@@ -20,7 +20,7 @@ SETTINGS = {
 
 def collector(golden, folder, **changes) -> Collector:
     target, _ = load_model(golden)
-    engine = open_engine(target, SETTINGS["stop_ids"], 1, 200, False, print)
+    engine = Engine(target, max_seq_len=200, stop_ids=SETTINGS["stop_ids"], compile=False)
     return Collector(engine, Tokenizer.load(golden), folder, **SETTINGS | changes)
 
 
@@ -109,9 +109,9 @@ def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
     again = written_by(collector(golden, tmp_path / "killed"), prompts)
     assert read_rows(again) == read_rows(alone) and len(decoded) == 7 - 4
     written_by(collector(golden, tmp_path / "killed"), prompts[::-1])
-    assert len(decoded) == 3 + 7
+    assert len(decoded) == 3  # in any order
     before = left.read_bytes()
     more = written_by(collector(golden, tmp_path / "killed"), [*prompts, users("one more")])
-    assert len(decoded) == 3 + 7 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
+    assert len(decoded) == 3 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
     written_by(collector(golden, tmp_path / "killed", seed=1), prompts)
-    assert len(decoded) == 3 + 7 + 1 + 7
+    assert len(decoded) == 3 + 1 + 7
