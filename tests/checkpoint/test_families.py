@@ -25,9 +25,9 @@ from checkpoint.huggingface import PUBLISHED
 from checkpoint.loading import load_head, load_model
 from checkpoint.source import Source
 from common.errors import InputError
+from drafters.block import PEagle
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
-from drafters.p_eagle import PEagle
 from engine.engine import Engine
 from kernels.choose import choose_backend
 from sampling.options import Sampling
