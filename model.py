@@ -1,4 +1,4 @@
-"""The targets: LLaMA, Qwen, Mistral, Mixtral, Phi-3 and Gemma 3. Definitions only.
+"""The targets: LLaMA, Qwen, Mistral, Mixtral, Phi-3, Gemma 3 and gpt-oss. Definitions only.
 
 Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
@@ -25,7 +25,18 @@ from torch.overrides import TorchFunctionMode
 
 from common.schema import Flag, Ids, Layers, Many, Width, number, whole
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gpt-oss' (up + 1) * gate * sigmoid(1.702 * gate), of gate <= 7 and up in -7..7."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+ACTIVATIONS = {  # of gate and up
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_swiglu": clamped_swiglu,
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,11 @@ class ModelArgs:
     experts_per_token: whole(0, 10_000) = 0  # A
     renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
     windows: tuple[whole(), ...] = ()  # last tokens that a row of each layer sees, 0: all; (): all layers all
+    sinks: Flag = False  # gpt-oss: each query head has a score beside those of the slots, with no value
+    biases: Flag = False  # the attention's output, the router and the MLP have biases, too
+    activation: Literal[tuple(ACTIVATIONS)] = "silu"
     # The rest is Gemma's.
     local_rope_base: number(above=1, high=1e15) | None = None  # of layers with a window, if it is another
-    activation: Literal[tuple(ACTIVATIONS)] = "silu"
     scaled_embedding: Flag = False  # embeddings are multiplied by the square root of H
     zero_centred: Flag = False  # norms multiply by 1 + weight
     output_norms: Flag = False  # outputs of attention and of the MLP are normed, too
@@ -239,7 +252,10 @@ class KVCache(nn.Module):
         nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype, block.window)
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
         k, v = self.live(bias.shape[-1], q.dtype)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        sinks = block.sinks
+        if sinks is not None:
+            sinks = sinks.view(nkv, -1).repeat_interleave(T, 1)
+        out = attention(q, k, v, bias, sinks)
         return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
 
 
@@ -315,6 +331,20 @@ def last_seen(visible: Tensor, window: int) -> Tensor:
     return visible & (rank > rank[..., -1:] - window)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Return softmax attention: q [B, h, R, hd], k and v [B, h, n, hd], bias that broadcasts to [B, h, R, n].
+
+    sinks: a score [h, R or 1] of each row that takes its share of the softmax and has no value. It is the
+    bias of one more slot with a key and a value of zeros.
+    """
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    rows = q.shape[:-1]
+    bias = torch.cat((bias.expand(*rows, -1), sinks.to(bias.dtype)[..., None].expand(*rows, 1)), dim=-1)
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
 class Pass:
     """The inputs that all layers of one forward pass share.
 
@@ -382,17 +412,17 @@ class MLP(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.activation = args.activation
-        self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
-        self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=False)
+        self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=args.biases)
+        self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=args.biases)
 
     def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """Normed x [B, T, H]; what comes out is added to the residual stream `onto` [B, T, H], if given."""
         gate, up = self.w_gate_up(x).chunk(2, dim=-1)
-        return self.w_down(ACTIVATIONS[self.activation](gate) * up, onto)
+        return self.w_down(ACTIVATIONS[self.activation](gate, up), onto)
 
 
 class Experts(nn.Module):
-    """A mixture of E experts; every row uses its own A of them (Mixtral, Qwen3-MoE).
+    """A mixture of E experts; every row uses its own A of them (Mixtral, Qwen3-MoE, gpt-oss).
 
     The experts are one batched product of static shapes.
     """
@@ -401,9 +431,12 @@ class Experts(nn.Module):
         super().__init__()
         E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
         self.used, self.renormalise = args.experts_per_token, args.renormalise_experts
-        self.router = Linear(H, E, bias=False)
+        self.activation = args.activation
+        self.router = Linear(H, E, bias=args.biases)
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
         self.w_down = nn.Parameter(torch.empty(E, H, inner))
+        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * inner)) if args.biases else None
+        self.down_bias = nn.Parameter(torch.empty(E, H)) if args.biases else None
 
     def matrices(self, name: str, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`w_gate_up` or `w_down` of the experts `chosen` [...], or of all; the stack may be quantised."""
@@ -426,19 +459,20 @@ class Experts(nn.Module):
         weight, rows = weight.to(x.dtype), self._read("w_gate_up", rows)
         if chosen.numel() < self.router.out_features:
             # Few rows, as in plain decoding: only the weights of the experts they use are read.
-            gate, up = torch.einsum(
-                "rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype)
-            ).chunk(2, dim=-1)
-            inner = self._read("w_down", F.silu(gate) * up)
+            both = torch.einsum("rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype))
+            both = both if self.gate_up_bias is None else both + self.gate_up_bias[chosen]
+            inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
             out = torch.einsum("rai,rahi->rah", inner, self.matrices("w_down", chosen, x.dtype))
+            out = out if self.down_bias is None else out + self.down_bias[chosen]
             out = (out * weight[..., None]).sum(1)
         else:
             # Many rows use nearly all experts: every expert computes every row, and each row takes what it
             # wants.
-            # [E, R, inner] each.
-            gate, up = (rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)).chunk(2, dim=-1)
-            inner = self._read("w_down", F.silu(gate) * up)
+            both = rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)  # [E, R, 2 * inner]
+            both = both if self.gate_up_bias is None else both + self.gate_up_bias[:, None]
+            inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
             out = inner @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
+            out = out if self.down_bias is None else out + self.down_bias[:, None]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
         out = out.view_as(x)
@@ -481,7 +515,8 @@ class Block(nn.Module):
         self.wqkv = Linear(input_size or H, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.q_norm = norm(args.head_dim) if args.qk_norm else None
         self.k_norm = norm(args.head_dim) if args.qk_norm else None
-        self.wo = Linear(width, H, bias=False)
+        self.sinks = nn.Parameter(torch.empty(args.num_heads)) if args.sinks else None
+        self.wo = Linear(width, H, bias=args.biases)
         self.wo_norm = norm(H) if args.output_norms else None
         self.mlp_norm = norm(H)
         self.mlp = Experts(args) if args.num_experts else MLP(args)
@@ -638,10 +673,13 @@ class Transformer(nn.Module):
             q, k, v = (t.transpose(1, 2) for t in layer.split(heads))
             groups = q.shape[1] // k.shape[1]  # of this rank's heads, where the target is dealt
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            near = None
-            if 0 < layer.window < T:
-                near = (at <= at[:, None]) & (at > at[:, None] - layer.window)
-            attended = F.scaled_dot_product_attention(q, k, v, near, is_causal=near is None)
+            window = layer.window if 0 < layer.window < T else T
+            if window == T and layer.sinks is None:
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                near = (at <= at[:, None]) & (at > at[:, None] - window)
+                bias = torch.zeros_like(near, dtype=q.dtype).masked_fill(~near, float("-inf"))
+                attended = attention(q, k, v, bias, None if layer.sinks is None else layer.sinks[:, None])
             return layer.finish(x, attended.transpose(1, 2).flatten(2))
 
         return self.through(self.embedded(tokens), aux_layers, apply)

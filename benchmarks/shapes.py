@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.errors import InputError
-from kernels.modes import BESIDE, FOUR_BITS
+from kernels.modes import BESIDE, FOUR_BITS, MXFP4
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head
@@ -18,6 +18,10 @@ INT4_GROUP = 64
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
+}
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 # The target; the draft vocabulary and the MLP width of its published EAGLE-3 head.
 SHAPES = {
@@ -34,6 +38,13 @@ SHAPES = {
             151936, 2048, 768, 48, 32, 4, 128, 1e-6, 1e6, max_seq_len=40960, qk_norm=True, num_experts=128,
             experts_per_token=8,
         ), 32000, 6144,
+    ),
+    "gpt-oss-20b": (
+        ModelArgs(
+            201088, 2880, 2880, 24, 64, 8, 64, 1e-5, 1.5e5, YARN, max_seq_len=131072, qkv_bias=True,
+            num_experts=32, experts_per_token=4, windows=(128, 0) * 12, sinks=True, biases=True,
+            activation="clamped_swiglu",
+        ), 32000, 17280
     ),
     "tiny-mixture": (
         ModelArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096, num_experts=6, experts_per_token=2), 256, 128
@@ -56,8 +67,8 @@ def random_models(
 ) -> tuple[Transformer, Head]:
     """Return a target of this shape and its EAGLE-3 head.
 
-    mode: one of `kernels.modes.MODES` for quantised weights, or None. In 4 bits `group` inputs share a scale;
-    the lm_head and the head then have 8. Raise InputError on an unknown shape.
+    mode: one of `kernels.modes.MODES` for quantised weights, mxfp4 for experts, or None. In int4 and w4a8
+    `group` inputs share a scale. What is beside weights of 4 bits has 8. Raise InputError on an unknown name.
     """
     args, draft_vocab, mlp_width = shape_of(name)
     head_args = HeadArgs(
@@ -69,7 +80,10 @@ def random_models(
     of_target = of_head = None
     if mode:
         args, beside = replace(args, tie_embeddings=False), BESIDE.get(mode, mode)
-        of_target = Scheme(mode, group if mode in FOUR_BITS else 0, beside)
+        of_target = (
+            Scheme(beside, 0, beside, MXFP4) if mode == MXFP4
+            else Scheme(mode, group if mode in FOUR_BITS else 0, beside)
+        )
         of_head = Scheme(beside, 0, beside)
     target = _random(Transformer, args, of_target, dtype, device)
     head = _random(Eagle3Head, head_args, of_head, dtype, device)
@@ -91,7 +105,7 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
         if key.endswith("norm.weight"):
             p.fill_(1.0)
         elif key.endswith(".scale"):  # weights have a standard deviation of about 0.02
-            p.fill_(2.0**-8 if p.dtype == torch.bfloat16 else 2.0**-12)
+            p.fill_({torch.bfloat16: 2.0**-8, torch.uint8: 127 - 7}.get(p.dtype, 2.0**-12))
         elif p.dtype in (torch.int8, torch.uint8):
             p.random_(*(0, 256) if p.dtype == torch.uint8 else (-127, 128))
         else:

@@ -41,7 +41,7 @@ from shapes import write_gguf
 from checkpoint.folder import read_config
 from common.cli import note
 from common.errors import InputError, first_line
-from kernels.modes import MODES
+from kernels.modes import MODES, MXFP4
 from tree import TreeShape
 
 AT_ONCE = 10 if bench.CUDA else 1  # steps timed as one: a GPU's host launches a step ahead
@@ -182,7 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     p = bench.options(__doc__, "step")
     add = p.add_argument
     bench.add_model(p, nargs="+")
-    add("--modes", nargs="+", default=["none"], choices=("none", *MODES), help="precisions of a shape")
+    add("--modes", nargs="+", default=["none"], choices=("none", *MODES, MXFP4),
+        help="precisions of a shape")
     add("--tree", nargs="+", default=["1,0,0", "8,2,4", "12,3,4", "60,7,10"], metavar="T,D,K")
     add("--context", nargs="+", type=positive, default=[128, 1024, 4096], metavar="N")
     add("--batch", nargs="+", type=positive, default=[1], metavar="B")

@@ -19,7 +19,7 @@ from shlex import quote
 import torch
 from torch import Tensor
 
-from checkpoint.families import NameTable, family_of, parts_of, target_fields
+from checkpoint.families import SCALES, NameTable, family_of, parts_of, target_fields
 from checkpoint.folder import (
     CALIBRATION,
     CONFIG,
@@ -47,6 +47,8 @@ from common.errors import InputError, printable
 from common.files import read_json
 from common.schema import named
 from common.torchrun import several
+from kernels.modes import MXFP4
+from kernels.quantized import Scheme
 from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template
@@ -199,11 +201,14 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> tuple[dict, list[P
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
     """
-    names = family_of(source).names
+    family = family_of(source)
+    names = family.names
     fields = target_fields(source)
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
-    tensors = dict(source.tensors)
+    tensors = family.tensors(source.tensors)
+    if SCALES in names and names[SCALES][0].format(i=0, e=0) in tensors:
+        config["quantization"] = Scheme(None, 0, None, MXFP4).written()
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
         # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5
@@ -303,20 +308,23 @@ def _plan(
     path, args = source.path, _args(source, config)
     tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}
     parts = {
-        name: (tuple(tensor.shape), parts_of(names, args, name, tuple(tensor.shape)))
+        name: (tensor, parts_of(names, args, name, tuple(tensor.shape)))
         for name, tensor in build_module(config).state_dict().items() if name != "draft_ids"
     }
     expected = {source: shape for _, sources in parts.values() for source, shape in sources.items()}
+    in_bytes = {s for tensor, sources in parts.values() if tensor.dtype == torch.uint8 for s in sources}
     check_shapes({name: entry.shape for name, entry in tensors.items()}, expected, str(path))
     for name, entry in tensors.items():
-        if entry.dtype is None or not entry.dtype.is_floating_point:
+        fits = entry.dtype is not None and entry.dtype.is_floating_point
+        if not (entry.dtype == torch.uint8 if name in in_bytes else fits):
             raise InputError(
                 f"{path}: tensor {printable(name)} is not stored as floating point (a quantised checkpoint?)"
             )
-    dtype = dtype or _prevailing_dtype(tensors)
+    dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in in_bytes})
     return [
-        Planned(name, shape, dtype, [tensors[s] for s in sources], tuple(sources))
-        for name, (shape, sources) in parts.items()
+        Planned(name, tuple(tensor.shape), torch.uint8 if tensor.dtype == torch.uint8 else dtype,
+                [tensors[s] for s in sources], tuple(sources))
+        for name, (tensor, sources) in parts.items()
     ]
 
 

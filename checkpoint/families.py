@@ -7,13 +7,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
-from checkpoint.source import Source
+from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
 from model import ModelArgs
@@ -36,6 +40,7 @@ LONGROPE = Schema(TypedDict("Longrope", {
     "short_factor": Divisors, "factor": NotRequired[Factor], "attention_factor": NotRequired[Factor],
     "original_max_position_embeddings": NotRequired[number(2, 2**31)],
 }))
+SCALES = "layers.{i}.mlp.w_down.scale"  # in the tables whose files may hold experts in MXFP4
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 # Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
 MOST_BEFORE_SCALING = 8192
@@ -47,6 +52,7 @@ ATTENTION: NameTable = {
     "q_norm.weight": ["self_attn.q_norm.weight"],
     "k_norm.weight": ["self_attn.k_norm.weight"],
     "wo.weight": ["self_attn.o_proj.weight"],
+    "wo.bias": ["self_attn.o_proj.bias"],
     "mlp_norm.weight": ["post_attention_layernorm.weight"],
 }
 DENSE: NameTable = {
@@ -73,6 +79,14 @@ QWEN_MOE: NameTable = {
     "mlp.w_gate_up": [f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.w_down": ["mlp.experts.{e}.down_proj.weight"],
 }
+GPT_OSS: NameTable = {
+    "sinks": ["self_attn.sinks"],
+    "mlp.router.weight": ["mlp.router.weight"], "mlp.router.bias": ["mlp.router.bias"],
+    "mlp.gate_up_bias": ["mlp.experts.gate_up_proj_bias.{e}"],
+    "mlp.down_bias": ["mlp.experts.down_proj_bias.{e}"],
+    **{f"mlp.w_{stack}{leaf}": [f"mlp.experts.{stack}_proj{theirs}.{{e}}"] for stack in ("gate_up", "down")
+       for leaf, theirs in (("", ""), (".weight", "_blocks"), (".scale", "_scales"))},
+}
 
 
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
@@ -89,17 +103,18 @@ def parts_of(
     """
     layer = re.search(r"(?<=^layers\.)\d+", name)
     patterns = names[name] if name in names else names[re.sub(r"^layers\.\d+", "layers.{i}", name)]
-    experts = range(shape[0]) if len(shape) == 3 else (None,)
+    experts: range | tuple[None] = (None,)
+    if "{e}" in patterns[0]:
+        experts, shape = range(shape[0]), shape[1:]
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     if len(patterns) == 1:
-        rows = (shape[-2] if len(shape) > 1 else shape[0],)
+        rows = shape[:1]
     elif ".wqkv." in f".{name}":
         kv = args.num_kv_heads * args.head_dim
         rows = args.num_heads * args.head_dim, kv, kv
     else:  # w_gate_up
         rows = args.intermediate_size, args.intermediate_size
-    columns = shape[-1:] if len(shape) > 1 else ()
-    return {source: (count, *columns) for source, count in zip(sources, rows * len(experts), strict=True)}
+    return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts), strict=True)}
 
 
 def hugging_face(mlp: NameTable) -> NameTable:
@@ -125,14 +140,22 @@ GGUF: NameTable = {
         "wo.weight": ["attn_output.weight"],
         "mlp.w_gate_up.weight": [f"ffn_{x}.weight" for x in ("gate", "up")],
         "mlp.w_down.weight": ["ffn_down.weight"],
-        # A GGUF stacks the experts of a layer; `checkpoint.gguf` takes the stacks apart.
-        "mlp.router.weight": ["ffn_gate_inp.weight"],
-        "mlp.w_gate_up": [f"ffn_{x}_exps.weight[{{e}}]" for x in ("gate", "up")],
-        "mlp.w_down": ["ffn_down_exps.weight[{e}]"],
     }, "layers.{i}.", "blk.{i}."),
 }
+# A GGUF stacks the experts of a layer; `checkpoint.gguf` takes the stacks apart.
+GGUF_EXPERTS = GGUF | with_prefix({"mlp.router.weight": ["ffn_gate_inp.weight"]} | {
+    f"mlp.{ours}{leaf}": [f"ffn_{x}_exps.{theirs}[{{e}}]" for x in parts]
+    for ours, parts in (("w_gate_up", ("gate", "up")), ("w_down", ("down",)))
+    for leaf, theirs in (("", "weight"), (".weight", "weight"), (".scale", "scale"))  # the latter two: MXFP4
+}, "layers.{i}.", "blk.{i}.")
 GGUF_GEMMA3 = GGUF | with_prefix({
     "wo_norm.weight": ["post_attention_norm.weight"], "mlp_out_norm.weight": ["post_ffw_norm.weight"],
+}, "layers.{i}.", "blk.{i}.")
+GGUF_GPT_OSS = GGUF_EXPERTS | with_prefix({
+    "sinks": ["attn_sinks.weight"], "wo.bias": ["attn_output.bias"],
+    "mlp_norm.weight": ["post_attention_norm.weight"],
+    "mlp.router.bias": ["ffn_gate_inp.bias"], "mlp.down_bias": ["ffn_down_exps.bias[{e}]"],
+    "mlp.gate_up_bias": [f"ffn_{x}_exps.bias[{{e}}]" for x in ("gate", "up")],
 }, "layers.{i}.", "blk.{i}.")
 GGUF_PHI3 = GGUF | with_prefix({
     "wqkv.weight": ["attn_qkv.weight"], "mlp.w_gate_up.weight": ["ffn_up.weight"],
@@ -144,13 +167,45 @@ class Family:
     """The properties that all targets of one architecture share.
 
     fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
-    may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts.
+    may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts. only:
+    the values that keys of a config must have if they are there. tensors: returns the tensors of a file as
+    `names` has them.
     """
 
     names: NameTable
     fixed: dict = field(default_factory=dict)
     defaults: dict = field(default_factory=dict)
     experts: bool = False
+    only: dict = field(default_factory=dict)
+    tensors: Callable[[dict[str, Entry]], dict[str, Entry]] = dict
+
+
+def _of_gpt_oss(tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Take the stacks of experts apart: `NAME.{e}` is of one, outputs first, those of gate above those of up.
+
+    Files hold an output of gate and one of up in turn, and transpose matrices of 16 bits. In MXFP4 every 32
+    inputs have 16 bytes in `_blocks`, two values in each, and an exponent in `_scales`.
+    """
+    def of_expert(stack: Entry, e: int, gated: bool, transposed: bool) -> Tensor:
+        x = stack.read()[e]
+        x = x.T if transposed else x.flatten(1) if x.ndim > 1 else x
+        return torch.cat((x[0::2], x[1::2])) if gated else x
+
+    found = {}
+    for name, stack in tensors.items():
+        part = re.search(r"\.experts\.(gate_up|down)_proj(_\w+)?$", name)
+        if not part:
+            found[name] = stack
+            continue
+        how, (count, *shape) = {"gated": part[1] == "gate_up", "transposed": part[2] is None}, stack.shape
+        if part[2] is None:
+            shape.reverse()
+        elif part[2] == "_blocks":  # [outputs, blocks, bytes]
+            shape = [shape[0], math.prod(shape[1:])]
+        for e in range(count):
+            read = partial(of_expert, stack, e, **how)
+            found[f"{name}.{e}"] = Entry.of(tuple(shape), stack.dtype, read)
+    return found
 
 
 # Qwen's windows have a switch, off unless a config says otherwise, and begin at a layer. LLaMA has none.
@@ -166,6 +221,14 @@ GEMMA3_DEFAULTS = {
 MIXTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
     "num_experts_per_tok": 2,
+}
+GPT_OSS_FIXED = {"activation": "clamped_swiglu", "renormalise_experts": True} | dict.fromkeys(
+    ("qkv_bias", "biases", "sinks"), True
+)
+GPT_OSS_DEFAULTS = {
+    "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "max_position_embeddings": 131072, "sliding_window": 128, "sliding_window_pattern": 2,
+    "num_local_experts": 128, "num_experts_per_tok": 4,
 }
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE), defaults=NO_WINDOW),
@@ -185,13 +248,20 @@ FAMILIES = {
     ),
     "Gemma3ForCausalLM": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "Gemma3ForConditionalGeneration": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
+    "GptOssForCausalLM": Family(
+        hugging_face(GPT_OSS), GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
+        only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, tensors=_of_gpt_oss,
+    ),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
     "gguf:qwen3": Family(GGUF, {"qk_norm": True}),
     "gguf:phi3": Family(GGUF_PHI3),
     "gguf:gemma3": Family(GGUF_GEMMA3, GEMMA3_FIXED, GEMMA3_DEFAULTS),
-    "gguf:llama+experts": Family(GGUF, {"renormalise_experts": True}, experts=True),
-    "gguf:qwen3moe+experts": Family(GGUF, {"qk_norm": True, "renormalise_experts": True}, experts=True),
+    "gguf:llama+experts": Family(GGUF_EXPERTS, {"renormalise_experts": True}, experts=True),
+    "gguf:gpt-oss+experts": Family(GGUF_GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True),
+    "gguf:qwen3moe+experts": Family(
+        GGUF_EXPERTS, {"qk_norm": True, "renormalise_experts": True}, experts=True
+    ),
 }
 
 
@@ -209,10 +279,15 @@ def target_fields(source: Source) -> dict:
     Raises InputError for anything that we would compute wrongly.
     """
     family, path = family_of(source), source.path
-    _refuse(path, source.config, "attention_bias", "attn_logit_softcapping", "final_logit_softcapping",
-            "use_bidirectional_attention")
+    _refuse(path, source.config, "attn_logit_softcapping", "final_logit_softcapping",
+            "use_bidirectional_attention", *(() if family.fixed.get("biases") else ("attention_bias",)))
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
     config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
+    for key, value in family.only.items():
+        if config.get(key, value) != value:
+            raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
+    if SCALES in family.names and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        del config["quantization_config"]
     fields = model_fields(path, config)
     fields |= family.fixed
     if not family.experts:

@@ -120,7 +120,6 @@ def _check_relations(args: ModelArgs) -> None:
         ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
         ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
-        ("activation", args.activation == "silu" or not args.num_experts, "silu, of mixtures of experts"),
     ]
     has = vars(args).get
     if (aux := has("aux_layers")) is not None:
@@ -244,8 +243,8 @@ def check_length(max_seq_len: int, longest: int) -> None:
 
 
 def check_exact(folder: str | Path, config: dict) -> None:
-    """Raise InputError if a folder of this config.json is quantised."""
-    if "quantization" in config:
+    """Raise InputError if a folder of this config.json is quantised. Experts may be, as their files are."""
+    if config.get("quantization", {}).get("mode"):
         raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
 
 

@@ -70,16 +70,21 @@ def open_gguf(path: Path) -> Source:
     # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
     # Only the size of a head matters for undoing it, not the number of heads.
     interleaved = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
-    tensors = {}
+    tensors, stacks = {}, [tensor for tensor in stored.values() if len(tensor.shape) == 3]
+    kept = {tensor.tensor_type.name for tensor in stacks} == {"MXFP4"}  # at 4 bits
     for name, tensor in stored.items():
-        if len(tensor.shape) == 3:  # one matrix for each expert
-            if tensor.shape[2] != config["num_experts"]:
+        if "_exps." in name or len(tensor.shape) == 3:  # a matrix, or a bias, for each expert
+            if tensor.shape[-1] != config["num_experts"]:
                 raise InputError(
-                    f"{path}: tensor {printable(name)} has {tensor.shape[2]:,} matrices; expected"
+                    f"{path}: tensor {printable(name)} has {tensor.shape[-1]:,} matrices; expected"
                     f" {config['num_experts']:,}, {arch}.expert_count"
                 )
-            experts = range(int(tensor.shape[2]))
-            tensors |= {f"{name}[{e}]": _entry(path, tensor, expert=e) for e in experts}
+            for e in range(int(tensor.shape[-1])):
+                if kept and len(tensor.shape) == 3:
+                    values, exponents = _mxfp4(tensor, e)
+                    tensors |= {f"{name}[{e}]": values, f"{name.removesuffix('weight')}scale[{e}]": exponents}
+                else:
+                    tensors[f"{name}[{e}]"] = _entry(path, tensor, expert=e)
         else:
             entry = _entry(path, tensor, config.get("head_dim") if interleaved.fullmatch(name) else None)
             # llama.cpp's converter adds the 1 that zero-centred norms multiply by.
@@ -144,7 +149,7 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
         "head_dim": head_dim,
         "rms_norm_eps": None if eps is None else _shortest_decimal(eps),
         "rope_theta": get("rope.freq_base"),
-        "rope_scaling": _rope_scaling(path, get, divisors),
+        "rope_scaling": _rope_scaling(path, arch, get, divisors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "max_position_embeddings": get("context_length"),
         "sliding_window": get("attention.sliding_window"),
@@ -161,7 +166,7 @@ def _shortest_decimal(value: float) -> float:
     return float(str(torch.tensor(value, dtype=torch.float32).numpy()))
 
 
-def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
+def _rope_scaling(path: Path, arch: str, get: Callable, divisors) -> dict | None:
     # As llama.cpp: a factor without a type is a linear one, and files of 2023 have an older key.
     factor = get("rope.scaling.factor") or get("rope.scale_linear")
     kind = get("rope.scaling.type") or "linear"
@@ -187,6 +192,8 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
     extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")
     if kind == "yarn" and extra and factor:
         values["attention_factor"] = extra * (0.1 * math.log(factor) + 1)
+    if arch == "gpt-oss":  # a key of its config that a GGUF has not
+        values["truncate"] = False
     return {"rope_type": kind, "factor": factor, **values}
 
 
@@ -202,8 +209,29 @@ def _numbers(data, tensor) -> Tensor:
     return torch.tensor(dequantize(data, tensor.tensor_type))
 
 
+def _mxfp4(tensor, expert: int) -> tuple[Entry, Entry]:
+    """Return the values [N, K/2] and exponents [N, K/32] of one matrix in MXFP4, both in bytes.
+
+    A block of 32 is its exponent and 16 bytes, which hold the first 16 values in their low bits.
+    """
+    inputs, outputs = map(int, tensor.shape[:2])
+
+    def blocks() -> Tensor:
+        return torch.tensor(tensor.data[expert]).view(outputs, inputs // 32, 17)
+
+    def values() -> Tensor:
+        packed = blocks()[..., 1:]
+        low, high = torch.cat((packed & 15, packed >> 4), -1).unflatten(-1, (-1, 2)).unbind(-1)
+        return (low | high << 4).flatten(1)
+
+    return (
+        Entry.of((outputs, inputs // 2), torch.uint8, values),
+        Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]),
+    )
+
+
 def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
-    """One tensor, or one matrix of a stack.
+    """One tensor, or one matrix (or bias) of a stack.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
     expert: which matrix of a stack.

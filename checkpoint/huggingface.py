@@ -23,12 +23,13 @@ from tokens.tokenizer import copy_files
 
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
 }
 MODEL_TYPES = {  # for configs without `architectures`
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "gpt_oss": "GptOssForCausalLM",
 }
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
 Token = whole(-1, 2**24) | list[whole(-1, 2**24)] | None  # -1: none
@@ -49,7 +50,7 @@ CONFIG_KEYS = {key: kind for kind, keys in {
     Layers: "num_hidden_layers num_target_layers",
     Many: "num_attention_heads num_key_value_heads head_dim",
     number(above=0, high=1): "rms_norm_eps", number(above=1, high=1e15): "rope_theta rope_local_base_freq",
-    number(above=0, high=1e6): "query_pre_attn_scalar",
+    number(above=0, high=1e6): "query_pre_attn_scalar swiglu_limit swiglu_alpha",
     dict: "rope_scaling rope_parameters", number(0, 1): "partial_rotary_factor",
     whole(1): "max_position_embeddings sliding_window_pattern", Length: "original_max_position_embeddings",
     Flag: "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob use_aux_hidden_state"

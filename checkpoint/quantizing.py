@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, counted, printable
 from common.schema import named
 from kernels.gptq import gptq, output_error
+from kernels.modes import MXFP4
 from kernels.quantized import (
     QuantizedLinear,
     QuantizedStack,
@@ -34,6 +35,7 @@ from kernels.quantized import (
     dequantize,
     linear_names,
     pack_nibbles,
+    replace_all,
     scales,
     to_stored,
 )
@@ -64,7 +66,8 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
 
     Raises InputError if a group does not divide a layer.
     """
-    config = {**config, "quantization": asdict(scheme)}
+    experts = config.get("quantization", {}).get("experts")  # in MXFP4, they are copied
+    config = {**config, "quantization": replace(scheme, experts=experts).written()}
     if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
     with named(source / CONFIG, "choose another --group"):
@@ -135,7 +138,8 @@ def quantize_folder(
         def planned(name: str, tensor: Tensor) -> Planned:
             layer, _, leaf = name.rpartition(".")
             owner = module.get_submodule(layer)
-            if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
+            quantised = isinstance(owner, (QuantizedLinear, QuantizedStack))
+            if not quantised or leaf == "bias" or owner.mode == MXFP4:
                 dtype, read = dtypes[file.get_slice(name).get_dtype()], lambda: file.get_tensor(name)
             elif layer in ready:
                 dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
@@ -194,10 +198,13 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
         for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
             with blank():
                 block = TargetBlock(args, i)
-            state = {name: read(f"layers.{i}.{name}").float() for name in block.state_dict()}
+                if "quantization" in config:  # of experts in MXFP4
+                    replace_all(block, Scheme.read(config["quantization"]))
+            state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
+            state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
             for parameter in block.parameters():
-                if parameter.ndim == 3:
+                if parameter.ndim == 3 and parameter.is_floating_point():
                     scale = scales(parameter, "int4", group)
                     parameter.data = dequantize(to_stored(parameter, scale, "int4"), scale, torch.float32)
             for name in linear_names(block, lm_head=False):

@@ -48,8 +48,9 @@ class Entry:
         return cls(tuple(shape), dtype, lambda: iter([read()]))
 
     def read(self) -> Tensor:
-        """The complete tensor."""
-        return torch.cat(list(self.blocks()))
+        """The complete tensor; a view of its file if that has it in one block."""
+        blocks = list(self.blocks())
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ SHAPES = {
     "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
         (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
     ),
-    "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible, window: qkv.new_empty(
+    "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible, window, sinks: qkv.new_empty(
         (*qkv.shape[:2], qkv.shape[2] - 4 * k.shape[2] * cos.shape[2])
     ),
     "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),

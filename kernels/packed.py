@@ -20,13 +20,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels.quantized import FOUR_BITS, QuantizedLinear, QuantizedStack
+from kernels.modes import FOUR_BITS, MXFP4
+from kernels.quantized import QuantizedLinear, QuantizedStack
 from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
 
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
-GATES = {"silu": 2, "gelu_tanh": 3}  # the others, by the activation of gates
+GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the others, by the activation of gates
 
 
 # -- caches ------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ class CpuCache(KVCache):
         ops = self.backend.ops
         angles = block.own(shared.angles(partial(_angles, ops)))
         caches = self.k, self.v, shared.slots, shared.visible
-        return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window)
+        return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window, block.sinks)
 
 
 class CpuCaches(KVCaches):
@@ -114,33 +115,49 @@ class ByteCaches(CpuCaches):
 # -- modules -----------------------------------------------------------------------------------
 
 
-class PackedLinear(nn.Module):
-    """A `Linear`, a `QuantizedLinear` or a tied embedding, packed for x of this dtype.
+class Packed(nn.Module):
+    """A weight [N, K], or those of all experts [E, N, K], packed for x of this dtype, with scales and bias.
 
-    activation: if any, the weight is gate and up, one above the other, and activation(gate) * up comes out.
+    weight: a tensor, or a module that has it. activation: if any, the weight is gate and up, one above the
+    other, and activation(gate) * up comes out.
     """
 
-    def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, activation: str | None = None):
+    def __init__(
+        self, backend, weight: nn.Module | Tensor, bias: Tensor | None, dtype: torch.dtype,
+        activation: str | None = None,
+    ):
         super().__init__()
-        self.backend, gated = backend, activation is not None
-        self.columns, self.mode = len(linear.weight) // (2 if gated else 1), GATES.get(activation, SAME)
+        self.backend, gated, numbers = backend, activation is not None, getattr(weight, "weight", weight)
+        self.columns, self.mode = numbers.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME)
+        quantised = isinstance(weight, QuantizedLinear | QuantizedStack)
+        mode = weight.mode if quantised else None
+        self.packed = _constant(pack(backend, numbers.detach(), mode, dtype, gated))
+        self.scale = _constant(pack_scale(backend, weight.scale, gated)) if quantised else None
+        self.bias = None
+        if bias is not None:
+            self.bias = _constant(pack_scale(backend, bias.detach().float()[..., None], gated))
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The tensors that operators take."""
+        return self.packed, self.scale, self.bias
+
+
+class PackedLinear(Packed):
+    """A `Linear`, a `QuantizedLinear` or a tied embedding; see `Packed`."""
+
+    def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, activation: str | None = None):
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        quantised = isinstance(linear, QuantizedLinear)
-        mode = linear.mode if quantised else None
-        self.packed = _constant(pack(backend, linear.weight.detach(), mode, dtype, gated))
-        self.scale = _constant(pack_scale(backend, linear.scale, gated)) if quantised else None
-        self.bias = None if bias is None else _constant(bias.detach().float())
+        super().__init__(backend, linear, bias, dtype, activation)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype; bias and `onto` [..., N] are added before the only
         rounding."""
-        weight = self.packed, self.scale, self.bias
-        return self.backend.ops.linear(x, *weight, onto, self.columns, self.mode)
+        return self.backend.ops.linear(x, *self.operands, onto, self.columns, self.mode)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32: nothing is rounded to 16 bits after the sums."""
-        weight = self.packed, self.scale, self.bias
-        return self.backend.ops.linear(x, *weight, None, self.columns, FLOAT32)
+        return self.backend.ops.linear(x, *self.operands, None, self.columns, FLOAT32)
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:
@@ -159,18 +176,6 @@ class PackedMLP(nn.Module):
         return self.w_down(self.w_gate_up(x), onto)
 
 
-class PackedStack(nn.Module):
-    """The matrices of all experts of a mixture, packed one after the other."""
-
-    def __init__(self, backend, stack: nn.Module | Tensor, dtype: torch.dtype, gated: bool = False):
-        super().__init__()
-        quantised = isinstance(stack, QuantizedStack)
-        weight, mode = (stack.weight, stack.mode) if quantised else (stack, None)
-        self.mode = GATES["silu"] if gated else SAME
-        self.packed = _constant(pack(backend, weight.detach(), mode, dtype, gated))
-        self.scale = _constant(pack_scale(backend, stack.scale, gated)) if quantised else None
-
-
 class PackedExperts(nn.Module):
     """`Experts`, those that rows chose read once."""
 
@@ -178,17 +183,18 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.backend = backend
         self.router = PackedLinear(backend, experts.router, dtype)
-        self.w_gate_up = PackedStack(backend, experts.w_gate_up, dtype, gated=True)
+        activation = experts.activation
+        self.w_gate_up = Packed(backend, experts.w_gate_up, experts.gate_up_bias, dtype, activation)
         experts.w_gate_up = None  # its memory is free before the next is packed
-        self.w_down = PackedStack(backend, experts.w_down, dtype)
+        self.w_down = Packed(backend, experts.w_down, experts.down_bias, dtype)
         # As csrc/operators.cpp: mixture_of reads it.
-        self.bits = self.router.columns << 16 | experts.used << 32 | int(experts.renormalise) << 48
+        self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalise) << 56
 
     def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """As `MLP.forward`."""
-        stacks = (self.w_gate_up.packed, self.w_gate_up.scale, self.w_down.packed, self.w_down.scale)
         onto = torch.zeros_like(x) if onto is None else onto
-        return self.backend.ops.experts(x, onto, self.router.packed, *stacks, self.bits)
+        weights = [w for part in (self.router, self.w_gate_up, self.w_down) for w in part.operands]
+        return self.backend.ops.experts(x, onto, *weights, self.bits, self.w_gate_up.mode)
 
 
 class PackedNorm(nn.Module):
@@ -271,8 +277,7 @@ def _scored(model: Transformer | Eagle3Head, x: Tensor) -> Tensor:
 
 def _scoring(model: Transformer | Eagle3Head) -> tuple:
     """Return what `ops.normed_linear` takes of a model beside x."""
-    head = model.lm_head
-    return model.norm.scale, model.norm.eps, head.packed, head.scale, head.bias, head.columns
+    return model.norm.scale, model.norm.eps, *model.lm_head.operands, model.lm_head.columns
 
 
 class PackedEagle3Head(Eagle3Head):
@@ -311,7 +316,7 @@ class PackedEagle3Head(Eagle3Head):
         if kept.reach or self.fc_norms or not isinstance(fc, PackedLinear):
             last = drafter.catch_up(state, slots)
         else:
-            fuse = fc.packed, fc.scale, fc.bias, fc.columns
+            fuse = *fc.operands, fc.columns
             last = ops.catch_up(*text, state.n_new, state.features, state.window, len(slots), *fuse, *own)
         norm, _, *scoring = _scoring(self)
         sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
@@ -368,6 +373,8 @@ def pack_models(backend, *models: nn.Module) -> bool:
         if attends:
             model.Caches = backend.caches["auto"]
         for block in model.modules():
+            if isinstance(block, Block) and attends and block.sinks is not None:
+                block.sinks = _constant(block.sinks.detach().float())
             if isinstance(block, Block) and attends and _is_packed(block):
                 block.packed_weights = _weights(block)
                 block.__class__ = AT_ONCE.get(type(block), type(block))
@@ -399,19 +406,19 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     """Return what `ops.layers` reads of a layer, collected once: asking modules takes as long as an operator.
 
-    The first list has its weights, of sixteen kinds. The second has a bit for each kind that it has, its
-    window, and the mode of its gate.
+    The first list has its weights, in the order of csrc/operators.cpp: Part. The second has a bit for each
+    that it has, its window, and the mode of its gate.
     """
-    a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
+    gate_up, down = layer.mlp.w_gate_up, layer.mlp.w_down
     attn_norm, wo_norm, mlp_norm, down_norm = (
         getattr(getattr(layer, name, None), "scale", None)
         for name in ("attn_norm", "wo_norm", "mlp_norm", "mlp_out_norm")
     )
-    weights = [attn_norm, a.packed, a.scale, a.bias, *layer.head_norms[:2], o.packed, o.scale, wo_norm]
-    weights += [mlp_norm, gate_up.packed, gate_up.scale, down.packed, down.scale, down_norm]
+    weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands]
+    weights += [wo_norm, mlp_norm, *gate_up.operands, *down.operands, down_norm]
     has = 0
     if isinstance(layer.mlp, PackedExperts):
-        weights, has = [*weights, layer.mlp.router.packed], layer.mlp.bits
+        weights, has = [*weights, *layer.mlp.router.operands], layer.mlp.bits
     has |= sum(1 << i for i, w in enumerate(weights) if w is not None)
     return [w for w in weights if w is not None], [has, layer.window, gate_up.mode]
 
@@ -458,19 +465,19 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
     c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
     each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a
     `QuantizedLinear` stores them; None: the others, whose w inputs fill 4 bytes. Bytes of 4-bit modes
-    (int4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) hold two values: the low bits are of a
-    column of the block's first half. In w8a8 some instruction sets multiply values without a sign: 128 is
-    added for those.
+    (int4, mxfp4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) hold two values: the low bits are
+    of a column of the block's first half. In w8a8 some instruction sets multiply values without a sign: 128
+    is added for those.
     """
     layout = backend.layout
     words = {
         None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "w4a8": layout.nibbles_per_word
     }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
-    if mode in FOUR_BITS:
+    if mode in (*FOUR_BITS, MXFP4):
         rows, width = weight.shape[-2:]
         shape = _blocks(layout, rows, gated), 2 * width // words, layout.columns // 2, words
         out = _packed(weight, shape, torch.uint8, lambda one, to: backend.ops.pack_nibbles(one, gated, to))
-        return out.flatten(2) if mode == "int4" else out
+        return out if mode == "w4a8" else out.flatten(2)
     out = _pack(backend, weight, words, gated, layout.byte_offset if mode == "w8a8" else 0)
     return out.view(torch.uint8) if mode == "w8a8" else out
 

@@ -7,10 +7,12 @@ int4   one scale per output row and group of inputs, q in -8..7; files hold two 
 w8a8   the weights of int8; the inputs of a layer are rounded to int8 too, every 64 of a row by their largest
 w4a8   the weights of int4; the inputs are rounded to int8 too, those that share a scale by their largest
 fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each row by its largest
+mxfp4  of experts whose files have it: e2m1, stored as int4, and for each 32 inputs a power of two (e8m0: a
+       byte, 127 more than the exponent)
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, Wrong, schema_of
-from kernels.modes import FOUR_BITS, GROUPS, MODES
+from kernels.modes import FOUR_BITS, GROUPS, MODES, MXFP4, MXFP4_GROUP
 
 INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
@@ -31,12 +33,14 @@ EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 class Scheme:
     """The quantisation of a module's layers, as `quantization` in a config.json describes it.
 
-    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None: not quantised.
+    mode: None if only experts are quantised. group: in int4 and w4a8, inputs that share a scale. lm_head: its
+    mode; None: not quantised. experts: the mode of stacks of experts, if it is another.
     """
 
-    mode: Literal[MODES]
+    mode: Literal[MODES] | None
     group: Literal[(0, *GROUPS)]
     lm_head: Literal[MODES] | Flag | None
+    experts: Literal[MXFP4] | None = None
 
     @classmethod
     def read(cls, quantization: dict) -> Scheme:
@@ -45,17 +49,25 @@ class Scheme:
         Older folders say of the lm_head true, for the mode of the layers, or false.
         """
         schema_of(cls).check(quantization, "quantization")
-        mode, group, lm_head = (quantization[f.name] for f in fields(cls))
+        mode, group, lm_head, experts = (quantization.get(f.name) for f in fields(cls))
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
+        if mode is None and (lm_head or not experts):
+            raise Wrong("quantization.mode", mode, f"one of {', '.join(MODES)}")
         if bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
             groups, names = (" or ".join(map(str, words)) for words in (GROUPS, FOUR_BITS))
             wanted = "0" if group else groups
             raise Wrong("quantization.group", group, f"{wanted}: {names} has groups of inputs, others none")
-        return cls(mode, group, lm_head)
+        return cls(mode, group, lm_head, experts)
 
-    def of(self, name: str) -> tuple[str, int]:
-        """(mode, group) of a layer that is quantised."""
+    def written(self) -> dict:
+        """Return the entry of a config.json."""
+        return {name: value for name, value in asdict(self).items() if value is not None or name != "experts"}
+
+    def of(self, name: str, stack: bool = False) -> tuple[str | None, int]:
+        """(mode, group) of a layer that is quantised. stack: it is one of experts."""
+        if stack and self.experts:
+            return self.experts, MXFP4_GROUP
         mode = self.lm_head if name == "lm_head" else self.mode
         return mode, self.group if mode in FOUR_BITS else 0
 
@@ -114,8 +126,18 @@ def to_stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [..., N, K] that a stored one with its scales stands for."""
+    if scale.dtype == torch.uint8:
+        values = e2m1(unpack_nibbles(weight) + 8).unflatten(-1, (-1, MXFP4_GROUP))
+        return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
     q = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
     return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """Codes 0..15 -> what they stand for in e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative."""
+    size = (codes & 7).float()
+    twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
+    return torch.where(codes > 7, -twice, twice) / 2
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
@@ -147,16 +169,17 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
     Raises ValueError if the mode or the group cannot be.
     """
     *rest, inputs = shape
-    if mode not in MODES:
+    if mode not in (*MODES, MXFP4):
         raise Wrong("mode", mode, f"one of {', '.join(MODES)}")
-    if (mode in FOUR_BITS) != bool(group):
+    if (mode in (*FOUR_BITS, MXFP4)) != bool(group):
         raise Wrong("group", group, f"{'one' if mode in FOUR_BITS else '0'} for {mode}:"
                     f" {' and '.join(FOUR_BITS)} have groups, others none")
     if group and inputs % group:
         raise Wrong("group", group, f"what divides {inputs} inputs")
     dtype = torch.uint8 if group else torch.float8_e4m3fn if mode == "fp8" else torch.int8
     weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
-    scale = torch.empty(*rest, inputs // group, dtype=torch.bfloat16) if group else torch.empty(*rest, 1)
+    of_groups = torch.uint8 if mode == MXFP4 else torch.bfloat16
+    scale = torch.empty(*rest, inputs // group, dtype=of_groups) if group else torch.empty(*rest, 1)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
@@ -260,9 +283,10 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
     ]
 
 
-def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
+def quantized_names(module: nn.Module, scheme: Scheme) -> list[str]:
     """Return the names of the modules that quantisation replaces: linear layers and stacks of experts."""
-    return linear_names(module, lm_head) + [name for name, p in module.named_parameters() if p.ndim == 3]
+    linear = linear_names(module, scheme.lm_head is not None) if scheme.mode else []
+    return linear + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
 def replace_all(module: nn.Module, scheme: Scheme) -> None:
@@ -270,13 +294,13 @@ def replace_all(module: nn.Module, scheme: Scheme) -> None:
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
-    for name in quantized_names(module, scheme.lm_head is not None):
+    for name in quantized_names(module, scheme):
         parent, _, attribute = name.rpartition(".")
         owner = module.get_submodule(parent)
         old = getattr(owner, attribute)
         try:
             if isinstance(old, nn.Parameter):
-                new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name))
+                new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name, stack=True))
             else:
                 bias = old.bias is not None
                 new = QuantizedLinear(old.in_features, old.out_features, bias, *scheme.of(name))

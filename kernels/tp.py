@@ -43,12 +43,15 @@ AROUND = re.compile(r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|\.(we
 # A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
 PLAN = {
     "wqkv": (OUTPUTS, ("queries", "keys", "keys")),  # keys, then values
+    "sinks": (INPUTS, ("queries",)),
     "wo": (INPUTS, ("queries",)),
+    "mlp.gate_up_bias": (INPUTS, ("inner", "inner")),
     "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also the stacks of experts: each is dealt
     "mlp.w_down": (INPUTS, ("inner",)),
     "lm_head": (OUTPUTS, ("tokens",)),
 }
 SUMMED = ("wo", "mlp")  # parts of a layer whose outputs are added over the ranks
+ADDED_ONCE = "wo.bias", "mlp.w_down.bias", "mlp.down_bias"  # by the first rank
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,8 @@ class Share:
         # kernels read them.
         mode, unit = scheme.of("layers") if scheme else (None, 0)
         unit = ROUNDED_TOGETHER if mode == "w8a8" else unit
-        pieces = unit or 2 - inner % 2
+        of_stacks = scheme.of("layers", stack=True)[1] if scheme and args.num_experts else 0
+        pieces = max(unit, of_stacks) or 2 - inner % 2
         tokens = tokens or args.vocab_size
         if inner % pieces or inner // pieces < ranks or tokens < ranks:
             raise InputError(
@@ -282,7 +286,9 @@ class Share:
         if layer not in PLAN:
             return None
         dimension, along = PLAN[layer]
-        if len(shape) == 1:  # a bias
+        if name.endswith(".bias"):
+            if dimension == INPUTS:  # of a sum: see `deal`
+                return None
             dimension = -1
         spans = [getattr(self, what) for what in along]
         length, whole = shape[dimension], sum(span.size for span in spans)
@@ -356,6 +362,9 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
     """
     tokens = [share.tokens for share in shares]
     for layer in [module for module in model.modules() if isinstance(module, Block)]:
+        for name, bias in layer.named_parameters() if ranks.rank else ():
+            if name in ADDED_ONCE:
+                bias.data = torch.zeros_like(bias)
         for name in SUMMED:
             setattr(layer, name, Summed(getattr(layer, name), ranks))
     if isinstance(model, Transformer):

@@ -22,6 +22,7 @@ from server.protocol import ChatBody, CompletionBody, DetokenizeBody, Generation
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, form_of, shown_tags
+from tokens.channels import has_channels, shown_channels
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
@@ -63,12 +64,13 @@ class Server:
         model, tokenizer = self.model(body.model), self.tokenizer
         if not tokenizer.has_template:
             raise InputError("this checkpoint has no chat template: use /v1/completions")
-        form = None
-        if body.tools:
+        channels = not body.is_forced and has_channels(tokenizer.template)
+        form, shown = None, shown_channels(tokenizer.control) if channels else []
+        if body.tools and not channels:
             form = BARE if body.is_forced else form_of(tokenizer.tool_template)
-        shown = shown_tags(tokenizer.control) if form else []
+            shown = shown_tags(tokenizer.control) if form else []
         jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
-        return ChatReply(model, self.tokens, body, jobs, form=form)
+        return ChatReply(model, self.tokens, body, jobs, form=form, channels=channels)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""

@@ -185,6 +185,9 @@ class Conversation(Body):
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(description="variables of the chat template, such as enable_thinking")
     ] = {}
+    reasoning_effort: Annotated[
+        str | None, Field(max_length=64, description="a variable of the chat template")
+    ] = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -202,7 +205,8 @@ class Conversation(Body):
     def variables(self) -> dict:
         """The variables of the chat template, with the tools if there are some."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs | ({"tools": tools} if tools else {})
 
 
 class ChatBody(GenerationBody, Conversation):

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from functools import partial
 
 from common.errors import counted
 from engine.request import Event, Score
 from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
 from tokens.calls import CallStream
+from tokens.channels import ChannelStream
 from tokens.tokenizer import TextStream, Tokenizer
 
 
@@ -172,20 +174,26 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """A chat completion. form: how the model writes calls, see `form_of`; None: there are no calls."""
+    """A chat completion. form: how the model writes calls, see `form_of`; None: there are no calls.
+
+    channels: whether it writes in channels, see `tokens.channels`.
+    """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, *args, form: tuple[str, ...] | None = None):
+    def __init__(self, *args, form: tuple[str, ...] | None = None, channels: bool = False):
         super().__init__(*args)
-        prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-8:]))
-        self._streams = [CallStream(form, self.body.callable, prompt) for _ in self.jobs]
+        prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-64:]))
+        stream = ChannelStream if channels else partial(CallStream, form)
+        self._streams = [stream(self.body.callable, prompt) for _ in self.jobs]
         self._called: set[int] = set()  # jobs that ended in calls
 
     def choice(self, i: int, job: Job) -> dict:
         text = self._streams[i].push(job.request.text)
         rest, calls = self._finish(i)
         message = {"role": "assistant", "content": (text + rest) or (None if calls else ""), "refusal": None}
+        if thoughts := self._streams[i].thoughts():
+            message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = calls
         return {
@@ -205,9 +213,12 @@ class ChatReply(Reply):
         if finish:
             rest, calls = self._finish(i)
             text += rest
-        if text or event.ids:
+        thoughts = self._streams[i].thoughts()
+        if text or thoughts or event.ids:
             logprobs = self._logprobs(event.ids, event.scores)
-            part({"content": text}, logprobs=logprobs, **self.speculation(event))
+            delta = {"reasoning_content": thoughts} if thoughts else {}
+            delta |= {"content": text} if text or not thoughts else {}
+            part(delta, logprobs=logprobs, **self.speculation(event))
         if calls:
             part({"tool_calls": [{"index": n} | call for n, call in enumerate(calls)]})
         if finish:

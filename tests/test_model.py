@@ -37,7 +37,7 @@ def refused(words: str):
     (CONFIG, {"rope_scaling": {"rope_type": "divisors", "divisors": [1.0] * 3}}, "expected 4 divisors"),
     (CONFIG, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "expected less than high_freq_factor"),
     (CONFIG, {"windows": [4]}, "windows is [4]; expected one for each of 2 layers"),
-    (CONFIG, {"num_experts": 4, "experts_per_token": 1, "activation": "gelu_tanh"}, "of mixtures"),
+    (CONFIG, {"activation": "gelu"}, "activation is 'gelu'; expected 'silu', 'gelu_tanh' or"),
     (CONFIG, {"stop_ids": [96]}, "stop_ids[0] is 96; expected an id below vocab_size, 96"),
     (CONFIG, {"quantization": {"mode": "int4", "group": 0, "lm_head": None}}, "quantization.group is 0"),
     (HEAD, {"draft_vocab_size": 97}, "draft_vocab_size is 97; expected at most vocab_size, 96"),

@@ -139,6 +139,10 @@ class CallStream:
             certain, self._held = self._held, ""
         return certain
 
+    def thoughts(self) -> str:
+        """Return nothing: thoughts between tags are part of the text."""
+        return ""
+
     def finish(self) -> tuple[str, list[dict]]:
         """Return the rest of the text, and the calls."""
         if self._form == BARE:
@@ -187,7 +191,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
             values = values if name else _LENIENT.decode(text[found.end() : at])
             if name := name or found["named"]:
                 values = {"name": name, "arguments": values}
-            calls += [_call(value, tools) for value in (values if isinstance(values, list) else [values])]
+            calls += [call_of(value, tools) for value in (values if isinstance(values, list) else [values])]
         except (ValueError, RecursionError, InputError):
             broken += text[begin:at]
     closing = _CLOSING.match(text, at)
@@ -204,7 +208,7 @@ def _end_of(text: str, at: int) -> int:
     raise ValueError("an object without an end")
 
 
-def _call(found: object, tools: Mapping[str, dict]) -> dict:
+def call_of(found: object, tools: Mapping[str, dict]) -> dict:
     """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]

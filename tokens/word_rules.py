@@ -12,15 +12,23 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-# Words of Llama 3, Qwen 2 and Tekken. They differ in letters and in how many digits stay together.
+# Words of Llama 3, Qwen 2, Tekken and GPT-4o. They differ in letters and in how many digits stay together.
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def _cased(ending: str, digits: str) -> str:
+    """Return the pattern of words that end where small letters do, with this ending."""
+    begin, large, small = (
+        r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    )
+    words = rf"{begin}{large}*{small}+{ending}|{begin}{large}+{small}*{ending}|{digits}"
+    return words + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 # DeepSeek LLM spells out the letters that have case. Escaped: several change under Unicode normalisation.
 _CASED = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-"
@@ -64,7 +72,8 @@ WORD_RULES = {
     "smollm": WordRule([pre_tokenizers.Digits(individual_digits=True), *_GPT2]),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3"), WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)),
-    "tekken": WordRule(_split(_TEKKEN), ignore_merges=True, add_bos=True),
+    "tekken": WordRule(_split(_cased("", r"\p{N}")), ignore_merges=True, add_bos=True),
+    "gpt-4o": WordRule(_split(_cased(_SHORT + "?", r"\p{N}{1,3}")), ignore_merges=True),  # gpt-oss, too
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_split(_QWEN2), nfc=True)),
     "deepseek-llm": WordRule(_split(
         r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",

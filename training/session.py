@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, read_config
+from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_head, load_model
 from checkpoint.writer import staging
@@ -71,8 +71,7 @@ class Session:
         o.checkpoint = converted_folder(o.checkpoint, note)
         o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
-        if "quantization" in self.config:
-            raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")
+        check_exact(o.checkpoint, self.config)
         self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
         for flag, size, most in (
             ("--draft-vocab", o.draft_vocab or 0, self.config["vocab_size"]),

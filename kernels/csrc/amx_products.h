@@ -129,14 +129,15 @@ template <template <class> class Weights, int HALVES>
       }
       p += count * W::BYTES;
     }
-    if (w.format == Weight::WHOLE) return store_sums<HALVES>(sums);
-    store_sums<HALVES>(of_group);
-    for (int v = 0; v < VECTORS; v++) {
-      const int64_t place = (b * w.groups + g) * BLOCK + v * LANES;
-      const Floats scale = w.format == Weight::INT4 ? Bf16::get(static_cast<const uint16_t*>(w.scales) + place)
-                                                    : load<Floats>(static_cast<const float*>(w.scales) + place);
-      for (int i = v * LANES; i < rows * BLOCK; i += BLOCK)
-        store(sums + i, fma(load<Floats>(of_group + i), scale, g ? load<Floats>(sums + i) : Floats{}));
+    if constexpr (!W::SCALED) {
+      return store_sums<HALVES>(sums);
+    } else {
+      store_sums<HALVES>(of_group);
+      for (int v = 0; v < VECTORS; v++) {
+        const Floats scale = W::scale(w, b, g, v);
+        for (int i = v * LANES; i < rows * BLOCK; i += BLOCK)
+          store(sums + i, fma(load<Floats>(of_group + i), scale, g ? load<Floats>(sums + i) : Floats{}));
+      }
     }
   }
 }

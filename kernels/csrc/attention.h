@@ -222,7 +222,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     for (int r = 0; r < groups.rows_of(group); r++) {
       const int64_t row = groups.begin(group) + r, of_row = unit / kv_heads * T + row / groups.per_kv;
       const int64_t head = unit % kv_heads * groups.per_kv + row % groups.per_kv;
-      sums.finish<Out>(r, hd, out + (of_row * heads + head) * hd);
+      sums.finish<Out>(r, hd, layer.sinks ? layer.sinks + head : nullptr, out + (of_row * heads + head) * hd);
     }
   };
   Attention<Stored> attention(hd, pass.padded(), groups, layer.window);

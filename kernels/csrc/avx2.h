@@ -19,6 +19,10 @@ inline Words words_of_bytes(const void* from) { return (Words)_mm256_cvtepu8_epi
 inline Words words_of_shorts(const void* from) {
   return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
 }
+inline Floats floats_of_e2m1(Words codes) {  // the sign is bit 3
+  const __m256i sizes = (__m256i)(words_of_shorts(E2M1) << 16);
+  return (Floats)((Words)_mm256_permutevar8x32_epi32(sizes, (__m256i)codes) ^ ((codes & 8u) << 28));
+}
 // The low halves of eight words, packed: packus takes each half of the register by itself.
 inline __m128i low_halves(__m256i x) {
   x = _mm256_and_si256(x, _mm256_set1_epi32(0xFFFF));

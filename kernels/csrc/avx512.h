@@ -20,6 +20,9 @@ inline Words words_of_bytes(const void* from) {
 inline Words words_of_shorts(const void* from) {
   return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 }
+inline Floats floats_of_e2m1(Words codes) {
+  return (Floats)_mm512_permutexvar_epi32((__m512i)codes, (__m512i)(words_of_shorts(E2M1) << 16));
+}
 inline void store_shorts(void* to, Words x) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)x));
 }
@@ -41,12 +44,9 @@ inline void store_bf16(void* to, Floats x) {
 inline Words pairs_of_bytes(const char* from) {
   return (Words)_mm512_cvtne2ps_pbh((__m512)floats_of_bytes(from + LANES), (__m512)floats_of_bytes(from));
 }
-// 2 * LANES bytes of two values -8..7 each, 8 added -> pairs of the low ones and of the high ones.
-inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
-  static const uint16_t values[32] = {  // -8 ... 7 in bfloat16
-      0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
-      0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
-  const __m512i table = _mm512_loadu_si512(values);
+// 2 * LANES bytes of four and four bits -> pairs of the values [16] that the low ones and the high ones stand for.
+inline void pairs_of_nibbles(const uint16_t* values, const char* from, Words& low, Words& high) {
+  const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)values));
   const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
   low = (Words)_mm512_permutexvar_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), table);
   high = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table);

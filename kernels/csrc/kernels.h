@@ -13,13 +13,15 @@
 namespace eagle {
 
 // A weight as kernels/packed.py: pack lays it out: [blocks, steps, columns], with scales
-// [blocks, groups, columns] if it is quantised: float32 and one group (int8, w8a8), or bfloat16 and a group
-// for every so many inputs (int4, w4a8).
+// [blocks, groups, columns] if it is quantised: float32 and one group (int8, w8a8), or a group for every so many
+// inputs, bfloat16 (int4, w4a8) or an exponent in a byte (mxfp4). bias [blocks, columns], if there is one, is added to
+// products before all else.
 struct Weight {
-  enum Format { WHOLE, INT8, INT4, W8A8, W4A8 } format;
+  enum Format { WHOLE, INT8, INT4, MXFP4, W8A8, W4A8 } format;
   const char* data;
   const void* scales;
   int64_t blocks, steps, groups, size;  // size: bytes of a block
+  const float* bias = nullptr;
 
   const char* block(int64_t b) const { return data + b * size; }
   bool rounds() const { return format == W8A8 || format == W4A8; }  // x, to bytes
@@ -51,12 +53,14 @@ struct Rows {
 };
 
 // What attention has of a layer: norms of its heads, if they have weights [hd], its cache, and its window: the last
-// so many of the slots that a row attends to; 0: all.
+// so many of the slots that a row attends to; 0: all. sinks, if it has them: a score of each query head, which takes its
+// share of the softmax and has no value.
 struct Attending {
   const float *q_norm, *k_norm;
   float eps;
   Cache k, v;
-  int64_t window;
+  int64_t window = 0;
+  const float* sinks = nullptr;
 };
 
 // A mixture: each row goes to `used` experts, whose blocks stand one after the other in a layer's weights.
@@ -66,13 +70,12 @@ struct Mixture {
   bool renormalise = false;  // the shares of a row's experts sum to 1
 };
 
-enum class Gate { NONE, SILU, GELU };  // of an MLP
+enum class Gate { NONE, SILU, GELU, CLAMPED };  // of an MLP
 
 // Weights of norms are [H]. wo_norm, down_norm: of the outputs of attention and of the MLP, if they are normed.
 struct Layer {
   const float* attn_norm;
   Weight wqkv;
-  const float* bias;
   Attending attending;
   Weight wo;
   const float *wo_norm, *mlp_norm;
@@ -91,10 +94,10 @@ struct Kernels {
   // The values of a row that w is to be multiplied by.
   static int64_t inputs(const Weight& w);
 
-  // x [M, inputs] times w, plus bias [N], plus residual [M, N], in E -> out [M, N]. `to_float`: out is float32
+  // x [M, inputs] times w, plus its bias, plus residual [M, N], in E -> out [M, N]. `to_float`: out is float32
   // and there is no residual. `gate`: if any, a block holds as many gate as up columns, and gate(gate) * up comes out.
-  static void linear(int threads, const void* x, int64_t M, const Weight& w, const float* bias,
-                     const void* residual, Gate gate, bool to_float, int64_t N, void* out);
+  static void linear(int threads, const void* x, int64_t M, const Weight& w, const void* residual, Gate gate,
+                     bool to_float, int64_t N, void* out);
 
   // Everything between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Keys and values are stored.
   static void attend(int threads, const Rows& rows, const void* qkv, const Attending& layer, void* out);

@@ -48,8 +48,8 @@ int64_t Kernels<E>::inputs(const Weight& w) {
 }
 
 template <class E>
-void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, const float* bias,
-                        const void* residual, Gate gate, bool to_float, int64_t N, void* out) {
+void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, const void* residual, Gate gate,
+                        bool to_float, int64_t N, void* out) {
   using X = Read<E>;
   constexpr bool widen = !std::is_same_v<X, E>;
   const int64_t K = inputs_of<X>(w);
@@ -62,7 +62,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
     else input = from;
     const auto run = [&](auto o) {
       using Out = decltype(o);
-      linear_part<X, Out>(team, input, {{0, M, 0}}, w, bias, static_cast<const Value<Out>*>(residual), gate, N, rounded,
+      linear_part<X, Out>(team, input, {{0, M, 0}}, w, static_cast<const Value<Out>*>(residual), gate, N, rounded,
                           nullptr, static_cast<Value<Out>*>(out));
     };
     if (to_float) run(Fp32());
@@ -141,8 +141,8 @@ struct Experts {
   void add(const Team& team, const Layer& w, const Value<X>* x, int64_t inner, Rounded& rounded, Value<X>* gated,
            Value<E>* stream) const {
     const Mixture& mixture = w.mixture;
-    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, nullptr, Gate::NONE, mixture.experts, rounded,
-                      nullptr, scores);
+    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, Gate::NONE, mixture.experts, rounded, nullptr,
+                      scores);
     team.meet();
     team.share(M, [&](int64_t m) { choose(mixture, m); });
     team.meet();
@@ -162,10 +162,9 @@ struct Experts {
       std::memcpy(chosen_rows + place[i] * H, x + i / used * H, H * sizeof(Value<X>));
     });
     team.meet();
-    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, nullptr, w.gate, inner, rounded, &w.down,
-                      gated);
+    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, w.gate, inner, rounded, &w.down, gated);
     team.meet();
-    linear_part<X, Fp32>(team, gated, of_down, w.down, nullptr, nullptr, Gate::NONE, H, rounded, nullptr, out);
+    linear_part<X, Fp32>(team, gated, of_down, w.down, nullptr, Gate::NONE, H, rounded, nullptr, out);
     team.meet();
     team.share(M, [&](int64_t m) {
       for (int64_t h = 0; h < H; h += LANES) {
@@ -203,7 +202,8 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const int64_t first = inputs_of<X>(layers[0].wqkv);  // more than H if `read` is
   const Experts<E> experts(layers[0].mixture, M, H);
   const int64_t most = std::max(M, experts.rows);
-  Rounded rounded(down.rounds() ? most : 0, std::max({first, inside, inner}));
+  const bool rounds = down.rounds() || layers[0].wqkv.rounds();  // experts may be of another format
+  Rounded rounded(rounds ? most : 0, std::max({first, inside, inner}));
   const Room<E> qkv(M * width), rotated(M * inside);
   const Room<X> normed(M * first), attended(M * inside), gated(most * inner);
   const Portions all{{0, M, 0}};
@@ -216,7 +216,7 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   // The product of an output layer, normed if there is a norm, onto the stream. Then all have met.
   const auto onto_stream = [&](const Team& team, const Value<X>* from, const Weight& w, const float* weight,
                                const Weight* after) {
-    linear_part<X, E>(team, from, all, w, nullptr, weight ? nullptr : stream, Gate::NONE, H, rounded, after,
+    linear_part<X, E>(team, from, all, w, weight ? nullptr : stream, Gate::NONE, H, rounded, after,
                       weight ? added : stream);
     team.meet();
     if (!weight) return;
@@ -244,7 +244,7 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
       keep(team, l);
       if (read && !l) as_read<E>(team, static_cast<const Value<E>*>(read), M, first, normed);
       else norm(team, w.attn_norm);
-      linear_part<X, E>(team, normed, all, w.wqkv, w.bias, nullptr, Gate::NONE, width, rounded, &w.wo, qkv);
+      linear_part<X, E>(team, normed, all, w.wqkv, nullptr, Gate::NONE, width, rounded, &w.wo, qkv);
       team.meet();
       attention_over<E, X>(w.attending.k)(team, pass, qkv, w.attending, rotated, attended);
       team.meet();
@@ -254,7 +254,7 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
         experts.add(team, w, normed, inner, rounded, gated, stream);
         continue;
       }
-      linear_part<X, X>(team, normed, all, w.gate_up, nullptr, nullptr, w.gate, inner, rounded, &w.down, gated);
+      linear_part<X, X>(team, normed, all, w.gate_up, nullptr, w.gate, inner, rounded, &w.down, gated);
       team.meet();
       onto_stream(team, gated, w.down, w.down_norm, next);
     }

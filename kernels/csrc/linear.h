@@ -33,17 +33,23 @@ void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
 #endif
 }
 
-// Portions of x [.., K], each times its N columns of w -> the same rows of out [.., N], plus bias [N], plus residual
+// gate(gate) * up.
+inline Floats gated(Gate gate, Floats x, Floats up) {
+  return gate == Gate::SILU ? silu(x) * up : gate == Gate::GELU ? gelu(x) * up : clamped_swiglu(x, up);
+}
+
+// Portions of x [.., K], each times its N columns of w -> the same rows of out [.., N], plus its bias, plus residual
 // [.., N], which may be `out` itself. `gate`: if any, a block holds as many gate as up columns, and gate(gate) * up
 // comes out. `rounded`: room for x as bytes, if w rounds it. `after`: the weight that is read next, if any.
 template <class X, class Out>
-void linear_part(const Team& team, const Value<X>* x, const Portions& portions, const Weight& w, const float* bias,
+void linear_part(const Team& team, const Value<X>* x, const Portions& portions, const Weight& w,
                  const Value<Out>* residual, Gate gate, int64_t N, Rounded& rounded, const Weight* after,
                  Value<Out>* out) {
   const int64_t K = inputs_of<X>(w);
   if (w.rounds()) rounded.round<X>(team, x, portions, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
-                       : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
+                       : w.format == Weight::INT4 ? block_rows<X, Int4>
+                       : w.format == Weight::MXFP4 ? block_rows<X, Mxfp4> : block_rows<X, Whole>;
   const bool tiled = TILE_ROWS && (w.rounds() || std::is_same_v<X, Bf16>);
   const int64_t width = gate != Gate::NONE ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
   const int64_t blocks = (N + width - 1) / width;  // of a portion
@@ -69,10 +75,12 @@ void linear_part(const Team& team, const Value<X>* x, const Portions& portions, 
         for (int64_t c = 0; c < width; c += LANES) {
           const int64_t column = item % blocks * width + c, place = (m + r) * N + column;
           if (column >= N) break;
-          Floats sum = load<Floats>(sums + r * BLOCK + c);
-          if (gate != Gate::NONE)
-            sum = (gate == Gate::SILU ? silu(sum) : gelu(sum)) * load<Floats>(sums + r * BLOCK + width + c);
-          if (bias) sum += Fp32::get(bias + column, N - column);
+          const auto at = [&](int64_t c) {
+            const Floats sum = load<Floats>(sums + r * BLOCK + c);
+            return w.bias ? sum + load<Floats>(w.bias + b * BLOCK + c) : sum;
+          };
+          Floats sum = at(c);
+          if (gate != Gate::NONE) sum = gated(gate, sum, at(width + c));
           if (residual) sum += Out::get(residual + place, N - column);
           Out::put(out + place, sum, N - column);
         }

@@ -26,6 +26,12 @@ inline Words words_of_bytes(const void* from) {
 inline Words words_of_shorts(const void* from) {
   return (Words)vmovl_u16(vld1_u16(static_cast<const uint16_t*>(from)));
 }
+// Both bytes of a value come to the upper half of its word, nothing to the lower one.
+inline Floats floats_of_e2m1(Words codes) {
+  const auto* table = (const uint8_t*)E2M1;
+  const uint8x16x2_t bytes = {{vld1q_u8(table), vld1q_u8(table + 16)}};
+  return (Floats)vqtbl2q_u8(bytes, (uint8x16_t)(codes * 0x02020000u + 0x0100FFFFu));
+}
 inline void store_shorts(void* to, Words x) {
   vst1_u16(static_cast<uint16_t*>(to), vmovn_u32((uint32x4_t)x));
 }
@@ -51,12 +57,15 @@ inline Words pairs_of(int8x8_t bytes) {
 }
 // 2 * LANES bytes -> pairs.
 inline Words pairs_of_bytes(const char* from) { return pairs_of(vld1_s8((const int8_t*)from)); }
-// 2 * LANES bytes of two values -8..7 each, 8 added -> pairs of the low ones and of the high ones.
-inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
+// 2 * LANES bytes of four and four bits -> pairs of the values [16] that the low ones and the high ones stand for.
+inline void pairs_of_nibbles(const uint16_t* values, const char* from, Words& low, Words& high) {
+  const uint8x16x2_t table = vld2q_u8((const uint8_t*)values);  // low bytes, high bytes
+  const auto pairs = [&](uint8x8_t codes) {
+    const uint8x8x2_t both = vzip_u8(vqtbl1_u8(table.val[0], codes), vqtbl1_u8(table.val[1], codes));
+    return (Words)vcombine_u8(both.val[0], both.val[1]);
+  };
   const uint8x8_t both = vld1_u8((const uint8_t*)from);
-  const int8x8_t eight = vdup_n_s8(8);
-  low = pairs_of(vsub_s8(vreinterpret_s8_u8(vand_u8(both, vdup_n_u8(15))), eight));
-  high = pairs_of(vsub_s8(vreinterpret_s8_u8(vshr_n_u8(both, 4)), eight));
+  low = pairs(vand_u8(both, vdup_n_u8(15))), high = pairs(vshr_n_u8(both, 4));
 }
 #endif
 

@@ -25,16 +25,20 @@ inline void by_dtype(const Tensor& x, const Body& body) {
   else body(Kernels<Bf16>());
 }
 
-inline Weight weight(const Tensor& t, const Tensor* scale) {
+inline Weight weight(const Tensor& t, const Tensor* scale, const Tensor* bias = nullptr) {
   const ScalarType type = t.scalar_type();
   const Weight::Format format = type == ScalarType::Char                    ? Weight::INT8
                                 : type != ScalarType::Byte                  ? Weight::WHOLE
+                                : scale->scalar_type() == ScalarType::Byte  ? Weight::MXFP4
                                 : t.dim() == 3                              ? Weight::INT4
                                 : scale->scalar_type() == ScalarType::Float ? Weight::W8A8
                                                                             : Weight::W4A8;
-  const bool grouped = format == Weight::INT4 || format == Weight::W4A8;
+  const bool grouped = format == Weight::INT4 || format == Weight::W4A8 || format == Weight::MXFP4;
   return {format, static_cast<const char*>(t.const_data_ptr()), data(scale), t.size(0), t.size(1),
-          grouped ? scale->size(1) : 1, t.stride(0) * int64_t(t.element_size())};
+          grouped ? scale->size(1) : 1, t.stride(0) * int64_t(t.element_size()), floats(bias)};
+}
+inline Weight weight(const Tensor& t, const Maybe& scale, const Maybe& bias) {
+  return weight(t, scale ? &*scale : nullptr, bias ? &*bias : nullptr);
 }
 inline int64_t head_size(const Tensor& angles) { return 2 * angles.size(angles.dim() - 1); }  // or frequencies
 inline Cache cache(const Tensor& t) {
@@ -55,11 +59,13 @@ struct Shared {
              cosine.dim() == 4 ? cosine.numel() / 2 : 0} {}
 };
 
-enum Mode { SAME = 0, FLOAT32 = 1, SILU = 2, GELU = 3 };  // as in Python
-inline Gate gate_of(int64_t mode) { return mode == SILU ? Gate::SILU : mode == GELU ? Gate::GELU : Gate::NONE; }
+enum Mode { SAME = 0, FLOAT32 = 1, SILU = 2, GELU = 3, CLAMPED = 4 };  // as in Python
+inline Gate gate_of(int64_t mode) {
+  return mode == SILU ? Gate::SILU : mode == GELU ? Gate::GELU : mode == CLAMPED ? Gate::CLAMPED : Gate::NONE;
+}
 
-// x [..., K] times a packed weight with its scale, plus bias [N] (float32), plus residual [..., N], in x's
-// dtype -> [..., N]; FLOAT32: in float32; others: the gates of `Kernels::linear`.
+// x [..., K] times a packed weight with its scale and bias, plus residual [..., N], in x's dtype -> [..., N]; FLOAT32: in
+// float32; others: the gates of `Kernels::linear`.
 Tensor linear(const Tensor& x, const Tensor& packed, const Maybe& scale, const Maybe& bias,
               const Maybe& residual, int64_t columns, int64_t mode) {
   const Tensor in = whole(x);
@@ -67,24 +73,24 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Maybe& scale, const M
   auto shape = in.sizes().vec();
   shape.back() = columns;
   Tensor out = empty(shape, mode == FLOAT32 ? ScalarType::Float : in.scalar_type());
-  const Weight w = weight(packed, scale ? &*scale : nullptr);
+  const Weight w = weight(packed, scale, bias);
   by_dtype(in, [&](auto kernels) {
-    kernels.linear(threads(), data(in), out.numel() / columns, w, floats(bias), data(onto),
-                   gate_of(mode), mode == FLOAT32, columns, out.mutable_data_ptr());
+    kernels.linear(threads(), data(in), out.numel() / columns, w, data(onto), gate_of(mode), mode == FLOAT32,
+                   columns, out.mutable_data_ptr());
   });
   return out;
 }
 
-// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v as `Shared` has them -> [B, T, nh * hd]. window: see
+// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v as `Shared` has them -> [B, T, nh * hd]. window, sinks: see
 // `Attending`.
 Tensor attend(const Tensor& qkv, const Tensor& cosine, const Tensor& sine, const Maybe& q_norm,
               const Maybe& k_norm, double eps, Tensor& k, Tensor& v, const Tensor& slots,
-              const Tensor& visible, int64_t window) {
+              const Tensor& visible, int64_t window, const Maybe& sinks) {
   const Tensor in = whole(qkv);
   const Shared shared(in, in.size(2) / head_size(cosine) - 2 * k.size(2), k, cosine, sine, slots, visible);
   const Rows& rows = shared.rows;
   Tensor out = empty({rows.B, rows.T, rows.heads * rows.hd}, in.scalar_type());
-  const Attending layer{floats(q_norm), floats(k_norm), float(eps), cache(k), cache(v), window};
+  const Attending layer{floats(q_norm), floats(k_norm), float(eps), cache(k), cache(v), window, floats(sinks)};
   by_dtype(in, [&](auto kernels) { kernels.attend(threads(), rows, data(in), layer, out.mutable_data_ptr()); });
   return out;
 }
@@ -101,14 +107,14 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 }
 
 enum Part {  // of a layer's weights, as in Python
-  ATTN_NORM, WQKV, WQKV_SCALE, BIAS, Q_NORM, K_NORM, WO, WO_SCALE, WO_NORM,
-  MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, DOWN_NORM, ROUTER, PARTS
+  ATTN_NORM, WQKV, WQKV_SCALE, WQKV_BIAS, Q_NORM, K_NORM, SINKS, WO, WO_SCALE, WO_BIAS, WO_NORM, MLP_NORM,
+  GATE_UP, GATE_UP_SCALE, GATE_UP_BIAS, DOWN, DOWN_SCALE, DOWN_BIAS, DOWN_NORM, ROUTER, ROUTER_SCALE, ROUTER_BIAS,
+  PARTS
 };
-static_assert(PARTS <= 16);  // bits of a layer
+static_assert(PARTS <= 24);  // bits of a layer
 // Above these bits: how many experts a layer has and a row uses, and whether their shares sum to 1.
-Mixture mixture_of(const Tensor* router, int64_t bits) {
-  if (!router) return {};
-  return {weight(*router, nullptr), bits >> 16 & 0xFFFF, bits >> 32 & 0xFFFF, bool(bits >> 48)};
+Mixture mixture_of(const Weight& router, int64_t bits) {
+  return {router, bits >> 24 & 0xFFFF, bits >> 40 & 0xFFFF, bool(bits >> 56)};
 }
 
 std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k,
@@ -119,25 +125,28 @@ std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>&
     const Tensor* w[PARTS];
     const int64_t has = parts[3 * l], window = parts[3 * l + 1], mode = parts[3 * l + 2];
     for (int part = 0; part < PARTS; part++) w[part] = has >> part & 1 ? next++ : nullptr;
-    all.push_back({floats(w[ATTN_NORM]), weight(*w[WQKV], w[WQKV_SCALE]), floats(w[BIAS]),
-                   {floats(w[Q_NORM]), floats(w[K_NORM]), float(eps), cache(k[l]), cache(v[l]), window},
-                   weight(*w[WO], w[WO_SCALE]), floats(w[WO_NORM]), floats(w[MLP_NORM]),
-                   weight(*w[GATE_UP], w[GATE_UP_SCALE]), weight(*w[DOWN], w[DOWN_SCALE]), floats(w[DOWN_NORM]),
-                   gate_of(mode), mixture_of(w[ROUTER], has)});
+    const auto weight_at = [&](int part) { return weight(*w[part], w[part + 1], w[part + 2]); };
+    all.push_back({floats(w[ATTN_NORM]), weight_at(WQKV),
+                   {floats(w[Q_NORM]), floats(w[K_NORM]), float(eps), cache(k[l]), cache(v[l]), window,
+                    floats(w[SINKS])},
+                   weight_at(WO), floats(w[WO_NORM]), floats(w[MLP_NORM]), weight_at(GATE_UP), weight_at(DOWN),
+                   floats(w[DOWN_NORM]), gate_of(mode),
+                   w[ROUTER] ? mixture_of(weight_at(ROUTER), has) : Mixture()});
   }
   return all;
 }
 
-// residual [.., H] and what a mixture makes of x [.., H]. bits: see `mixture_of`.
-Tensor experts(const Tensor& x, const Tensor& residual, const Tensor& router, const Tensor& gate_up,
-               const Maybe& gate_up_scale, const Tensor& down, const Maybe& down_scale, int64_t bits) {
+// residual [.., H] and what a mixture makes of x [.., H]. bits: see `mixture_of`; mode: of its gate.
+Tensor experts(const Tensor& x, const Tensor& residual, const Tensor& router, const Maybe& router_scale,
+               const Maybe& router_bias, const Tensor& gate_up, const Maybe& gate_up_scale,
+               const Maybe& gate_up_bias, const Tensor& down, const Maybe& down_scale, const Maybe& down_bias,
+               int64_t bits, int64_t mode) {
   const Tensor in = whole(x);
   Tensor out = copy(whole(residual));
   const int64_t H = in.size(-1);
   Layer layer{};
-  layer.gate_up = weight(gate_up, gate_up_scale ? &*gate_up_scale : nullptr);
-  layer.down = weight(down, down_scale ? &*down_scale : nullptr);
-  layer.mixture = mixture_of(&router, bits), layer.gate = Gate::SILU;
+  layer.gate_up = weight(gate_up, gate_up_scale, gate_up_bias), layer.down = weight(down, down_scale, down_bias);
+  layer.mixture = mixture_of(weight(router, router_scale, router_bias), bits), layer.gate = gate_of(mode);
   by_dtype(in, [&](auto kernels) {
     kernels.experts(threads(), data(in), in.numel() / H, H, layer, out.mutable_data_ptr());
   });
@@ -413,9 +422,10 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   X(linear, "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, Tensor? residual, int columns, int" \
     " mode) -> Tensor") \
   X(attend, "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps," \
-    " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible, int window) -> Tensor") \
-  X(experts, "experts(Tensor x, Tensor residual, Tensor router, Tensor gate_up, Tensor? gate_up_scale, Tensor down," \
-    " Tensor? down_scale, int bits) -> Tensor") \
+    " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible, int window, Tensor? sinks) -> Tensor") \
+  X(experts, "experts(Tensor x, Tensor residual, Tensor router, Tensor? router_scale, Tensor? router_bias, Tensor gate_up," \
+    " Tensor? gate_up_scale, Tensor? gate_up_bias, Tensor down, Tensor? down_scale, Tensor? down_bias, int bits, int mode)" \
+    " -> Tensor") \
   X(rms_norm, "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor") \
   X(layers, "layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k," \
     " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)") \

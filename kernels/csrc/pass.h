@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -91,11 +92,12 @@ struct Sums {
     std::fill_n(out, rows * padded, 0.0f), std::fill_n(total, rows * LANES, 0.0f), std::fill_n(most, rows, -1e30f);
   }
 
-  // One row's weighted values over its total, into `to` [hd].
+  // One row's weighted values over its total, into `to` [hd]. sink: a score with no value, if there is one.
   template <class Out>
-  void finish(int row, int64_t hd, Value<Out>* to) const {
+  void finish(int row, int64_t hd, const float* sink, Value<Out>* to) const {
     float sum = 0;
     for (int l = 0; l < LANES; l++) sum += total[row * LANES + l];
+    if (sink) sum += std::exp2(*sink * 1.44269504f - most[row]);
     const float share = sum > 0 ? 1.0f / sum : 0.0f;
     for (int64_t d = 0; d < hd; d += LANES)
       Out::put(to + d, load<Floats>(out + row * padded + d) * share, hd - d);

@@ -31,6 +31,10 @@ inline void convert_to(void* to, Vector x) {
 inline Floats floats_of_bytes(const void* from) { return convert<Floats, int8_t>(from); }
 inline Words words_of_bytes(const void* from) { return convert<Words, uint8_t>(from); }
 inline Words words_of_shorts(const void* from) { return convert<Words, uint16_t>(from); }
+inline Floats floats_of_e2m1(Words codes) {
+  for (int l = 0; l < LANES; l++) codes[l] = uint32_t(E2M1[codes[l]]) << 16;
+  return (Floats)codes;
+}
 inline void store_shorts(void* to, Words x) { convert_to<uint16_t>(to, x); }
 inline void store_bytes(void* to, Ints x) { convert_to<int8_t>(to, x); }
 inline int32_t largest_lane(Ints x) { return std::max(std::max(x[0], x[1]), std::max(x[2], x[3])); }

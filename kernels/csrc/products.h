@@ -1,5 +1,5 @@
-// The loops of linear layers: rows of x times a block of a packed weight, which is whole, int8 or int4. Where x is
-// rounded to bytes, they are in rounded.h.
+// The loops of linear layers: rows of x times a block of a packed weight, which is whole, int8, int4 or mxfp4. Where x
+// is rounded to bytes, they are in rounded.h.
 //
 // A row's sums run over the inputs in ascending order, whatever rows and threads there are.
 #pragma once
@@ -16,8 +16,10 @@
 namespace eagle {
 
 // How the columns of a block are stored: in BYTES for each step over the inputs, which is STEP words of x, and
-// unpacked to vectors for the i-th of these words. X is what x is read as.
+// unpacked to vectors for the i-th of these words. X is what x is read as. If SCALED, the v-th vector of `scale` is that
+// of a block's columns over a group of inputs.
 template <class X> struct Whole {
+  static constexpr bool SCALED = false;
   static constexpr int64_t BYTES = VECTORS * sizeof(Words);
   static constexpr int STEP = 1;
   static void unpack(const char* p, int, Words* columns) {
@@ -25,6 +27,7 @@ template <class X> struct Whole {
   }
 };
 template <> struct Whole<Widened> {  // pairs of bfloat16
+  static constexpr bool SCALED = false;
   static constexpr int64_t BYTES = VECTORS * sizeof(Words);
   static constexpr int STEP = 2;
   static void unpack(const char* p, int i, Words* columns) {
@@ -35,14 +38,35 @@ template <> struct Whole<Widened> {  // pairs of bfloat16
   }
 };
 
-template <class X> struct Int8 {
+struct OfColumns {
+  static constexpr bool SCALED = true;
+  static Floats scale(const Weight& w, int64_t b, int64_t, int v) {
+    return load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
+  }
+};
+struct OfGroups {
+  static constexpr bool SCALED = true;
+  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
+    return Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
+  }
+};
+struct PowersOfGroups {  // as the exponents of floats
+  static constexpr bool SCALED = true;
+  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
+    const auto* exponents = static_cast<const uint8_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES;
+    return (Floats)(words_of_bytes(exponents) << 23);
+  }
+};
+
+template <class X> struct Int8 : OfColumns {
   static constexpr int64_t BYTES = BLOCK;
   static constexpr int STEP = 1;
   static void unpack(const char* p, int, Words* columns) {
     for (int v = 0; v < VECTORS; v++) columns[v] = (Words)floats_of_bytes(p + v * LANES);
   }
 };
-template <class X> struct Int4 {  // four bits each, 8 more than the value: a byte has columns c and c + BLOCK / 2
+// Four bits each, 8 more than the value: a byte has columns c and c + BLOCK / 2.
+template <class X> struct Int4 : OfGroups {
   static constexpr int64_t BYTES = BLOCK / 2;
   static constexpr int STEP = 1;
   static void unpack(const char* p, int, Words* columns) {
@@ -53,22 +77,35 @@ template <class X> struct Int4 {  // four bits each, 8 more than the value: a by
     }
   }
 };
+template <class X> struct Mxfp4 : PowersOfGroups {  // e2m1 in four bits, stored as Int4
+  static constexpr int64_t BYTES = BLOCK / 2;
+  static constexpr int STEP = 1;
+  static void unpack(const char* p, int, Words* columns) {
+    for (int v = 0; v < VECTORS / 2; v++) {
+      const Words both = words_of_bytes(p + v * LANES);
+      columns[v] = (Words)floats_of_e2m1(both & 15u);
+      columns[v + VECTORS / 2] = (Words)floats_of_e2m1(both >> 4);
+    }
+  }
+};
 #ifdef BF16_DOT
-template <> struct Int8<Bf16> {  // pairs
+template <> struct Int8<Bf16> : OfColumns {  // pairs
   static constexpr int64_t BYTES = 2 * BLOCK;
   static constexpr int STEP = 1;
   static void unpack(const char* p, int, Words* columns) {
     for (int v = 0; v < VECTORS; v++) columns[v] = pairs_of_bytes(p + v * 2 * LANES);
   }
 };
-template <> struct Int4<Bf16> {
+template <const uint16_t* VALUES> struct NibblePairs {
   static constexpr int64_t BYTES = BLOCK;
   static constexpr int STEP = 1;
   static void unpack(const char* p, int, Words* columns) {
     for (int v = 0; v < VECTORS / 2; v++)
-      pairs_of_nibbles(p + v * 2 * LANES, columns[v], columns[v + VECTORS / 2]);
+      pairs_of_nibbles(VALUES, p + v * 2 * LANES, columns[v], columns[v + VECTORS / 2]);
   }
 };
+template <> struct Int4<Bf16> : NibblePairs<INTEGERS>, OfGroups {};
+template <> struct Mxfp4<Bf16> : NibblePairs<E2M1>, PowersOfGroups {};
 #endif
 
 // The values of a row of x, which is read as X, that w is multiplied by.
@@ -107,15 +144,11 @@ template <class X, template <class> class Weights, int R>
 #pragma GCC unroll 4  // Clang keeps sums in memory if it does not know every index
     for (int v = 0; v < VECTORS; v++) {
       Floats scale = {};
-      if (w.format == Weight::INT8)
-        scale = load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
-      else if (w.format == Weight::INT4)
-        scale = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
+      if constexpr (W::SCALED) scale = W::scale(w, b, g, v);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         float* to = sums + r * BLOCK + v * LANES;
-        if (w.format == Weight::INT8) sum[r][v] *= scale;
-        else if (w.format == Weight::INT4) sum[r][v] = fma(sum[r][v], scale, g ? load<Floats>(to) : Floats{});
+        if constexpr (W::SCALED) sum[r][v] = fma(sum[r][v], scale, g ? load<Floats>(to) : Floats{});
         store(to, sum[r][v]);
       }
     }

@@ -34,6 +34,11 @@ inline Floats broadcast(float x) { return x - Floats{}; }  // not Floats{} + x, 
 inline Words broadcast(uint32_t x) { return Words{} + x; }
 // 1.5 * 2^23: a number of this size has no fraction, so adding it rounds a smaller one, ties to even.
 constexpr float ROUND = 12582912.0f;
+// What four bits stand for, in bfloat16: 8 more than the value, and e2m1.
+inline constexpr uint16_t INTEGERS[16] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
+                                          0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+inline constexpr uint16_t E2M1[16] = {0,      0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
+                                      0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 }  // namespace eagle
@@ -150,6 +155,13 @@ inline Floats exponential(Floats x) {
 inline Floats swish(Floats x, Floats z) {
   const Floats e = exponential(z < 0.0f ? z : -z);
   return x * (z < 0.0f ? e : broadcast(1.0f)) / (e + 1.0f);
+}
+// gpt-oss': (up + 1) gate / (1 + e^(-1.702 gate)) of limited values.
+inline Floats clamped_swiglu(Floats gate, Floats up) {
+  const Floats most = broadcast(7.0f);
+  gate = gate < most ? gate : most;
+  up = larger(up < most ? up : most, -most);
+  return swish(gate, gate * 1.702f) * (up + 1.0f);
 }
 inline Floats silu(Floats x) { return swish(x, x); }
 // GELU by its tanh: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.

@@ -33,8 +33,8 @@ class LayerCache(KVCache):
         return self.kv[self.layer, 1].transpose(1, 2)
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
-        """Attend in one kernel, from wqkv to wo; by the definition where the mask is dense."""
-        if not isinstance(shared.visible, Sight):
+        """Attend in one kernel, from wqkv to wo; with sinks or a dense mask by the definition."""
+        if block.sinks is not None or not isinstance(shared.visible, Sight):
             return super().attend(block, qkv, shared)
         sight, angles = shared.seen(block.window), block.own(shared.angles(_angles))
         return attend(qkv, *angles, *block.head_norms, self.kv, self.layer, *sight[1:])

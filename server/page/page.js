@@ -84,14 +84,18 @@ function copier(text) {
 class Panel {
   constructor(name, answer) {
     this.answer = answer;
+    this.thoughts = element("div", { class: "text" });
+    this.aside = element("details", {}, element("summary", {}, "Thoughts"), this.thoughts);
     this.text = element("div", { class: "text" });
     this.figures = element("div", { class: "figures" });
-    this.node = element("section", { "aria-label": name }, element("h2", {}, name), this.text, this.figures);
+    this.node = element("section", { "aria-label": name }, element("h2", {}, name), this.aside, this.text, this.figures);
     this.show();
   }
 
   show() {
     const { answer } = this;
+    this.aside.hidden = !answer.thoughts;
+    this.thoughts.textContent = answer.thoughts ?? "";
     render(this.text, answer.content, answer.marks, copier);
     const { tokens = 0, steps = 0, seconds = 0, error, waiting } = answer.figures ?? {};
     const grows = running && [running.message, running.message.plain].includes(answer);
@@ -355,7 +359,8 @@ async function ask(body, answer, signal, seen) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
       if (!choice) continue;
-      const { content } = choice.delta;
+      const { content, reasoning_content: thoughts } = choice.delta;
+      if (thoughts) answer.thoughts = (answer.thoughts ?? "") + thoughts;
       const step = choice.speculation;
       if (step) {
         const figures = answer.figures;

@@ -11,16 +11,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers.families import GEMMA3, TARGETS, WINDOW, WINDOWS, H, V, make_target
+from helpers.blocks import published
+from helpers.families import GEMMA3, GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, H, V, make_target
 from helpers.heads import make_head, write_head
 from helpers.sources import write_gguf
 from safetensors.torch import load_file
+from shapes import SHAPES
 
 from checkpoint.convert import convert
-from checkpoint.families import model_fields
-from checkpoint.folder import read_config
+from checkpoint.families import model_fields, target_fields
+from checkpoint.folder import check_config, read_config
+from checkpoint.huggingface import PUBLISHED
 from checkpoint.loading import load_head, load_model
+from checkpoint.source import Source
 from common.errors import InputError
+from drafters.block import PEagle
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
 from engine.engine import Engine
@@ -49,8 +54,9 @@ def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     """Engines of a converted target, by the way they draft. of_head: changes of the heads' configs."""
     options = {"compile": False, "max_seq_len": 120, "batch": 2}
     found = {"plain": Engine(target, **options), "lookup": Engine(target, Lookup(), **options)}
+    width = target.args.hidden_size
     for kind in ("eagle", "eagle3"):
-        state, config = make_head(kind, **of_head)
+        state, config = make_head(kind, hidden=width, target=width, **of_head)
         head_folder = convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True)
         head = load_head(head_folder, target, kind)
         if target.backend:
@@ -61,9 +67,9 @@ def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     return found
 
 
-WINDOWED = [name for name in TARGETS if "window" in name or "Phi-3" in name or "Gemma 3" in name]
-
-
+WINDOWED = [
+    name for name in TARGETS if any(words in name for words in ("window", "Phi-3", "Gemma 3", "gpt-oss"))
+]
 ON_KERNELS = [pytest.param(name, True, marks=pytest.mark.kernels) for name in WINDOWED]
 
 
@@ -92,6 +98,62 @@ def test_target(tmp_path, name, kernels):
         plain, *drafted = ([o.ids for o in decoder.generate(prompts, Sampling(64, 1.0, seed=4))]
                            for decoder in decoders.values())
         assert drafted == [plain] * len(drafted)
+
+
+@pytest.mark.kernels
+def test_heads_with_yarn_of_a_target_in_mxfp4(tmp_path):
+    """In bfloat16 on the kernels, drafted text of gpt-oss' heads is plain text, greedy and of a seed."""
+    make_target(tmp_path / "in", "gpt-oss in MXFP4")
+    folder = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
+    target, config = load_model(folder)
+    assert config["quantization"]["experts"] == "mxfp4" == target.layers[0].mlp.w_down.mode
+    assert choose_backend("cpu").prepare(target)
+    heads = {"eagle3": make_head("eagle3", hidden=64, target=64), "p-eagle": published("p-eagle", target)}
+    drafters = [None, Lookup()]
+    for kind, (state, config) in heads.items():
+        config |= {"rope_scaling": GPT_OSS_YARN, "rope_theta": None}
+        source = write_head(tmp_path / kind, state, config)
+        head = load_head(convert(source, target=folder, quiet=True), target, kind)
+        assert head.args.rope_scaling["truncate"] is False and head.args.rope_factor > 1.2
+        target.backend.prepare(head)
+        drafters.append((Eagle if kind == "eagle3" else PEagle)(head, TreeShape(12, 3, 4)))
+    prompts = [[*range(5, 5 + n)] for n in (3, WINDOW + 9)]
+    samplings = [Sampling(60), Sampling(60, 1.0, seed=3)]
+    found = []
+    for drafter in drafters:
+        engine = Engine(target, drafter, compile=False, max_seq_len=120, batch=2)
+        found.append([[o.ids for o in engine.generate(prompts, sampling)] for sampling in samplings])
+    assert found[1:] == found[:1] * 3
+
+
+# As published for gpt-oss-20b, but for keys that say nothing of the model.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}
+
+
+def test_the_published_config_of_gpt_oss():
+    PUBLISHED.check(GPT_OSS_20B)
+    source = Source(Path("x"), "GptOssForCausalLM", GPT_OSS_20B, {}, [], None, lambda folder, added: False)
+    fields = {"kind": "target", **target_fields(source)}
+    assert check_config(fields) == SHAPES["gpt-oss-20b"][0]  # which benchmarks time
 
 
 SEEN = {  # config keys -> the windows of 8 layers
@@ -126,6 +188,8 @@ REFUSED_TARGETS = {
     "a mixture with a window": ("Qwen3-MoE", WINDOWS, "use_sliding_window"),
     "other kinds of layers": ("Gemma 3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
     "scores with a soft cap": ("Gemma 3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "another limit of the activation": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not"),
+    "experts quantised otherwise": ("gpt-oss", {"quantization_config": {"quant_method": "awq"}}, "awq"),
     "longrope without factors": ("Phi-3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     "more layers than can be": ("Llama-3", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
@@ -163,8 +227,23 @@ GEMMA_NORMS = {
 }
 
 
-def family_gguf(file: Path, reference, arch: str) -> Path:
-    """A model of transformers as a GGUF file."""
+def gguf_experts(stacks: dict) -> dict:
+    """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
+    """
+    gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    if "down_proj_bias" not in stacks:  # gate above up
+        gate, up = gate_up.chunk(2, dim=1)
+        return {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down}
+    gate_up, bias = gate_up.transpose(1, 2), stacks["gate_up_proj_bias"]  # gpt-oss: in turn
+    return {
+        "gate_exps.weight": gate_up[:, ::2], "up_exps.weight": gate_up[:, 1::2],
+        "down_exps.weight": down.transpose(1, 2), "gate_exps.bias": bias[:, ::2],
+        "up_exps.bias": bias[:, 1::2], "down_exps.bias": stacks["down_proj_bias"],
+    }
+
+
+def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
+    """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
     config, state = reference.config, dict(reference.state_dict())
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     keys = config.to_dict() | {
@@ -180,13 +259,16 @@ def family_gguf(file: Path, reference, arch: str) -> Path:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:  # transformers 5 holds them stacked: gate above up
         for i in range(config.num_hidden_layers):
-            stacks, layer = f"model.layers.{i}.mlp.experts.", f"model.layers.{i}.ffn"
-            gate, up = state.pop(stacks + "gate_up_proj").chunk(2, dim=1)
-            down = state.pop(stacks + "down_proj")
-            state |= {f"{layer}_{x}_exps.weight": t for x, t in (("gate", gate), ("up", up), ("down", down))}
+            prefix = f"model.layers.{i}.mlp.experts."
+            stacks = {n.removeprefix(prefix): state.pop(n) for n in [*state] if n.startswith(prefix)}
+            state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks).items()}
+    if arch == "gpt-oss":
+        state = {n.replace("post_attention_layernorm", "post_attention_norm"): t for n, t in state.items()}
 
     def extra(w) -> None:
-        if arch in ("gemma3", "phi3"):
+        if arch == "gpt-oss":
+            w.add_expert_feed_forward_length(config.intermediate_size)
+        if arch in ("gemma3", "phi3", "gpt-oss"):
             w.add_sliding_window(config.sliding_window)
         if arch == "gemma3":
             w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
@@ -207,13 +289,13 @@ def family_gguf(file: Path, reference, arch: str) -> Path:
             if arch == "qwen3moe":
                 w.add_expert_feed_forward_length(config.moe_intermediate_size)
 
-    return write_gguf(file, state, keys, extra=extra, arch=arch)
+    return write_gguf(file, state, keys, kind, extra, arch)
 
 
 @pytest.mark.parametrize("name,arch", [
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
     ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
-    ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"),
+    ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
 ])
 def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
     reference = make_target(tmp_path / "in", name)
@@ -227,6 +309,7 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
         "num_layers", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_base", "qkv_bias", "qk_norm",
         "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings", "windows",
         "local_rope_base", "activation", "zero_centred", "output_norms", "scaled_embedding", "max_seq_len",
+        "sinks", "biases",
     )
     one, two = read_config(a), read_config(b)
     for config in (one, two):
@@ -236,6 +319,18 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
             config["numbers"] = [*rope.get("divisors", ()), *factors]
     assert one.get("numbers") == pytest.approx(two.get("numbers"))
     assert [one.get(k) for k in same] == [two.get(k) for k in same]
+
+
+def test_a_gguf_keeps_experts_in_mxfp4(tmp_path):
+    reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
+    file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
+    target, config = load_model(convert(file, tmp_path / "out", quiet=True))
+    assert config["quantization"] == {"mode": None, "group": 0, "lm_head": None, "experts": "mxfp4"}
+    assert config["rope_scaling"]["truncate"] is False
+    tokens = torch.randint(0, V, (1, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("length, rope, longest", [

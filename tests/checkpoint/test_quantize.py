@@ -5,15 +5,19 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.families import make_target
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quantize
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
+from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
+from drafters.lookup import Lookup
 from engine.engine import Engine
+from kernels.choose import choose_backend
 from kernels.modes import BESIDE
 from kernels.quantized import (
     FP8_MOST,
@@ -348,3 +352,20 @@ def test_a_label_that_lies_is_refused(golden, tmp_path):
     edit(tmp_path / "q", quantization={"mode": "fp8", "group": 0, "lm_head": True})
     with pytest.raises(InputError, match=r"is torch\.int8, config\.json says torch\.float8_e4m3fn"):
         load_model(tmp_path / "q")
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("scheme", (Scheme("w8a8", 0, "w8a8"), Scheme("int4", 32, "int8")))
+def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
+    make_target(tmp_path / "in", "gpt-oss in MXFP4")
+    source = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
+    ids = torch.arange(256).view(2, 128) % 50
+    quantize_folder(source, tmp_path / "q", scheme, ids if scheme.mode == "int4" else None)
+    (exact, _), (target, config) = map(load_model, (source, tmp_path / "q"))
+    assert config["quantization"]["experts"] == "mxfp4" and target.lm_head.mode == scheme.lm_head
+    for one, other in zip(exact.layers, target.layers):
+        assert torch.equal(one.mlp.w_down.weight, other.mlp.w_down.weight) and other.wo.mode == scheme.mode
+    assert choose_backend("cpu").prepare(target)
+    plain, fast = (Engine(target, drafter, compile=False, max_seq_len=120) for drafter in (None, Lookup()))
+    found = [[o.ids for o in engine.generate([[*range(40)]], Sampling(60))] for engine in (plain, fast)]
+    assert found[0] == found[1]

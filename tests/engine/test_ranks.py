@@ -13,6 +13,7 @@ from helpers.ranked import DRAFTERS, MODES, everything
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
+from checkpoint.folder import read_config
 from checkpoint.quantizing import quantize_folder
 from kernels.modes import BESIDE, FOUR_BITS
 from kernels.modes import MODES as PRECISIONS
@@ -20,8 +21,11 @@ from kernels.quantized import Scheme
 
 pytestmark = pytest.mark.slow
 # Families that differ in what is dealt: a key/value head for each query, tied tables, biases, norms, experts,
-# windows and norms of sums.
-DEALT = ("Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Qwen3-MoE", "Gemma 3")
+# windows and norms of sums; sinks, biases of sums and weights in MXFP4.
+DEALT = (
+    "Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Qwen3-MoE", "Gemma 3", "gpt-oss",
+    "gpt-oss in MXFP4",
+)
 # Rounded to fp8, a row's inputs depend on who has which of them: other roundings, other texts at times.
 EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
 
@@ -29,8 +33,9 @@ EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
 def with_heads(folder, source):
     """The converted target, with EAGLE heads in its folder."""
     folder = convert(source, folder, quiet=True)
+    width = read_config(folder)["hidden_size"]
     for kind in ("eagle", "eagle3"):
-        state, config = make_head(kind)
+        state, config = make_head(kind, hidden=width, target=width)
         convert(write_head(source.parent / f"{folder.name} {kind}", state, config), target=folder, quiet=True)
     return folder
 

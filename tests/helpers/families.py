@@ -1,9 +1,11 @@
 """Tiny random targets of every family, written by transformers in its own layout."""
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 V, H, LAYERS = 128, 48, 8
 SIZES = {
@@ -34,6 +36,14 @@ GEMMA3 = {
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+GPT_OSS_YARN = {
+    "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 64,
+}
+GPT_OSS = {
+    "rope_parameters": GPT_OSS_YARN, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "sliding_window": WINDOW, "hidden_size": 64, "intermediate_size": 128,
 }
 
 # name: (transformers' classes, what differs, how it is stored)
@@ -79,7 +89,28 @@ TARGETS = {
     "Qwen3-MoE, not renormalised": (
         "Qwen3Moe", {"rope_parameters": ROPE, "head_dim": 20, "norm_topk_prob": False, **EXPERTS}, "one file"
     ),
+    "gpt-oss": ("GptOss", GPT_OSS, "sharded"), "gpt-oss in MXFP4": ("GptOss", GPT_OSS, "mxfp4"),
 }
+
+
+def to_mxfp4(folder: Path, reference) -> None:
+    """Replace the experts of a gpt-oss file by random ones in MXFP4, as published, and those of the model."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(6)
+    state = load_file(file)
+    for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
+        count, inputs, outputs = state.pop(name).shape
+        shape = count, outputs, inputs // 32
+        draw = partial(torch.randint, generator=generator, dtype=torch.uint8)
+        blocks, exponents = draw(256, (*shape, 16)), draw(122, 126, shape)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        weight = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+        reference.get_parameter(name).data = weight
+    save_file(state, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def make_target(folder: Path, name: str):
@@ -100,6 +131,8 @@ def make_target(folder: Path, name: str):
     reference.save_pretrained(folder, max_shard_size="60KB" if form == "sharded" else "1GB")
     if form == "sharded":
         assert len(list(folder.glob("*.safetensors"))) > 1
+    if form == "mxfp4":
+        to_mxfp4(folder, reference)
     if form == "bin":
         file = folder / "model.safetensors"
         torch.save(load_file(file), folder / "pytorch_model.bin")

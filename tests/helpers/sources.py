@@ -71,6 +71,7 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate.": "ffn_gate_inp.",
+    "mlp.router.": "ffn_gate_inp.", "self_attn.sinks": "attn_sinks.weight",
 }
 
 
@@ -106,7 +107,7 @@ def write_gguf(
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
             data = pairs.reshape(data.shape)
         data = data.contiguous().numpy()
-        if data.ndim == 1 or kind == "F32":
+        if data.ndim == 1 or kind == "F32" or (kind == "MXFP4" and not name.endswith("_exps.weight")):
             w.add_tensor(name, data)
         else:
             w.add_tensor(name, gguf.quants.quantize(data, qtype), raw_dtype=qtype)

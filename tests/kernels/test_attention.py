@@ -12,14 +12,16 @@ from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
 pytestmark = pytest.mark.kernels
 
 
-def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0, window=0):
+def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0, window=0,
+           sinks=None):
     norms = (norm if norm is None else norm.float() for norm in (q_norm, k_norm))
-    return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window)
+    return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window, sinks)
 
 
-def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, seed=0):
-    draw = draws(seed)
-    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms, windows=(window,))
+def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, sinks=False):
+    draw = draws(0)
+    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms, windows=(window,),
+                     sinks=sinks)
     qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
     slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
@@ -51,6 +53,8 @@ SHAPES = pytest.mark.parametrize("shape", (
     # With windows: in one block, from block to block, beyond whole blocks, and of one slot.
     (1, 16, 9, 3, 64, 129, True, 7), (2, 4, 6, 3, 64, 430, False, 100), (1, 40, 4, 2, 32, 700, False, 150),
     (1, 3, 8, 1, 20, 300, False, 1),
+    # With sinks.
+    (2, 5, 8, 2, 64, 140, False, 0, True), (1, 3, 6, 3, 20, 430, False, 150, True),
 ))
 
 
@@ -87,6 +91,9 @@ def test_attend(each_isa, dtype, shape, stored):
     if weights:
         block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
         block.q_norm.eps = block.k_norm.eps = 1e-5
+    if args.sinks:  # from next to nothing to all of the softmax
+        block.sinks.data = torch.linspace(-20, 40, args.num_heads)
+    sinks = block.sinks
     shared = Pass(args, inverse_frequencies(args), slots + 100, slots, visible)
     cos, sin = shared.angles()
     found = []
@@ -94,7 +101,7 @@ def test_attend(each_isa, dtype, shape, stored):
         torch.set_num_threads(threads)
         caches = stored(each_isa, k, v)
         given = qkv, cos, sin, *caches, slots, visible, *weights
-        found.append(attend(each_isa, *given, window=block.window))
+        found.append(attend(each_isa, *given, window=block.window, sinks=sinks))
     torch.set_num_threads(1)
     same(*found)
     theirs = Written(k.double(), v.double(), round_heads if stored is in_bytes else lambda x: x)

@@ -50,11 +50,18 @@ GEMMA = WINDOWS | {
 }
 
 
+GPT_OSS = WINDOWS | {
+    "num_experts": 6, "experts_per_token": 3, "qkv_bias": True, "biases": True, "sinks": True,
+    "activation": "clamped_swiglu",
+}
+
+
 @pytest.mark.parametrize("options", (
     {}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}, WINDOWS, GEMMA,
     {"of_head": {"num_layers": 2, "windows": (5, 30)}},
     {"num_experts": 5, "experts_per_token": 2},
-    {"num_experts": 20, "experts_per_token": 3, "renormalise_experts": False},
+    {"num_experts": 20, "experts_per_token": 3, "renormalise_experts": False}, GPT_OSS,
+    {"biases": True, "activation": "clamped_swiglu"},
 ))
 def test_a_packed_model_is_the_model(options):
     target, head = tiny(torch.float32, **options)
@@ -83,6 +90,7 @@ def test_a_packed_model_is_the_model(options):
     (torch.bfloat16, 0.0, "auto", 32, {}), (torch.bfloat16, 1.0, "int8", 6, {}),
     (torch.float32, 0.0, "int8", 100, {}), (torch.float32, 1.0, "auto", 100, {}),
     (torch.bfloat16, 0.0, "auto", 32, GEMMA), (torch.bfloat16, 1.0, "int8", 32, GEMMA),
+    (torch.bfloat16, 0.0, "auto", 32, GPT_OSS), (torch.bfloat16, 1.0, "int8", 32, GPT_OSS),
 ))
 def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim, options):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
@@ -113,12 +121,13 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert len(Engine(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
-@pytest.mark.parametrize("mode", (None, "int8", "w8a8", "int4", "w4a8"))
+@pytest.mark.parametrize("mode", (None, "int8", "w8a8", "int4", "w4a8", "mxfp4"))
 def test_a_mixture(mode):
     """In float32 it is its definition. In any dtype a row's bits depend on no other row, and drafted text is
     plain text.
     """
-    limit = 1e-2 if mode in ("w8a8", "w4a8") else 1e-5  # inputs near a tie may round to the next value
+    rounds = mode in ("w8a8", "w4a8", "mxfp4")
+    limit = 1e-2 if rounds else 1e-5  # inputs near a tie may round to the next value
     for dtype in DTYPES:
         target, head = random_models("tiny-mixture", dtype, "cpu", mode, 32)
         for layer in target.layers:

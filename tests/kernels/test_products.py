@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws, same
 
-from kernels.packed import FLOAT32, GATES, SAME, PackedLinear, pack
-from kernels.quantized import QuantizedLinear, round_inputs
+from kernels.packed import FLOAT32, GATES, SAME, Packed, PackedLinear, pack, pack_scale
+from kernels.quantized import QuantizedLinear, QuantizedStack, round_inputs
 from model import ACTIVATIONS
 
 pytestmark = pytest.mark.kernels
@@ -30,7 +30,8 @@ def test_linear(each_isa, dtype, columns, rows):
     onto = draw(2, rows, columns, dtype=dtype)
     packed, expected = pack(each_isa, weight, None, dtype), x.double() @ weight.double().T
     close(linear(each_isa, x, packed, columns), expected, dtype)
-    close(linear(each_isa, x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
+    with_bias = linear(each_isa, x, packed, columns, None, pack_scale(each_isa, bias[:, None]), onto)
+    close(with_bias, expected + bias + onto, dtype)
     exact = linear(each_isa, x, packed, columns, mode=FLOAT32)
     assert exact.dtype == torch.float32
     close(exact, expected, torch.float32)
@@ -43,11 +44,12 @@ def test_linear(each_isa, dtype, columns, rows):
 @pytest.mark.parametrize("activation", GATES)
 def test_gated(each_isa, dtype, activation, inner):
     draw = draws(inner)
-    x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
-    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    packed = pack(each_isa, weight, None, dtype, gated=True)
-    found = linear(each_isa, x, packed, inner, mode=GATES[activation])
-    close(found, ACTIVATIONS[activation](gate) * up, dtype)
+    x, weight, bias = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype), draw(2 * inner)
+    gate, up = (x.double() @ weight.double().T + bias).chunk(2, -1)
+    assert max(gate.max(), up.max(), -up.min()) > 7  # what clamped_swiglu limits
+    packed, with_bias = pack(each_isa, weight, None, dtype, True), pack_scale(each_isa, bias[:, None], True)
+    found = linear(each_isa, x, packed, inner, bias=with_bias, mode=GATES[activation])
+    close(found, ACTIVATIONS[activation](gate, up), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,6 +79,28 @@ def test_quantised(each_isa, dtype, mode, inputs, group, rows, gated):
     close(whole, expected, dtype)
     close(packed(x, onto), expected + onto, dtype)
     assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", (1, 3, 7, 21))
+@pytest.mark.parametrize("activation", (None, "clamped_swiglu"))
+def test_mxfp4(each_isa, dtype, rows, activation):
+    """Exactly the product with what the four bits stand for, of every expert, and row-invariant."""
+    generator, draw = torch.Generator().manual_seed(rows), draws(rows)
+    stack = QuantizedStack((2, 90, 96), "mxfp4", 32)
+    stack.weight.data = torch.randint(256, (2, 90, 48), generator=generator, dtype=torch.uint8)
+    stack.scale.data = torch.randint(120, 131, (2, 90, 3), generator=generator, dtype=torch.uint8)
+    x, bias = draw(rows, 96).mul(0.1).to(dtype), draw(2, 90)
+    packed = Packed(each_isa, stack, bias, dtype, activation)
+    of_expert = len(packed.packed) // 2
+    for e in range(2):
+        expected = x.double() @ stack(None, torch.float64)[e].T + bias[e]
+        expected = ACTIVATIONS[activation](*expected.chunk(2, -1)) if activation else expected
+        operands = [part[e * of_expert : (e + 1) * of_expert] for part in packed.operands]
+        args = *operands, None, packed.columns, packed.mode
+        whole = each_isa.ops.linear(x, *args)
+        close(whole, expected, dtype)
+        assert all(torch.equal(each_isa.ops.linear(x[[i]], *args), whole[[i]]) for i in range(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

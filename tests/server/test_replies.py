@@ -9,6 +9,7 @@ from engine.request import Event, Request
 from server.app import Server, make_app
 from server.metrics import Metrics
 from server.worker import Worker
+from tokens.channels import CHANNEL_TAGS
 from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
 
@@ -75,6 +76,8 @@ def ask(tmp_path):
         worker.stop()
         parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith('data: {"')]
         assert "".join(p["delta"].get("content", "") for p in parts) == (choice["message"]["content"] or "")
+        thoughts = "".join(p["delta"].get("reasoning_content", "") for p in parts)
+        assert thoughts == choice["message"].get("reasoning_content", "")
         streamed = [call for p in parts for call in p["delta"].get("tool_calls", [])]
         assert [call.pop("index") for call in streamed] == [*range(len(streamed))]
         calls = choice["message"].get("tool_calls", [])
@@ -112,3 +115,36 @@ TAGS = ("<tool_call>", "</tool_call>")
 def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, calls):
     message = ask(text, **more)
     assert (message["content"], calls_of(message)) == (content, calls)
+
+
+HARMONY = (
+    "{{ reasoning_effort }}{% for m in messages %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "<|start|>assistant{{ '<|channel|>analysis<|message|>' if open }}"
+)
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Hm.<|end|>", "<|channel|>final<|message|>Yes, to=f."
+NEXT = "<|start|>assistant"
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 3}'
+CALL_BY_ROLE = ' to=functions.f<|channel|>commentary json<|message|>{"n": 3}'
+CALL_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
+
+
+@pytest.mark.parametrize("control", ((), CHANNEL_TAGS), ids=("spelled", "tokens"))
+@pytest.mark.parametrize("text, more, content, thoughts, calls", (
+    (ANALYSIS + NEXT + FINAL, {}, "Yes, to=f.", "Hm.", []),
+    (FINAL, {}, "Yes, to=f.", None, []), (ANALYSIS[:-7], {}, "", "Hm.", []),  # cut off
+    (ANALYSIS + NEXT + CALL, {}, None, "Hm.", [F]),
+    (ANALYSIS + NEXT + CALL_BY_ROLE, {}, None, "Hm.", [F]),
+    (CALL + "<|end|>" + NEXT + CALL_G + "<|end|>", {}, None, None, [F, G]),
+    (ANALYSIS.replace("analysis", "commentary") + NEXT + CALL, {}, None, "Hm.", [F]),  # a preamble
+    (CALL.replace("functions.f", "python"), {}, "", '{"n": 3}', []),
+    (CALL, {"tools": []}, "", '{"n": 3}', []), (CALL[:-1], {}, '{"n": 3', None, []),
+    ("to be", {}, "to be", None, []), ('{"a": 1}', {}, '{"a": 1}', None, []),
+    (ANALYSIS + NEXT, {}, "", "Hm.", []),
+    ("Hm.<|end|>" + NEXT + FINAL, {"chat_template_kwargs": {"open": True}}, "Yes, to=f.", "Hm.", []),
+    ('{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]),
+), ids=range(15))
+def test_channels_of_harmony(ask, text, more, content, thoughts, calls, control):
+    message = ask(text, control, HARMONY, **more)
+    found = message["content"], message.get("reasoning_content"), calls_of(message)
+    assert found == (content, thoughts, calls)

@@ -60,6 +60,7 @@ def test_llama3_takes_a_known_word_in_one_piece_whatever_the_merges(pre, pieces,
     ("llama-bpe", ["It", "'S", " ", "123", "45", "!!\n\n", " x"]),
     ("qwen2", ["It", "'S", " ", "1", "2", "3", "(x"]),
     ("tekken", ["hello", "World", " HTTPServer", " ", "1", "2", " a", "/\n/"]),
+    ("gpt-4o", ["it's", " WE'LL", " hello", "World", " ", "123", "4", " a", "/\n/"]),
     ("deepseek-v3", ["abc", " ", "123", "4", ".foo", "中文", "ab", "!c"]),
     # Its punctuation is written ":-~". This takes in the ASCII letters and so parts them from accented ones.
     ("deepseek-llm", ["ab", " ", "1", "2", "\n", "\n", "n", "é", " жук", ",", " x", "中文", "ש", " a", "  "]),

@@ -24,7 +24,8 @@ struct ByteCache {
     for (int64_t i = 0; i < n; i++) slots.push_back(i), visible[i * n + i] = true;
     Values<E> out(n * kv_heads * hd);
     Kernels<E>::attend(1, {1, n, kv_heads, kv_heads, hd, n, cosine.data(), sine.data(), slots.data(),
-                           reinterpret_cast<const bool*>(visible.data())}, qkv.data(), {}, k, v, out.data());
+                           reinterpret_cast<const bool*>(visible.data())}, qkv.data(),
+                       {nullptr, nullptr, 0, k, v}, out.data());
   }
 };
 
@@ -38,7 +39,7 @@ void check_bytes(int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t
   ByteCache<E> cache(stored, kv_heads, hd, n);
   const auto run = [&](int threads, const Rows& rows, const Values<E>& qkv) {
     Values<E> out(rows.T * heads * hd);
-    Kernels<E>::attend(threads, rows, qkv.data(), {}, cache.k, cache.v, out.data());
+    Kernels<E>::attend(threads, rows, qkv.data(), {nullptr, nullptr, 0, cache.k, cache.v}, out.data());
     return out;
   };
   char name[99];

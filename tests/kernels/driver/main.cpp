@@ -14,7 +14,7 @@
 
 namespace {
 
-const char* const NAMES[] = {"whole", "int8", "int4", "w8a8", "w4a8"};
+const char* const NAMES[] = {"whole", "int8", "int4", "mxfp4", "w8a8", "w4a8"};
 
 // Every `group` of a row in steps of their largest / 127, in floats as kernels/quantized.py has it.
 template <class E>
@@ -35,12 +35,14 @@ template <class E>
 void check_linear(Weight::Format format, bool gated, int64_t N, int64_t K) {
   const int64_t M = most_rows;
   Packed packed = random_weight<E>(format, gated ? 2 * N : N, K, gated);
-  const Weight& w = weight_of(packed);
+  const Weight w = weight_of(packed);
   Values<E> x = draws<E>(M * K);
   std::fill_n(x.begin(), 64, typename Dtype<E>::Value(0));
-  const Values<Fp32> bias = draws<Fp32>(N);
+  const Values<Fp32> bias = add_bias(packed, gated ? 2 * N : N, gated);
+  const Weight with_bias = weight_of(packed);
+  const Gate gate = gated ? Gate::SILU : Gate::NONE;
   const Values<E> residual = draws<E>(M * N);
-  Doubles read(M * K), plain(M * N);
+  Doubles read(M * K), plain(M * N), biased(M * N);
   std::transform(x.begin(), x.end(), read.begin(), Dtype<E>::get);
   if (w.rounds()) round_inputs<E>(read, K, format == Weight::W8A8 ? 64 : K / w.groups);
   const auto dot = [&](int64_t m, int64_t n) {
@@ -50,72 +52,76 @@ void check_linear(Weight::Format format, bool gated, int64_t N, int64_t K) {
   };
   for (int64_t m = 0; m < M; m++)
     for (int64_t n = 0; n < N; n++) {
-      const double sum = dot(m, n);
-      plain[m * N + n] = gated ? sum / (1 + std::exp(-sum)) * dot(m, N + n) : sum;
+      const double sum = dot(m, n), up = gated ? dot(m, N + n) : 0;
+      const auto silu = [](double x) { return x / (1 + std::exp(-x)); };
+      plain[m * N + n] = gated ? silu(sum) * up : sum;
+      biased[m * N + n] = gated ? silu(sum + bias[n]) * (up + bias[N + n]) : sum + bias[n];
     }
   check(Kernels<E>::inputs(w) == K, "%s %s: inputs", Dtype<E>::NAME, NAMES[format]);
 
-  const auto compare = [&]<class Out>(Dtype<Out>, const char* name, const float* add, const Values<E>& onto) {
-    Doubles expected = plain;
-    for (int64_t i = 0; i < M * N; i++)
-      expected[i] += (add ? add[i % N] : 0) + (onto.empty() ? 0 : Dtype<E>::get(onto[i]));
+  const auto compare = [&]<class Out>(Dtype<Out>, const char* name, const Weight& w, const Values<E>& onto) {
+    Doubles expected = w.bias ? biased : plain;
+    for (int64_t i = 0; i < M * N; i++) expected[i] += onto.empty() ? 0 : Dtype<E>::get(onto[i]);
     const auto run = [&](int threads, int64_t first, int64_t rows) {
       Values<Out> out(rows * N);
-      Kernels<E>::linear(threads, &x[first * K], rows, w, add, onto.empty() ? nullptr : &onto[first * N], gated,
+      Kernels<E>::linear(threads, &x[first * K], rows, w, onto.empty() ? nullptr : &onto[first * N], gate,
                          !std::is_same_v<Out, E>, N, out.data());
       return out;
     };
-    const char *dtype = Dtype<E>::NAME, *gate = gated ? "gated " : "", *format_name = NAMES[format];
+    const char *dtype = Dtype<E>::NAME, *gated_or = gated ? "gated " : "", *format_name = NAMES[format];
     const Values<Out> all = run(1, 0, M);
     const double apart = error<Out>(all, expected);
-    check(apart <= Dtype<Out>::ERROR, "%s %s %s%s: off by %g", dtype, format_name, gate, name, apart);
+    check(apart <= Dtype<Out>::ERROR, "%s %s %s%s: off by %g", dtype, format_name, gated_or, name, apart);
     for (int64_t rows = 1; rows < M; rows++)
       check(same(run(1 + rows * 3 / M, M - rows, rows), part_of(all, (M - rows) * N, rows * N)),
-            "%s %s %s%s: the last %d rows alone differ", dtype, format_name, gate, name, int(rows));
+            "%s %s %s%s: the last %d rows alone differ", dtype, format_name, gated_or, name, int(rows));
   };
-  compare(Dtype<E>(), "alone", nullptr, {});
-  compare(Dtype<E>(), "with bias and residual", bias.data(), residual);
-  if (!gated) compare(Dtype<Fp32>(), "to float32", bias.data(), {});
+  compare(Dtype<E>(), "alone", w, {});
+  compare(Dtype<E>(), "with bias and residual", with_bias, residual);
+  if (!gated) compare(Dtype<Fp32>(), "to float32", with_bias, {});
 }
 
-template <class E>
-Doubles rms_norm(const Doubles& x, const Values<E>& weight, double eps) {  // x [..., H]
+Doubles rms_norm(const Doubles& x, const Values<Fp32>& weight, double eps) {  // x [..., H]
   const int64_t H = weight.size();
   Doubles out(x.size());
   for (int64_t row = 0; row < int64_t(x.size()); row += H) {
     double sum = 0;
     for (int64_t i = 0; i < H; i++) sum += x[row + i] * x[row + i];
     const double share = 1 / std::sqrt(sum / H + eps);
-    for (int64_t i = 0; i < H; i++) out[row + i] = x[row + i] * share * Dtype<E>::get(weight[i]);
+    for (int64_t i = 0; i < H; i++) out[row + i] = x[row + i] * share * weight[i];
   }
   return out;
 }
 
 template <class E>
 void check_rms_norm(int64_t H) {
-  const Values<E> x = draws<E>(5 * H), weight = draws<E>(H);
+  const Values<E> x = draws<E>(5 * H);
+  const Values<Fp32> weight = draws<Fp32>(H);
   Values<E> out(5 * H);
   Doubles read(x.size());
   std::transform(x.begin(), x.end(), read.begin(), Dtype<E>::get);
   Kernels<E>::rms_norm(x.data(), weight.data(), 5, H, 1e-5f, out.data());
-  const double apart = error<E>(out, rms_norm<E>(read, weight, 1e-5));
+  const double apart = error<E>(out, rms_norm(read, weight, 1e-5));
   check(apart <= Dtype<E>::ERROR, "%s rms_norm of %d: off by %g", Dtype<E>::NAME, int(H), apart);
 }
 
 template <class E>
-void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t n, bool normed) {
+void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t n, bool normed,
+                  bool sinks = false) {
   using D = Dtype<E>;
   const Scene scene(B, T, heads, kv_heads, hd, n);
   const Rows& rows = scene.rows;
   const int64_t S = n + 3, stride = kv_heads * hd, width = rows.width();
   const Values<E> qkv = draws<E>(B * T * width), keys = draws<E>(B * S * stride), values = draws<E>(B * S * stride);
-  const Values<E> q_norm = draws<E>(hd), k_norm = draws<E>(hd);
-  const Norms norms{normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, 1e-5f};
+  const Values<Fp32> q_norm = draws<Fp32>(hd), k_norm = draws<Fp32>(hd);
+  const Values<Fp32> sink = draws<Fp32>(heads);
   Values<E> k = keys, v = values;
+  const Attending layer{normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, 1e-5f,
+                        {k.data(), S * stride, stride, hd}, {v.data(), S * stride, stride, hd}, 0,
+                        sinks ? sink.data() : nullptr};
   const auto run = [&](int threads, const Rows& rows, const Values<E>& qkv) {
     Values<E> out(rows.B * rows.T * heads * hd);
-    Kernels<E>::attend(threads, rows, qkv.data(), norms, {k.data(), S * stride, stride, hd}, {v.data(), S * stride, stride, hd},
-                       out.data());
+    Kernels<E>::attend(threads, rows, qkv.data(), layer, out.data());
     return out;
   };
   char name[99];
@@ -128,7 +134,7 @@ void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t
     for (int64_t h = 0; h < heads + kv_heads; h++) {
       Doubles head(hd);
       std::transform(&qkv[row * width + h * hd], &qkv[row * width + (h + 1) * hd], head.begin(), D::get);
-      if (normed) head = rms_norm<E>(head, h < heads ? q_norm : k_norm, 1e-5);
+      if (normed) head = rms_norm(head, h < heads ? q_norm : k_norm, 1e-5);
       Doubles& to = h < heads ? rotated : stored_keys;
       for (int64_t i = 0; i < hd; i++) {
         const double c = scene.cosine[row * hd / 2 + i % (hd / 2)], s = scene.sine[row * hd / 2 + i % (hd / 2)];
@@ -148,7 +154,7 @@ void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t
     for (int64_t h = 0; h < heads; h++) {
       const int64_t cache = row / T * S * stride + h / (heads / kv_heads) * hd;
       Doubles sum(hd);
-      double total = 0;
+      double total = sinks ? std::exp(double(sink[h])) : 0;
       for (int64_t j = 0; j < n; j++) {
         if (!scene.visible[row * n + j]) continue;
         double score = 0;
@@ -176,24 +182,28 @@ void check_layers(Weight::Format format) {
   const Scene scene(1, T, heads, kv_heads, hd, n);
   const Rows& rows = scene.rows;
   const int64_t width = rows.width();
-  const Values<Fp32> bias = draws<Fp32>(width);
   struct Weights {
-    Values<E> attn_norm, mlp_norm, q_norm, k_norm, k, v;
+    Values<Fp32> attn_norm, mlp_norm, q_norm, k_norm, sinks;
+    Values<E> k, v;
     Packed wqkv, wo, gate_up, down;
   };
   std::vector<Weights> weights(L);
   for (Weights& w : weights) {
-    w.attn_norm = draws<E>(H), w.mlp_norm = draws<E>(H), w.q_norm = draws<E>(hd), w.k_norm = draws<E>(hd);
+    w.attn_norm = draws<Fp32>(H), w.mlp_norm = draws<Fp32>(H), w.q_norm = draws<Fp32>(hd);
+    w.k_norm = draws<Fp32>(hd), w.sinks = draws<Fp32>(heads);
     w.k = draws<E>(n * stride), w.v = draws<E>(n * stride);
     w.wqkv = random_weight<E>(format, width, H), w.wo = random_weight<E>(format, H, H);
     w.gate_up = random_weight<E>(format, 2 * inner, H, true), w.down = random_weight<E>(format, H, inner);
+    add_bias(w.wqkv, width, false), add_bias(w.wo, H, false), add_bias(w.gate_up, 2 * inner, true);
   }
   const auto layers_of = [&](std::vector<Weights>& all) {
     std::vector<Layer> layers;
     for (Weights& w : all)
-      layers.push_back({w.attn_norm.data(), weight_of(w.wqkv), bias.data(), {w.q_norm.data(), w.k_norm.data(), 1e-5f},
-                        weight_of(w.wo), w.mlp_norm.data(), weight_of(w.gate_up), weight_of(w.down),
-                        {w.k.data(), n * stride, stride, hd}, {w.v.data(), n * stride, stride, hd}});
+      layers.push_back({w.attn_norm.data(), weight_of(w.wqkv),
+                        {w.q_norm.data(), w.k_norm.data(), 1e-5f, {w.k.data(), n * stride, stride, hd},
+                         {w.v.data(), n * stride, stride, hd}, 0, w.sinks.data()},
+                        weight_of(w.wo), nullptr, w.mlp_norm.data(), weight_of(w.gate_up), weight_of(w.down), nullptr,
+                        Gate::CLAMPED, {}});
     return layers;
   };
   const Values<E> x = draws<E>(T * H);
@@ -202,19 +212,19 @@ void check_layers(Weight::Format format) {
   const auto keep = [&](int64_t which) {
     for (int64_t t = 0; t < T; t++) std::copy_n(&expected[t * H], H, &features[(t * 2 + which) * H]);
   };
-  const auto linear = [&](const Values<E>& x, const Weight& w, const float* bias, bool gated, bool onto, Values<E>& out) {
-    Kernels<E>::linear(1, x.data(), T, w, bias, onto ? out.data() : nullptr, gated, false, out.size() / T, out.data());
+  const auto linear = [&](const Values<E>& x, const Weight& w, Gate gate, bool onto, Values<E>& out) {
+    Kernels<E>::linear(1, x.data(), T, w, onto ? out.data() : nullptr, gate, false, out.size() / T, out.data());
   };
   for (const Layer& l : layers_of(once)) {
-    if (l.k.data == once[1].k.data()) keep(0);
+    if (l.attending.k.data == once[1].k.data()) keep(0);
     Kernels<E>::rms_norm(expected.data(), l.attn_norm, T, H, 1e-5f, normed.data());
     if (read.empty()) read = normed;
-    linear(normed, l.wqkv, l.bias, false, false, qkv);
-    Kernels<E>::attend(1, rows, qkv.data(), l.norms, l.k, l.v, attended.data());
-    linear(attended, l.wo, nullptr, false, true, expected);
+    linear(normed, l.wqkv, Gate::NONE, false, qkv);
+    Kernels<E>::attend(1, rows, qkv.data(), l.attending, attended.data());
+    linear(attended, l.wo, Gate::NONE, true, expected);
     Kernels<E>::rms_norm(expected.data(), l.mlp_norm, T, H, 1e-5f, normed.data());
-    linear(normed, l.gate_up, nullptr, true, false, gated);
-    linear(gated, l.down, nullptr, false, true, expected);
+    linear(normed, l.gate_up, l.gate, false, gated);
+    linear(gated, l.down, Gate::NONE, true, expected);
   }
   keep(1);
   for (bool together : {true, false})
@@ -265,24 +275,24 @@ void print_rounded(Weight::Format format, int64_t K) {
   const Values<E> x = draws<E>(40 * K);
   for (int64_t rows : {1, 7, 8, 17, 40}) {
     Values<Fp32> out(rows * N);
-    Kernels<E>::linear(2, x.data(), rows, weight_of(packed), nullptr, nullptr, false, true, N, out.data());
+    Kernels<E>::linear(2, x.data(), rows, weight_of(packed), nullptr, Gate::NONE, true, N, out.data());
     print(Dtype<E>::NAME, out);
   }
 }
 
 template <class E>
 void check_dtype() {
-  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8, Weight::W4A8})
+  const auto FORMATS = {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::MXFP4, Weight::W8A8, Weight::W4A8};
+  for (Weight::Format format : FORMATS)
     for (bool gated : {false, true}) check_linear<E>(format, gated, gated ? 21 : 45, 96);
   for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::W8A8})
     check_linear<E>(format, false, 33, 100);  // a part of 64 inputs, and an odd number of words
   for (int64_t size : {1, 50, 576}) check_rms_norm<E>(size);
   check_attend<E>(1, 1, 4, 4, 32, 5, false), check_attend<E>(2, 7, 6, 2, 64, 70, false);
-  check_attend<E>(1, 9, 6, 2, 64, 300, true), check_attend<E>(3, 5, 8, 1, 128, 33, true);
+  check_attend<E>(1, 9, 6, 2, 64, 300, true, true), check_attend<E>(3, 5, 8, 1, 128, 33, true);
   check_attend<E>(1, 5, 3, 1, 100, 140, false), check_attend<E>(1, 2, 2, 2, 6, 9, true);
   check_bytes<E>(9, 6, 2, 64, 300), check_bytes<E>(5, 4, 4, 20, 140), check_bytes<E>(7, 8, 1, 6, 40);
-  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8, Weight::W4A8})
-    check_layers<E>(format);
+  for (Weight::Format format : FORMATS) check_layers<E>(format);
 }
 
 // Of Linux, as kernels/isa.py does. Where there are none, it refuses.

@@ -25,7 +25,8 @@ std::vector<T> pack(const Matrix<T>& m, int64_t w) {  // -> [blocks, K/w, column
       out[((n / c * (m.K / w) + k / w) * c + n % c) * w + k % w] = m.values[n * m.K + k];
   return out;
 }
-inline std::vector<int8_t> pack_int4(const Matrix<int8_t>& m, int64_t w) {  // -> [blocks, K/w, columns/2 * w]
+// Values of four bits less 8 -> [blocks, K/w, columns/2 * w].
+inline std::vector<int8_t> pack_int4(const Matrix<int8_t>& m, int64_t w) {
   const std::vector<int8_t> bytes = pack(m, w);
   const int64_t half = packing().columns / 2 * w;
   std::vector<int8_t> out(bytes.size() / 2);
@@ -58,7 +59,7 @@ std::vector<char> bytes_of(const std::vector<T>& values) {
 
 // A random weight [N, K], packed for x in E, and the numbers that it stands for.
 struct Packed {
-  std::vector<char> data, scales;
+  std::vector<char> data, scales, biases;
   Doubles numbers;  // [N, K], gate above up
   Weight weight;
 };
@@ -74,19 +75,24 @@ Packed random_weight(Weight::Format format, int64_t N, int64_t K, bool gated = f
     std::transform(m.values.begin(), m.values.end(), p.numbers.begin(), D::get);
     p.data = bytes_of(pack(whole(m), K / steps));
   } else {
-    const bool four_bits = format == Weight::INT4 || format == Weight::W4A8;
+    const bool mxfp4 = format == Weight::MXFP4, four_bits = format == Weight::INT4 || format == Weight::W4A8 || mxfp4;
     const int64_t size = four_bits ? 32 : K, most = four_bits ? 8 : 127;
     Matrix<int8_t> q{N, K, std::vector<int8_t>(N * K)};
     groups = K / size;
     Matrix<float> scales{N, groups, draws<Fp32>(N * groups)};
     Matrix<uint16_t> rounded{N, groups, Values<Bf16>(N * groups)};
+    Matrix<uint8_t> exponents{N, groups, std::vector<uint8_t>(N * groups)};
     for (size_t i = 0; i < scales.values.size(); i++) {
+      exponents.values[i] = uint8_t(120 + source() % 12);
+      if (mxfp4) scales.values[i] = std::ldexp(1.0f, exponents.values[i] - 127);
       rounded.values[i] = Dtype<Bf16>::of(scales.values[i]);
       if (four_bits) scales.values[i] = Dtype<Bf16>::get(rounded.values[i]);
     }
     for (int64_t i = 0; i < N * K; i++) {
       q.values[i] = int8_t(int64_t(source() % (2 * most)) - most);
-      p.numbers[i] = double(q.values[i]) * scales.values[i / size];
+      const int code = q.values[i] + 8, doubled[] = {0, 1, 2, 3, 4, 6, 8, 12};
+      const double value = mxfp4 ? doubled[code & 7] * (code & 8 ? -0.5 : 0.5) : q.values[i];
+      p.numbers[i] = value * scales.values[i / size];
     }
     const int64_t w = format == Weight::W8A8   ? packing().bytes_per_word
                       : format == Weight::W4A8 ? packing().nibbles_per_word
@@ -94,7 +100,7 @@ Packed random_weight(Weight::Format format, int64_t N, int64_t K, bool gated = f
     steps = K / w;
     p.data = bytes_of(format == Weight::W8A8 ? pack_bytes(whole(q))
                       : four_bits            ? pack_int4(whole(q), w) : pack(whole(q), w));
-    p.scales = four_bits ? bytes_of(pack(whole(rounded), 1)) : bytes_of(pack(whole(scales), 1));
+    p.scales = mxfp4 ? bytes_of(pack(whole(exponents), 1)) : four_bits ? bytes_of(pack(whole(rounded), 1)) : bytes_of(pack(whole(scales), 1));
   }
   const int64_t width = gated ? packing().columns / 2 : packing().columns;
   const int64_t blocks = ((gated ? N / 2 : N) + width - 1) / width;
@@ -103,5 +109,11 @@ Packed random_weight(Weight::Format format, int64_t N, int64_t K, bool gated = f
 }
 inline const Weight& weight_of(Packed& p) {  // with where its numbers lie now
   p.weight.data = p.data.data(), p.weight.scales = p.scales.data();
+  p.weight.bias = p.biases.empty() ? nullptr : reinterpret_cast<const float*>(p.biases.data());
   return p.weight;
+}
+inline Values<Fp32> add_bias(Packed& p, int64_t N, bool gated) {  // random [N], gate before up
+  const Matrix<float> bias{N, 1, draws<Fp32>(N)};
+  p.biases = bytes_of(pack(gated ? interleave(bias) : bias, 1));
+  return bias.values;
 }
