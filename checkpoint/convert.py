@@ -198,11 +198,11 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> tuple[dict, list[P
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
     """
-    names = family_of(source).names
-    fields = target_fields(source)
+    family, fields = family_of(source), target_fields(source)
+    names = family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
-    tensors = dict(source.tensors)
+    tensors = family.rearranged(source, fields)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
         # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
-from checkpoint.source import Source
+from checkpoint.hybrid import Rearranged, hybrid_fields, part_rows
+from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
 from model import ModelArgs
@@ -73,6 +74,23 @@ QWEN_MOE: NameTable = {
     "mlp.w_gate_up": [f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.w_down": ["mlp.experts.{e}.down_proj.weight"],
 }
+HYBRID: NameTable = {  # the names that `checkpoint.hybrid` gives to tensors
+    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
+    "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
+    "w_out.weight": ["linear_attn.out_proj.weight"],
+    "taps": ["linear_attn.conv1d.weight"],
+    "log_decay": ["linear_attn.A_log"],
+    "step_bias": ["linear_attn.dt_bias"],
+    "out_scale": ["linear_attn.norm.weight"],
+}
+SHARED_EXPERT: NameTable = {
+    "mlp.routed.router.weight": ["mlp.gate.weight"],
+    "mlp.routed.w_gate_up": QWEN_MOE["mlp.w_gate_up"],
+    "mlp.routed.w_down": QWEN_MOE["mlp.w_down"],
+    "mlp.shared.w_gate_up.weight": [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.shared.w_down.weight": ["mlp.shared_expert.down_proj.weight"],
+    "mlp.gate.weight": ["mlp.shared_expert_gate.weight"],
+}
 
 
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
@@ -93,11 +111,13 @@ def parts_of(
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     if len(patterns) == 1:
         rows = (shape[-2] if len(shape) > 1 else shape[0],)
+    elif stacked := part_rows(args, name):
+        rows = stacked
     elif ".wqkv." in f".{name}":
         kv = args.num_kv_heads * args.head_dim
         rows = args.num_heads * args.head_dim, kv, kv
     else:  # w_gate_up
-        rows = args.intermediate_size, args.intermediate_size
+        rows = (args.shared_expert_size if ".shared." in name else args.intermediate_size,) * 2
     columns = shape[-1:] if len(shape) > 1 else ()
     return {source: (count, *columns) for source, count in zip(sources, rows * len(experts), strict=True)}
 
@@ -144,13 +164,20 @@ class Family:
     """The properties that all targets of one architecture share.
 
     fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
-    may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts.
+    may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts. hybrid:
+    whether most layers are gated delta nets, and files hold tensors that are to be rearranged.
     """
 
     names: NameTable
     fixed: dict = field(default_factory=dict)
     defaults: dict = field(default_factory=dict)
     experts: bool = False
+    hybrid: bool = False
+
+    def rearranged(self, source: Source, fields: dict) -> dict[str, Entry]:
+        """Return the source's tensors under the names of the table. fields: of `target_fields`."""
+        tensors = dict(source.tensors)
+        return Rearranged(source.path, fields).of(tensors) if self.hybrid else tensors
 
 
 # Qwen's windows have a switch, off unless a config says otherwise, and begin at a layer. LLaMA has none.
@@ -167,6 +194,8 @@ MIXTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
+HYBRID_DEFAULTS = {"head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512, **NO_WINDOW}
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE), defaults=NO_WINDOW),
     "MistralForCausalLM": Family(
@@ -184,6 +213,10 @@ FAMILIES = {
         hugging_face(PHI3), defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     ),
     "Gemma3ForCausalLM": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
+    **{f"Qwen3_5{kind}": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True)
+       for kind in ("ForCausalLM", "ForConditionalGeneration")},
+    **{name: Family(hugging_face(SHARED_EXPERT | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, True, True)
+       for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")},
     "Gemma3ForConditionalGeneration": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
@@ -213,8 +246,12 @@ def target_fields(source: Source) -> dict:
             "use_bidirectional_attention")
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
     config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
+    more = {}
+    if family.hybrid:
+        config, more = hybrid_fields(path, config)
+        more["shared_expert_size"] *= family.experts
     fields = model_fields(path, config)
-    fields |= family.fixed
+    fields |= family.fixed | more
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")

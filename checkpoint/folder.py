@@ -121,6 +121,16 @@ def _check_relations(args: ModelArgs) -> None:
         ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
         ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
+        ("delta_layers", len(args.delta_layers) in (0, args.num_layers),
+         f"one for each of {args.num_layers} layers"),
+        ("rotary_dim", args.rotary_dim <= args.head_dim and args.rotary_dim % 2 == 0,
+         f"an even number up to head_dim, {args.head_dim}"),
+        ("rotary_dim", not args.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
+        ("delta_heads", not args.delta_layers or args.delta_key_heads and
+         args.delta_heads % args.delta_key_heads == 0, "a multiple of delta_key_heads"),
+        ("delta_taps", not args.delta_layers or min(
+            args.delta_heads, args.delta_key_dim, args.delta_value_dim, args.delta_taps - 1) >= 1,
+         "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),
         ("activation", args.activation == "silu" or not args.num_experts, "silu, of mixtures of experts"),
     ]
     has = vars(args).get
