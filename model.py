@@ -593,6 +593,7 @@ class Transformer(nn.Module):
     backend, whole, ranks = None, False, None
     Caches = KVCaches
     most_rows = most_levels = None  # of a pass, and of a tree below its root; None: unlimited
+    keeps_state = False  # beside keys and values: only texts that are read in order may be in a pass
 
     def __init__(self, args: ModelArgs):
         super().__init__()

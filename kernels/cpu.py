@@ -157,7 +157,11 @@ class CpuBackend(TorchBackend):
         self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
         caches: packed.CpuCaches | None = None, *, where: Tensor | None = None, more: bool = False,
     ) -> Tensor:
-        moved = ([], [], 0) if caches is None else (*caches.lists, caches.head_dim)
+        moved = [], [], 0
+        if isinstance(caches, packed.CpuCaches):
+            moved = *caches.lists, caches.head_dim
+        elif caches is not None:
+            caches.move(state.length[:, None] + path, state.length[:, None] + torch.arange(path.shape[1]))
         return self.ops.commit(
             tokens, count, path, features, *moved, state.tokens, state.length, state.done, state.out,
             state.limit, state.stop_ids, where, more, state.features, state.n_new,

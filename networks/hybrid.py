@@ -395,6 +395,7 @@ class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
     most_rows, most_levels = MOST_ROWS, MOST_LEVELS
+    keeps_state = True
 
     def __init__(self, args: ModelArgs):
         super().__init__(args)
