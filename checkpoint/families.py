@@ -190,6 +190,11 @@ GEMMA3_DEFAULTS = {
     "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
 }
+MTP: NameTable = {
+    "fc.weight": ["mtp.fc.weight"], "norm.weight": ["mtp.norm.weight"],
+    "embed_norm.weight": ["mtp.pre_fc_norm_embedding.weight"],
+    "feature_norm.weight": ["mtp.pre_fc_norm_hidden.weight"],
+}
 MIXTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
     "num_experts_per_tok": 2,
@@ -226,6 +231,16 @@ FAMILIES = {
     "gguf:llama+experts": Family(GGUF, {"renormalise_experts": True}, experts=True),
     "gguf:qwen3moe+experts": Family(GGUF, {"qk_norm": True, "renormalise_experts": True}, experts=True),
 }
+
+
+def mtp_names(names: NameTable) -> NameTable:
+    """Return the table of the MTP layer of a target with this table."""
+    prefix, theirs = "layers.{i}.", "model.layers.{i}."
+    layer = {name: sources for name, sources in names.items() if name.startswith(prefix)}
+    return MTP | {
+        "layer." + name.removeprefix(prefix): ["mtp.layers.0." + s.removeprefix(theirs) for s in sources]
+        for name, sources in layer.items()
+    }
 
 
 def family_of(source: Source) -> Family:

@@ -33,6 +33,7 @@ from networks.block import BlockHead, DSparkHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
+from networks.mtp import MtpHead
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -41,7 +42,7 @@ ADVICE = "convert the checkpoint again"
 # The network of each kind of draft head. Their layouts in other programs' files are in `checkpoint.heads`.
 HEADS = {
     "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "medusa": MedusaHeads,
-    "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead,
+    "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead, "mtp": MtpHead,
 }
 HEAD_KINDS = tuple(HEADS)
 
@@ -126,9 +127,9 @@ def _check_relations(args: ModelArgs) -> None:
         ("rotary_dim", args.rotary_dim <= args.head_dim and args.rotary_dim % 2 == 0,
          f"an even number up to head_dim, {args.head_dim}"),
         ("rotary_dim", not args.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
-        ("delta_heads", not args.delta_layers or args.delta_key_heads and
+        ("delta_heads", not any(args.delta_layers) or args.delta_key_heads and
          args.delta_heads % args.delta_key_heads == 0, "a multiple of delta_key_heads"),
-        ("delta_taps", not args.delta_layers or min(
+        ("delta_taps", not any(args.delta_layers) or min(
             args.delta_heads, args.delta_key_dim, args.delta_value_dim, args.delta_taps - 1) >= 1,
          "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),
         ("activation", args.activation == "silu" or not args.num_experts, "silu, of mixtures of experts"),
