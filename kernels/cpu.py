@@ -177,6 +177,9 @@ SHAPES = {
     "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible, window: qkv.new_empty(
         (*qkv.shape[:2], qkv.shape[2] - 4 * k.shape[2] * cos.shape[2])
     ),
+    "delta": lambda mixed, rates, length, positions, local, state, start: state.new_empty(
+        (*positions.shape, state.shape[1], state.shape[3])
+    ),
     "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
     "layers": lambda x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read: (
         x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))

@@ -254,10 +254,14 @@ class Paths:
 class DeltaCache(nn.Module):
     """State of one layer [B, nv, dk, dv] at boundary `start` [B] of each text, and a ring of what tokens
     computed since: inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
+
+    ops: our CPU operators (`kernels.cpu`), whose `delta` computes what `_advanced` and `_outputs` do; or None.
     """
 
-    def __init__(self, batch: int, args: ModelArgs, dtype: torch.dtype, device, ring: int = RING):
+    def __init__(self, batch: int, args: ModelArgs, dtype: torch.dtype, device, ring: int = RING, ops=None):
         super().__init__()
+        self.ops = ops
+
         def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
             self.register_buffer(name, torch.zeros(batch, *shape, dtype=dtype, device=device), persistent=False)
 
@@ -301,6 +305,10 @@ class DeltaCache(nn.Module):
         mixed, rates = block.convolved(last), block.rates(step, decay)
         self.put(self.mixed, shared.slots, mixed)
         self.put(self.rates, shared.slots, rates)
+        if self.ops is not None:
+            where = paths.length, paths.positions, paths.local
+            out = self.ops.delta(self.mixed, self.rates, *where, self.state, self.start)
+            return block.gated(out, gate)
 
         state, start = self._advanced(block, self.state, self.start, paths.length)
         self.state.copy_(state)
@@ -409,7 +417,8 @@ class Hybrid(Transformer):
         weight, count = self.embed.weight, sum(self.args.delta_layers)
         args, where = self._attending, (weight.dtype, weight.device)
         attention = self.Caches.of(args, batch, slots, *where, self.backend)
-        deltas = nn.ModuleList(DeltaCache(batch, self.args, *where, ring) for _ in range(count))
+        ops = getattr(self.backend, "ops", None) if self.whole else None
+        deltas = nn.ModuleList(DeltaCache(batch, self.args, *where, ring, ops) for _ in range(count))
         return HybridCaches(self.args, attention, deltas)
 
     @property
