@@ -13,7 +13,7 @@ from pathlib import Path
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
-from checkpoint.hybrid import Rearranged, hybrid_fields, part_rows
+from checkpoint.hybrid import GGUF_HYBRIDS, Rearranged, hybrid_fields, part_rows
 from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
@@ -177,7 +177,10 @@ class Family:
     def rearranged(self, source: Source, fields: dict) -> dict[str, Entry]:
         """Return the source's tensors under the names of the table. fields: of `target_fields`."""
         tensors = dict(source.tensors)
-        return Rearranged(source.path, fields).of(tensors) if self.hybrid else tensors
+        if not self.hybrid:
+            return tensors
+        tiled = GGUF_HYBRIDS.get((source.family or "").removeprefix("gguf:").removesuffix("+experts"), False)
+        return Rearranged(source.path, fields, is_gguf(source.path), tiled).of(tensors)
 
 
 # Qwen's windows have a switch, off unless a config says otherwise, and begin at a layer. LLaMA has none.
@@ -220,8 +223,10 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
     **{f"Qwen3_5{kind}": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True)
        for kind in ("ForCausalLM", "ForConditionalGeneration")},
+    "gguf:qwen35": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True),
     **{name: Family(hugging_face(SHARED_EXPERT | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, True, True)
-       for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")},
+       for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+                    "gguf:qwen35moe+experts", "gguf:qwen3next+experts")},
     "Gemma3ForConditionalGeneration": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),

@@ -40,6 +40,65 @@ EXPECTED = {  # other keys, and the values that we compute
 }
 READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_rotary_factor"}
 
+# Architectures of GGUF files, and whether heads of values are tiled over those of keys there.
+GGUF_HYBRIDS = {"qwen3next": False, "qwen35": True, "qwen35moe": True}
+GGUF_NAMES = {  # of a layer's tensors
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
+    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+    **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+}
+GGUF_MTP = {
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm",
+}
+GGUF_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def from_gguf(tensors: dict[str, Entry], layers: int) -> dict[str, Entry]:
+    """Return tensors of a GGUF file under Hugging Face's names. Others keep theirs: they are unexpected."""
+    def renamed(name: str) -> str:
+        block = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if not block:
+            return GGUF_WHOLE.get(name, name)
+        prefix = f"model.layers.{block[1]}." if int(block[1]) < layers else f"mtp.layers.{int(block[1]) - layers}."
+        if block[2] in ("ssm_a", "ssm_dt.bias"):
+            return f"{prefix}linear_attn.{'A_log' if block[2] == 'ssm_a' else 'dt_bias'}"
+        if expert := re.fullmatch(r"ffn_(gate|up|down)_exps\.weight\[(\d+)\]", block[2]):
+            return f"{prefix}mlp.experts.{expert[2]}.{expert[1]}_proj.weight"
+        stem = block[2].removesuffix(".weight")
+        if stem.startswith("nextn."):
+            return f"mtp.{GGUF_MTP.get(stem.removeprefix('nextn.'), stem)}.weight"
+        return f"{prefix}{GGUF_NAMES[stem]}.weight" if stem in GGUF_NAMES else name
+
+    found = {renamed(name): entry for name, entry in tensors.items()}
+    for name, entry in found.items():
+        if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
+            found[name] = _changed(entry, lambda x: x[None], (1, *entry.shape))
+    return found
+
+
+def gguf_config(get: Callable, rotary: int | None, head_dim: int | None) -> dict:
+    """Return what the metadata of such a GGUF file say under the keys of a config. get(key): a value."""
+    inner, values = get("ssm.inner_size"), get("ssm.time_step_rank")
+    config = {
+        "linear_num_value_heads": values, "linear_num_key_heads": get("ssm.group_count"),
+        "linear_key_head_dim": get("ssm.state_size"), "linear_conv_kernel_dim": get("ssm.conv_kernel"),
+        "linear_value_head_dim": inner // values if inner and values else None,
+        "full_attention_interval": get("full_attention_interval"),
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+        "partial_rotary_factor": rotary / head_dim if rotary and head_dim else None,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
     """Return (the config without what is read here, fields of ModelArgs).
@@ -94,12 +153,12 @@ def turning_first(head_dim: int, rotary: int) -> Tensor:
 class Rearranged:
     """The tensors of a model under the names of Qwen3.5 with q and its gate apart, heads as `turning_first`.
 
-    path: for errors. fields: of ModelArgs. gguf: heads of values are tiled over those of keys, norms have 1
-    added, as llama.cpp writes them.
+    path: for errors. fields: of ModelArgs. gguf: as llama.cpp writes them, norms with 1 added. tiled: the heads
+    of values lie so that each group of them has one for every head of keys.
     """
 
-    def __init__(self, path: Path, fields: dict, gguf: bool = False):
-        self.path, self.gguf = path, gguf
+    def __init__(self, path: Path, fields: dict, gguf: bool = False, tiled: bool = False):
+        self.path, self.gguf, self.tiled = path, gguf, tiled
         self.head_dim, self.rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
         self.keys, self.values = fields["delta_key_heads"], fields["delta_heads"]
         self.key_dim, self.value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
@@ -123,7 +182,7 @@ class Rearranged:
         if stem:
             return {f"{stem}linear_attn.{n}": e for n, e in self._delta(name, last, entry).items()}
         stem, _, last = name.rpartition("self_attn.")
-        if self.gguf and name.endswith("norm.weight"):
+        if self.gguf and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
             entry = _changed(entry, lambda x: x - 1)
         if stem and last in ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"):
             return {f"{stem}self_attn.{n}": e for n, e in self._attention(name, last, entry).items()}
@@ -174,9 +233,9 @@ class Rearranged:
             return {"in_proj_b.weight": _rows(entry, b.flatten()), "in_proj_a.weight": _rows(entry, a.flatten())}
         if last == "conv1d.weight" and len(entry.shape) == 3:
             entry = _changed(entry, lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
-        if self.gguf:
-            if last == "A_log":
-                entry = _changed(entry, lambda x: (-x).log())
+        if self.gguf and last == "A_log":
+            entry = _changed(entry, lambda x: (-x).log())
+        if self.tiled:
             order = self._untiled(1 if last in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")
                                   else self.value_dim)
             if last in ("in_proj_qkv.weight", "conv1d.weight"):
