@@ -60,15 +60,15 @@ class ModelArgs:
     zero_centred: Flag = False  # norms multiply by 1 + weight
     output_norms: Flag = False  # outputs of attention and of the MLP are normed, too
     query_scalar: number(above=0, high=1e6) | None = None  # scores are over its square root; None: head_dim
-    # Of `networks.hybrid`: layers that are gated delta nets, their heads (nv, and nk of q and k), sizes (dk, dv).
-    delta_layers: tuple[whole(0, 1), ...] = ()  # 1 for each that is one; (): none, and no gates of attention
+    # Of `networks.hybrid`: heads of gated delta nets (nv, and nk of q and k) and their sizes (dk, dv).
+    delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention; (): neither
     delta_heads: whole(0, 2**16) = 0
     delta_key_heads: whole(0, 2**16) = 0
     delta_key_dim: whole(0, 2**16) = 0
     delta_value_dim: whole(0, 2**16) = 0
     delta_taps: whole(0, 64) = 0  # tokens that a short convolution reads
-    rotary_dim: whole(0, 2**16) = 0  # numbers of a head that turn, pairs (j, j + hd/2) from the first on; 0: all
-    shared_expert_size: whole(0, 2**22) = 0  # inner size of the expert that all rows of a mixture use; 0: none
+    rotary_dim: whole(0, 2**16) = 0  # numbers of a head that turn: the first of pairs (j, j + hd/2); 0: all
+    shared_expert_size: whole(0, 2**22) = 0  # inner size of the expert that all rows use; 0: there is none
 
     @classmethod
     def from_config(cls, config: dict):

@@ -203,7 +203,9 @@ MIXTRAL_DEFAULTS = {
     "num_experts_per_tok": 2,
 }
 HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
-HYBRID_DEFAULTS = {"head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512, **NO_WINDOW}
+HYBRID_DEFAULTS = {
+    "head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512, **NO_WINDOW,
+}
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE), defaults=NO_WINDOW),
     "MistralForCausalLM": Family(

@@ -127,8 +127,9 @@ def _check_relations(args: ModelArgs) -> None:
         ("rotary_dim", args.rotary_dim <= args.head_dim and args.rotary_dim % 2 == 0,
          f"an even number up to head_dim, {args.head_dim}"),
         ("rotary_dim", not args.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
-        ("delta_heads", not any(args.delta_layers) or args.delta_key_heads and
-         args.delta_heads % args.delta_key_heads == 0, "a multiple of delta_key_heads"),
+        ("delta_heads", not any(args.delta_layers) or (
+            args.delta_key_heads > 0 and args.delta_heads % args.delta_key_heads == 0
+        ), "a multiple of delta_key_heads"),
         ("delta_taps", not any(args.delta_layers) or min(
             args.delta_heads, args.delta_key_dim, args.delta_value_dim, args.delta_taps - 1) >= 1,
          "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),

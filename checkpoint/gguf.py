@@ -42,7 +42,8 @@ OWN = {  # of the architecture, under its name and a dot
     "attention.sliding_window": Whole, "attention.sliding_window_pattern": whole(1),
     "rope.scaling.type": Short, "nextn_predict_layers": Whole, "full_attention_interval": whole(1),
     "expert_shared_feed_forward_length": Width,
-    **{f"ssm.{x}": Many for x in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")},
+    **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank"), Many),
+    "ssm.inner_size": Width,
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
     "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
     "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,

@@ -30,7 +30,8 @@ MODEL_TYPES = {  # for configs without `architectures`
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
 }
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
 Token = whole(-1, 2**24) | list[whole(-1, 2**24)] | None  # -1: none

@@ -5,7 +5,6 @@ Sources: transformers' modelling files, llama.cpp's conversion/qwen.py.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +16,21 @@ from checkpoint.source import Entry
 from common.errors import InputError, printable
 
 # Keys of a config that are read elsewhere or do not change the numbers of text.
-HARMLESS = frozenset("""
-    _name_or_path architectures model_type transformers_version torch_dtype dtype auto_map text_config vision_config
-    language_model_only quantization_config attention_dropout initializer_range use_cache output_router_logits
-    router_aux_loss_coef bos_token_id eos_token_id pad_token_id image_token_id video_token_id
-    vision_start_token_id vision_end_token_id mamba_ssm_dtype tie_word_embeddings vocab_size hidden_size
-    intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps rope_theta
-    rope_scaling rope_parameters max_position_embeddings hidden_act attention_bias num_experts num_experts_per_tok
-    moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers mtp_num_hidden_layers
-    num_nextn_predict_layers use_sliding_window sliding_window max_window_layers head_dtype
-    output_hidden_states return_dict output_attentions chunk_size_feed_forward is_encoder_decoder problem_type
-    id2label label2id sliding_window_pattern query_pre_attn_scalar
-""".split())
+HARMLESS = frozenset((
+    "_name_or_path", "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_sparse_step", "dtype", "eos_token_id", "head_dim", "head_dtype",
+    "hidden_act", "hidden_size", "id2label", "image_token_id", "initializer_range", "intermediate_size",
+    "is_encoder_decoder", "label2id", "language_model_only", "mamba_ssm_dtype",
+    "max_position_embeddings", "max_window_layers", "mlp_only_layers", "model_type",
+    "moe_intermediate_size", "mtp_num_hidden_layers", "norm_topk_prob", "num_attention_heads",
+    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id", "problem_type", "quantization_config", "query_pre_attn_scalar", "return_dict",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef",
+    "sliding_window", "sliding_window_pattern", "text_config", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "use_sliding_window", "video_token_id", "vision_config",
+    "vision_end_token_id", "vision_start_token_id", "vocab_size",
+))
 DELTA = {  # keys -> fields of ModelArgs, and transformers' defaults
     "linear_num_value_heads": ("delta_heads", 32), "linear_num_key_heads": ("delta_key_heads", 16),
     "linear_key_head_dim": ("delta_key_dim", 128), "linear_value_head_dim": ("delta_value_dim", 128),
@@ -55,7 +57,8 @@ GGUF_NAMES = {  # of a layer's tensors
     **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
 }
 GGUF_MTP = {
-    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head_norm": "norm",
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
 }
 GGUF_WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
@@ -69,7 +72,8 @@ def from_gguf(tensors: dict[str, Entry], layers: int) -> dict[str, Entry]:
         block = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if not block:
             return GGUF_WHOLE.get(name, name)
-        prefix = f"model.layers.{block[1]}." if int(block[1]) < layers else f"mtp.layers.{int(block[1]) - layers}."
+        layer = int(block[1])
+        prefix = f"model.layers.{layer}." if layer < layers else f"mtp.layers.{layer - layers}."
         if block[2] in ("ssm_a", "ssm_dt.bias"):
             return f"{prefix}linear_attn.{'A_log' if block[2] == 'ssm_a' else 'dt_bias'}"
         if expert := re.fullmatch(r"ffn_(gate|up|down)_exps\.weight\[(\d+)\]", block[2]):
@@ -109,22 +113,25 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
         known = key in HARMLESS or key in READ
         if value in EXPECTED[key] if key in EXPECTED else known or value in (None, False, [], {}):
             continue
-        raise InputError(f"{path}: {printable(key)} {json.dumps(value)[:60]} is not supported for this model")
+        shown = json.dumps(value)[:60]
+        raise InputError(f"{path}: {printable(key)} {shown} is not supported for this model")
     fields = {field: config.get(key, usual) for key, (field, usual) in DELTA.items()}
     layers, kinds = config.get("num_hidden_layers") or 0, config.get("layer_types")
     if kinds is None:
         period = config.get("full_attention_interval", 4)
         kinds = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if {*kinds} != {"full_attention", "linear_attention"} or len(kinds) != layers:
-        raise InputError(f"{path}: layer_types must be linear_attention or full_attention for each of {layers}"
-                         " layers, and both among them")
+        raise InputError(
+            f"{path}: layer_types must be linear_attention or full_attention for each of {layers} layers, and"
+            " both among them"
+        )
     fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     for key in ("mrope_section", "mrope_interleaved"):  # of text all positions are the same
         rope.pop(key, None)
     if rope.get("rope_type", rope.get("type", "default")) == "yarn":
-        raise InputError(f"{path}: yarn scales the part of a head that does not turn, too, which is not supported")
+        raise InputError(f"{path}: yarn for heads of which a part turns is not supported")
     head_dim = config.get("head_dim") or 0
     fields["rotary_dim"] = int(head_dim * share) if share != 1 else 0
     rest = {k: v for k, v in config.items() if k not in READ and k != "rope_scaling"}
@@ -153,8 +160,8 @@ def turning_first(head_dim: int, rotary: int) -> Tensor:
 class Rearranged:
     """The tensors of a model under the names of Qwen3.5 with q and its gate apart, heads as `turning_first`.
 
-    path: for errors. fields: of ModelArgs. gguf: as llama.cpp writes them, norms with 1 added. tiled: the heads
-    of values lie so that each group of them has one for every head of keys.
+    path: for errors. fields: of ModelArgs. gguf: norms have 1 added, as llama.cpp writes them. tiled: heads of
+    values lie in groups with one for every head of keys.
     """
 
     def __init__(self, path: Path, fields: dict, gguf: bool = False, tiled: bool = False):
@@ -175,7 +182,8 @@ class Rearranged:
 
     def _fit(self, name: str, entry: Entry, rows: int) -> None:
         if not entry.shape or entry.shape[0] != rows:
-            raise InputError(f"{self.path}: tensor {printable(name)} {list(entry.shape)}: expected {rows} rows")
+            found = list(entry.shape)
+            raise InputError(f"{self.path}: tensor {printable(name)} {found}: expected {rows} rows")
 
     def _parts(self, name: str, entry: Entry) -> dict[str, Entry]:
         stem, _, last = name.rpartition("linear_attn.")
@@ -210,7 +218,8 @@ class Rearranged:
         half = rows // 2
         names = {"gate": (0, half), "up": (half, half)} if kind == "gate_up" else {"down": (0, rows)}
         return {
-            f"{prefix}{e}.{n}_proj.weight": part(e, *place) for e in range(count) for n, place in names.items()
+            f"{prefix}{e}.{n}_proj.weight": part(e, *place)
+            for e in range(count) for n, place in names.items()
         }
 
     def _untiled(self, size: int) -> Tensor:
@@ -220,17 +229,19 @@ class Rearranged:
         return place.transpose(0, 1).flatten()
 
     def _delta(self, name: str, last: str, entry: Entry) -> dict[str, Entry]:
-        keys, values, each = self.keys * self.key_dim, self.values * self.value_dim, self.values // self.keys
+        keys, values = self.keys * self.key_dim, self.values * self.value_dim
+        each = self.values // self.keys
         if last == "in_proj_qkvz.weight":  # head of keys by head of keys
             sizes = self.key_dim, self.key_dim, each * self.value_dim, each * self.value_dim
             self._fit(name, entry, 2 * keys + 2 * values)
             place = torch.arange(2 * keys + 2 * values).view(self.keys, sum(sizes)).split(sizes, dim=1)
             q, k, v, z = (x.flatten() for x in place)
-            return {"in_proj_qkv.weight": _rows(entry, torch.cat((q, k, v))), "in_proj_z.weight": _rows(entry, z)}
+            parts = {"qkv": torch.cat((q, k, v)), "z": z}
+            return {f"in_proj_{n}.weight": _rows(entry, order) for n, order in parts.items()}
         if last == "in_proj_ba.weight":
             self._fit(name, entry, 2 * self.values)
             b, a = torch.arange(2 * self.values).view(self.keys, 2 * each).chunk(2, dim=1)
-            return {"in_proj_b.weight": _rows(entry, b.flatten()), "in_proj_a.weight": _rows(entry, a.flatten())}
+            return {f"in_proj_{n}.weight": _rows(entry, x.flatten()) for n, x in (("b", b), ("a", a))}
         if last == "conv1d.weight" and len(entry.shape) == 3:
             entry = _changed(entry, lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
         if self.gguf and last == "A_log":

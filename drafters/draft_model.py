@@ -36,7 +36,7 @@ class DraftModel(NetworkDrafter):
         """
         super().__init__(shape, model.args.vocab_size, coupled)
         if model.keeps_state:  # its passes over drafted tokens would move the state on
-            raise ValueError("a model with gated delta nets cannot draft for another one yet; use its MTP layer")
+            raise ValueError("--draft: a model with gated delta nets cannot draft for another one yet")
         if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
             raise ValueError(
                 "accepting by residuals needs a chain, such as --tree 6,4,1,"

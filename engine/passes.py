@@ -143,8 +143,8 @@ class Passes:
         for shape in (one.shape for one in drafters) if rows else ():
             if shape.nodes > rows or shape.window - 1 > levels:
                 raise ValueError(
-                    f"a tree of {shape.nodes} nodes on {shape.window - 1} levels: a target with gated delta nets"
-                    f" takes at most {rows} nodes on {levels} levels; give a smaller --tree"
+                    f"a tree of {shape.nodes} nodes on {shape.window - 1} levels: a target with gated delta"
+                    f" nets takes at most {rows} nodes on {levels} levels; give a smaller --tree"
                 )
         if rows and self.chunks[-1] > rows:
             raise ValueError(f"chunks of {self.chunks[-1]} prompt tokens: this target takes at most {rows}")

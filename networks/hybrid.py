@@ -1,19 +1,19 @@
 """Targets whose layers are mostly gated delta nets: Qwen3-Next, Qwen3.5 and later. Definitions only.
 
-A delta net (arXiv 2412.06464) keeps a state S [dk, dv] for each head. Token i, with key k, value v, query q, a
-decay a = exp(g) and a step b, changes the state S of its parent and reads the new one:
+A delta net (arXiv 2412.06464) keeps a state S [dk, dv] for each head. A token with key k, value v, query q,
+decay a = exp(g) and step b changes the state S of its parent and reads the new one:
 
     S' = a S + k u^T,  u = b (v - a S^T k),  output S'^T q
 
-A tree needs no state for each node. With S the state before a block of text, G the sum of g along a path since
-then, and "above" for the ancestors of a node j on its path:
+A tree needs no state for each node. S is the state before a block of text, G the sum of g along a path since
+then, and i is above j if it is an ancestor of j:
 
     u_j = b_j (v_j - exp(G_j) S^T k_j - sum over i above j of exp(G_j - G_i) (k_j . k_i) u_i)
     output_j = exp(G_j) S^T q_j + sum over i above j, and j, of exp(G_j - G_i) (q_j . k_i) u_i
 
-Drafted text equals plain text bit for bit, because a row depends on its position and its path alone: it begins
-at the boundary `base` of its position, which lies in committed text, whatever the tree, and all sums are in the
-order of the path. A cache keeps the state at one boundary and a ring of what tokens after it computed.
+Drafted text equals plain text bit for bit, because a row depends on its position and its path alone. Its path
+begins at a boundary of the text (`base`), which its position gives and which lies in committed text. All sums
+are in the order of the path. A cache keeps the state at one boundary, and a ring of later tokens' numbers.
 """
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ class DeltaBlock(TargetBlock):
             x = x / (folded(x * x) + 1e-6).sqrt()[..., None]
             return x.repeat_interleave(self.heads_of_values // self.key_heads, dim=-2)
 
-        return heads(q) * self.key_dim**-0.5, heads(k), v.unflatten(-1, (self.heads_of_values, self.value_dim))
+        v = v.unflatten(-1, (self.heads_of_values, self.value_dim))
+        return heads(q) * self.key_dim**-0.5, heads(k), v
 
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Return outputs [B, T, nv, dv], normed and gated by gate [B, T, nv*dv], as `wo` reads them."""
@@ -158,10 +159,10 @@ class DeltaBlock(TargetBlock):
 
 
 class Columns:
-    """Tokens that rows of a pass depend on, on paths that begin at one boundary. sees [B, M, M]: the tokens on
-    the path of each, itself among them; those come before it.
+    """Tokens that rows of a pass depend on, on paths that begin at one boundary.
 
-    q, k, v as `DeltaBlock.split_mixed` returns them, g and b [B, M, nv].
+    sees [B, M, M]: the tokens on the path of each, itself among them; the others come before it. q, k, v: as
+    `DeltaBlock.split_mixed` returns them, g and b [B, M, nv].
     """
 
     def __init__(self, block: DeltaBlock, mixed: Tensor, rates: Tensor, sees: Tensor):
@@ -255,15 +256,18 @@ class DeltaCache(nn.Module):
     """State of one layer [B, nv, dk, dv] at boundary `start` [B] of each text, and a ring of what tokens
     computed since: inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
 
-    ops: our CPU operators (`kernels.cpu`), whose `delta` computes what `_advanced` and `_outputs` do; or None.
+    ops: our CPU operators (`kernels.cpu`), whose `delta` is what `_advanced` and `_outputs` define, or None.
     """
 
-    def __init__(self, batch: int, args: ModelArgs, dtype: torch.dtype, device, ring: int = RING, ops=None):
+    def __init__(
+        self, batch: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str, ring: int, ops=None
+    ):
         super().__init__()
         self.ops = ops
 
         def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-            self.register_buffer(name, torch.zeros(batch, *shape, dtype=dtype, device=device), persistent=False)
+            zeros = torch.zeros(batch, *shape, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
 
         buffer("state", args.delta_heads, args.delta_key_dim, args.delta_value_dim)
         buffer("start", dtype=torch.int64)
@@ -363,7 +367,7 @@ class DeltaCache(nn.Module):
 
 
 class HybridCaches(nn.Module):
-    """The caches of all layers: those of layers with attention as the backend has them, `DeltaCache` others."""
+    """The caches of all layers: of those with attention as the backend has them, of others a `DeltaCache`."""
 
     def __init__(self, args: ModelArgs, attention: KVCaches, deltas: nn.ModuleList):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction that Qwen3-Next, Qwen3.5 and later carry, as a draft head. Definition only.
+"""The MTP layer (multi-token prediction) of Qwen3-Next, Qwen3.5 and later, as a draft head. Definition only.
 
 As the heads of EAGLE-1, it reads the target's states after the final norm, and then its own, normed.
 """
@@ -13,7 +13,7 @@ from networks.hybrid import GatedBlock
 
 
 class MtpHead(Head):
-    """A norm for the embedding and one for the feature, `fc` of both, a layer with gated attention, a norm."""
+    """Norms of embedding and feature, `fc` of both, a layer with gated attention, a norm."""
 
     def __init__(self, args: HeadArgs):
         super().__init__(args)
@@ -32,7 +32,7 @@ class MtpHead(Head):
 
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
-    ):
+    ) -> Tensor:
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         normed = self.embed_norm(self.embed(tokens)), self.feature_norm(feature)
         return self.norm(self.layer(self.fc(torch.cat(normed, dim=-1)), caches[0], shared))

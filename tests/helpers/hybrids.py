@@ -13,7 +13,8 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4},
 }
 MIXTURE = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
 }
 EYES = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
@@ -52,7 +53,8 @@ def mtp_layer(state: dict, prefix: str) -> dict:
     """A random MTP layer, whose attention and MLP are like those of a target's fourth layer."""
     g = torch.Generator().manual_seed(1)
     layer = {n.replace(f"{prefix}layers.3.", "mtp.layers.0."): t for n, t in state.items()}
-    layer = {n: t + 0.05 * torch.randn(t.shape, generator=g) for n, t in layer.items() if n.startswith("mtp.")}
+    layer = {n: t for n, t in layer.items() if n.startswith("mtp.")}
+    layer = {n: t + 0.05 * torch.randn(t.shape, generator=g) for n, t in layer.items()}
     shapes = {"fc": (H, 2 * H), "norm": (H,), "pre_fc_norm_embedding": (H,), "pre_fc_norm_hidden": (H,)}
     return layer | {
         f"mtp.{n}.weight": 0.2 * torch.randn(shape, generator=g) for n, shape in shapes.items()
