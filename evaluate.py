@@ -9,7 +9,7 @@ everything compiled before the first answer. Questions are FastChat's question.j
 too), a file or a folder of them; without --questions a small set of our own. A stopped run goes on with the
 same command.
 
-FOLDER/table.md, table.json   the table, also after Ctrl-C; the screen shows it in columns
+FOLDER/table.md, table.json   the table, also after Ctrl-C
 FOLDER/answers.jsonl          all answers: texts, token ids, times, tokens of each step
 FOLDER/differences.json       where a text is not the plain one, scored again in float32
 FOLDER/acceptance.png         how often drafted tokens are accepted, by depth and rank
@@ -27,13 +27,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, run_command, seed
+from common.cli import Options, check_folder, command, seed
 from common.errors import InputError
-from common.torchrun import command_in_words, one_voice, several
-from drafters import METHODS, add_flags, add_window, grows, read_flags
+from common.torchrun import command_in_words, several
+from drafters import METHODS, add_flags, grows
 from sampling.options import Sampling
-
-ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
 
 
 def parser() -> Options:
@@ -52,7 +50,6 @@ def parser() -> Options:
         metavar = f"[METHOD=]{value}"
         g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
     add_flags(g)
-    add_window(g, p, lambda o: o.speculate.split(","))
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
@@ -90,47 +87,41 @@ def say(line: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs.
     """
-    unreported: list = []
-    with one_voice() as voices:
-        status = command(
-            parser(), argv, lambda o: run(o, unreported), *ERRORS,
-            interrupted="stopped (the same command goes on)", **(voices if several() else {"say": say}),
-        )
-    for evaluation in unreported:
-        say("the table so far:")
-        run_command(evaluation.report, *ERRORS, say=say, interrupted="stopped again: no table")
-    return status
+    # torch raises RuntimeError when memory runs out.
+    return command(parser(), argv, run, OSError, ValueError, RuntimeError, say=say,
+                   interrupted="stopped (the same command goes on)")
 
 
-def run(o, unreported: list) -> int:
+def run(o) -> int:
     """Do what the options say. Returns the exit status.
 
-    unreported: holds the `evaluation.session.Evaluation` of a single process while it has answers without a
-    table. Raises InputError, ValueError, OSError or RuntimeError.
+    Raises InputError, ValueError, OSError or RuntimeError. If it is stopped, it prints the table so far.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
-    flags = read_flags(o, methods)
     if o.calibrate and several():
         raise InputError("--calibrate: trees are measured by one process; start it without torchrun")
     if o.calibrate and not any(map(grows, methods)):
         raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
     o.temperature = read_temperatures(o.temperature)
     from engine.runtime import Runtime
+    from evaluation.answers import read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
-    from evaluation.sets import read_sets
     from kernels.tp import joined, own_device
 
-    settings = {"draft": o.draft, "tree": o.tree, "accept": o.accept}
-    draftings = read_draftings(methods, settings, flags, o.draft_window)
+    draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
     runtime = Runtime.of(o)
+    runtime.prepare()  # mistakes end the command before a checkpoint is converted
     if not several():
         evaluation = Evaluation(o, runtime, draftings, sets, say)
-        unreported.append(evaluation)
-        evaluation.answer()
-        unreported.clear()
+        try:
+            evaluation.answer()
+        except BaseException:  # Ctrl-C, or no memory
+            say("the table so far:")
+            evaluation.report()
+            raise
         return finish(o, evaluation)
     with joined(runtime.device_name) as ranks, tempfile.TemporaryDirectory() as folder:
         runtime = replace(runtime, device=own_device(runtime.device_name))

@@ -12,8 +12,9 @@ from dataclasses import fields, replace
 from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
-from common.torchrun import command_in_words, one_voice, several
-from drafters import MOST_NODES, Drafting, add_drafting, default_tree, with_numbers
+from common.schema import Wrong
+from common.torchrun import command_in_words, several
+from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import grammar_of
@@ -23,7 +24,6 @@ STARTED = time.perf_counter()
 Prompts = list[str | list[int]]
 STDIN = "/dev/stdin"
 TURNS = 3  # of --compare
-NUMBERS = "tree_nodes", "tree_depth", "tree_width"
 
 
 def parser() -> Options:
@@ -74,7 +74,6 @@ def parser() -> Options:
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
     p.within("--num-samples", 1, 100_000)
-    p.within("--logprobs", 0, 20)
     refuse(lambda o: o.json_object and o.json_schema,
            lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
@@ -87,22 +86,12 @@ def parser() -> Options:
         ("--tree-width", 1, "nodes expanded per level"),
     ):
         add(flag, type=int, help=what)
-        p.within(flag, least, MOST_NODES)
+        p.within(flag, least, MOST)
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
-    refuse(lambda o: o.accept != "equal" and o.speculate == "none",
-           lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
-
-    def first_number(o) -> str:
-        """Return the first of the three that is given, as it was typed; nothing if none is."""
-        given = ((name, getattr(o, name)) for name in NUMBERS)
-        return next((f"--{name} {n}".replace("_", "-") for name, n in given if n is not None), "")
-
-    refuse(lambda o: o.tree and first_number(o),
+    refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
-    refuse(lambda o: first_number(o) and o.speculate == "none",
-           lambda o: f"{first_number(o)}: plain decoding drafts no tree; add --speculate")
 
     add = p.add_runtime().add_argument
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
@@ -117,6 +106,11 @@ def parser() -> Options:
     add("--trace", metavar="FILE",
         help="write every drafted tree and accepted path (safetensors); one prompt only")
     return p
+
+
+def tree_numbers(o) -> list[int | None]:
+    """Return nodes, depth and width of the tree, None if not given."""
+    return [o.tree_nodes, o.tree_depth, o.tree_width]
 
 
 def text_of(path: str, flag: str) -> str:
@@ -148,7 +142,10 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     o.json_schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     if o.json_schema:
         grammar_of(o.json_schema)  # judged before anything is loaded
-    sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
+    try:
+        sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
+    except Wrong as e:
+        raise InputError(f"--{e.key.replace('_', '-')}{str(e).removeprefix(e.key)}") from None
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
@@ -174,10 +171,10 @@ def load(o, prompts: Prompts, ranks=None) -> tuple:
     runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
     batch = min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
-    if any(getattr(o, name) is not None for name in NUMBERS):
+    if tree_numbers(o) != [None] * 3:
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
-        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
+        drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), usual))
     folder, drafting = converted(o.checkpoint, drafting, note)
     if o.verify:
         verify(folder, drafting.draft, True, note)
@@ -191,33 +188,28 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from common.threads import use_threads
     from console.chat import chat
-    from engine.compile import compile_errors
 
     use_threads(o.threads, note)
     began = time.perf_counter()
     target, engine = load(o, prompts, ranks)
-    note(
-        f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-        f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB"
-    )
+    note(f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
+         f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
     plain = None
-    with compile_errors():
-        engine.warm_up(samplings[0])
-        if engine.tuner:
-            note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
-        if o.compare:
-            plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
-            plain.warm_up(samplings[0])
-        note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
-        if o.interactive:
-            return chat(engine, samplings[0], o.system, o.stats)
-        return answer(o, engine, plain, prompts, samplings)
+    engine.warm_up(samplings[0])
+    if engine.tuner:
+        note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
+    if o.compare:
+        plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
+        plain.warm_up(samplings[0])
+    note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
+    if o.interactive:
+        return chat(engine, samplings[0], o.system, o.stats)
+    return answer(o, engine, plain, prompts, samplings)
 
 
 def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
-    from console.output import as_json, as_text, compared, comparison, figures, show
-    from console.trace import Trace
+    from console.output import Trace, as_json, as_text, compared, comparison, figures, show
     from engine.prompt import encode
 
     tokenizer, ranks, room = engine.tokenizer, engine.target.ranks, engine.max_seq_len
@@ -289,8 +281,7 @@ def run(o) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as voices:
-        return command(parser(), argv, run, ValueError, OSError, **voices)
+    return command(parser(), argv, run, ValueError, OSError)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class ModelArgs:
     zero_centred: Flag = False  # norms multiply by 1 + weight
     output_norms: Flag = False  # outputs of attention and of the MLP are normed, too
     query_scalar: number(above=0, high=1e6) | None = None  # scores are over its square root; None: head_dim
-    # Of `networks.hybrid`: heads of gated delta nets (nv, and nk of q and k) and their sizes (dk, dv).
+    # For `networks.hybrid`: heads of gated delta nets (nv, and nk of q and k) and their sizes (dk, dv).
     delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention; (): neither
     delta_heads: whole(0, 2**16) = 0
     delta_key_heads: whole(0, 2**16) = 0

@@ -15,19 +15,28 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
 from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_text
 from common.threads import use_threads
-from engine.own_text import own_text
+from engine.calibrate import PROMPTS
+from engine.engine import Engine
+from engine.prompt import encode
+from engine.runtime import Runtime
+from engine.target import load_target
 from kernels.modes import BESIDE, FOUR_BITS, GROUPS, MODES
 from kernels.quantized import Scheme
+from sampling.options import Sampling
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
@@ -74,6 +83,25 @@ def schemes(o):
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
 
 
+def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most: int = 224) -> Tensor:
+    """Return texts [rows, T] of token ids, the last `most` or more sampled at temperature 1 after `PROMPTS`.
+
+    After the end of an answer the target goes on with turns of its own. `say` is called if our
+    kernels cannot be used. Raises InputError without a tokenizer of this model, or if the caches do not fit.
+    """
+    target = load_target(checkpoint, Runtime(device="cpu"), say)
+    if target.tokenizer is None:
+        raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
+    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
+    length = max(map(len, prompts)) + most
+    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(rows)]
+    try:
+        engine = Engine(target.model, batch=rows, max_seq_len=length, compile=False)
+        return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])
+    except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
+        raise InputError(f"{checkpoint}: {e}") from None
+
+
 def calibration_text(o, text: str | None, source: Path):
     """Token ids [B, T] to calibrate on: of the text that --calibrate names, or of one that the target writes.
 
@@ -100,10 +128,8 @@ def report(source: Path, out: Path, errors: list) -> None:
         mean = sum(error for error, _ in layers) / len(layers)
         worst, layer = max(layers)
         what = "of outputs" if of_outputs else "of weights"
-        print(
-            f"  {kind:10s} {len(layers):3d} layers, relative error {what} {mean:.2%}"
-            f" (worst {worst:.2%}, {layer})"
-        )
+        print(f"  {kind:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
+              f" (worst {worst:.2%}, {layer})")
 
 
 def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
@@ -167,10 +193,8 @@ def run(o) -> None:
         report(source / kind, out / kind, errors[kind])
     if ids is not None:
         result = compare(source, out, ids)
-        print(
-            f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
-            f" {result['quantised_perplexity']:.3f}, same next token {result['agreement']:.1%}"
-        )
+        print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
+              f" {result['quantised_perplexity']:.3f}, same next token {result['agreement']:.1%}")
 
 
 def main(argv: list[str] | None = None) -> int:

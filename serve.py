@@ -15,7 +15,7 @@ from dataclasses import replace
 # Imports of torch wait until options have been read: --help answers at once.
 from common.cli import Options, command, count, note
 from common.errors import InputError
-from common.torchrun import command_in_words, is_first, one_voice, several
+from common.torchrun import command_in_words, is_first, several
 from drafters import AUTO, Drafting, add_drafting
 
 STARTED = time.perf_counter()
@@ -137,10 +137,8 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     engine = target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len, serves=True)
-    note(
-        f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB"
-    )
-    engine.warm_up(Sampling(), Sampling(temperature=1.0))
+    note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     if ranks:
         channel = Channel()
         if listener is None:
@@ -163,8 +161,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as voices:
-        return command(parser(), argv, run, ValueError, OSError, **voices)
+    return command(parser(), argv, run, ValueError, OSError)
 
 
 if __name__ == "__main__":

@@ -20,18 +20,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-import torch
-
 from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed
-from common.errors import InputError
-from common.threads import use_threads
-from common.torchrun import one_voice
-from engine.runtime import Runtime, check_device, use_device
-from kernels.tp import is_loss, own_device
+from common.torchrun import several
+from engine.runtime import Runtime
+from kernels.tp import joined, own_device
 from training.data import SHORTEST
 from training.heads import DRAFTS, KINDS, MARKOV_RANK
 from training.losses import STEPS
-from training.processes import Processes
+from training.processes import PATIENCE, Processes
 from training.session import DRAFT_VOCAB, Session
 from training.trainer import SHORT, Plan
 
@@ -44,17 +40,14 @@ def parser() -> Options:
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
     add("--kind", choices=KINDS, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
-    p.judge_device()
     add("--seed", type=seed, default=0, help="of everything random (default 0)")
 
     add = p.add_argument_group("text").add_argument
     add("--prompts", metavar="FILE",
         help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
-    add("--limit", type=positive, metavar="N", help="N of them, drawn with --seed")
     add("--synthesize", type=count, default=0, metavar="N",
         help="N conversations of which the target writes both parts")
-    add("--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)")
-    add("--openings", metavar="FILE", help="lines that their first user turns begin with, in turns")
+    add("--openings", metavar="FILE", help="lines that their user turns begin with, in turns")
     add("--conversations", metavar="FILE",
         help="conversations to take as they are: ShareGPT or OpenAI messages")
     add("--shards", action="append", default=[], metavar="FOLDER",
@@ -112,24 +105,17 @@ def add_rules(p: Options) -> None:
     refuse(lambda o: not (o.prompts or o.synthesize or o.conversations or o.shards),
            lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE,"
            " --shards FOLDER or several")
-    for flag, unused in (
-        ("--limit belongs to --prompts", lambda o: o.limit and not o.prompts),
-        ("--turns belongs to --synthesize", lambda o: o.turns != 1 and not o.synthesize),
-        ("--openings belongs to --synthesize", lambda o: o.openings and not o.synthesize),
-        ("--states belongs to heads from nothing, --start has its own", lambda o: o.states and o.start),
-    ):
-        refuse(unused, lambda o, flag=flag: f"{flag}; leave it out")
+    refuse(lambda o: o.openings and not o.synthesize,
+           lambda o: "--openings belongs to --synthesize; leave it out")
+    refuse(lambda o: o.states and o.start,
+           lambda o: "--states belongs to heads from nothing, --start has its own; leave it out")
     for name in dict.fromkeys(option for kind in KINDS.values() for option in kind.options):
         refuse(lambda o, name=name: getattr(o, name) is not None and name not in KINDS[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
-    refuse(lambda o: o.short_epochs > o.epochs,
-           lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
     refuse(lambda o: not 0 < o.lr < 1e6, lambda o: f"--lr {o.lr}: must be above 0 and below 1,000,000")
     for flag, low, high in (
-        ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
-        ("--max-len", SHORTEST + 1, float("inf")), ("--decode-batch", 1, 4096), ("--layers", 1, 10_000),
-        ("--drafts", 1, 64), ("--markov-rank", 0, 4096), ("--steps", 1, 64),
-        ("--minutes", 0, 1e6), ("--ema", 0, 0.99999),
+        ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
+        ("--max-len", SHORTEST + 1, float("inf")), ("--minutes", 0, 1e6), ("--ema", 0, 0.99999),
     ):
         within(flag, low, high)
 
@@ -139,32 +125,22 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 
     Raises InputError, ValueError, OSError and RuntimeError on bad input.
     """
-    device = own_device(o.device or Runtime().device_name)
-    check_device(device)
-    if device.startswith("cuda"):
-        use_device(torch.device(device))
+    runtime = Runtime(own_device(Runtime(o.device).device_name), compile=False)
+    runtime.prepare()
     session = Session(o, words)
-    use_threads()
-    processes = Processes.from_environment(device)
-    try:
-        session.run(processes, device)
-    except RuntimeError as e:
-        if processes.count == 1 or not is_loss(e):
-            raise
-        raise InputError(f"process {processes.rank} of {processes.count} has lost another one, so all end;"
-                         " run the same command again to go on") from None
-    processes.leave()  # not after an error: others may wait for this one, and leaving would wait for them
+    if not several():
+        session.run(Processes(), runtime.device)
+        return
+    with joined(runtime.device, patience=PATIENCE) as ranks:
+        session.run(Processes(ranks.rank, ranks.count), runtime.device)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status, see `common.cli.run_command`."""
     words = sys.argv[1:] if argv is None else argv
-    with one_voice() as voices:
-        # PyTorch raises RuntimeError when memory runs out.
-        return command(
-            parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
-            interrupted="\nstopped; run the same command to go on", **voices,
-        )
+    # PyTorch raises RuntimeError when memory runs out.
+    return command(parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
+                   interrupted="\nstopped; run the same command to go on")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Draw the charts of README.md, and write the numbers beside them.
+"""Draw the chart of drafters in docs/benchmarks.md, and write the numbers beside it.
 
     python benchmarks/charts.py
 
-Nothing is measured: the figures come from peers-emerald.json and drafters.json in benchmarks/results, where
-everything is written too.
+Nothing is measured: the figures come from drafters.json in benchmarks/results, where all is written too.
 """
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from bench import RESULTS  # first: it makes the modules below importable
 
 from common.plots import picture
 
-PEERS, PEERS_MACHINE = "peers-emerald", "2 threads of a virtual Intel Xeon (AVX-512, VNNI)"
-DARK, LIGHT, GREY = "#2a6fbb", "#9cc3e6", "#b8b8b8"
+DARK, GREY = "#2a6fbb", "#b8b8b8"
 SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum", "mean")
 # Spec-Bench's leaderboard for Vicuna-7B, greedy, on one RTX 3090: speedup, acceptance length.
 PUBLISHED = {
@@ -42,27 +40,6 @@ def write_csv(name: str, head: list[str], rows: list[list]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(head)
         writer.writerows([f"{x:.3f}" if isinstance(x, float) else x for x in row] for row in rows)
-
-
-def overview() -> None:
-    """Tokens per second of this project and its peers on the same weights."""
-    def label(name: str) -> str:
-        program, _, rest = name.partition(" ")
-        if program != "ours":
-            return name.replace("Q8_0", "Q8_0 (8 bits)").replace("OpenVINO", "OpenVINO (8 bits)")
-        method, _, precision = rest.partition(" ")
-        return f"this project {precision or 'bf16'}, {method}"
-
-    ranked = sorted(read(PEERS)["summary"].items(), key=lambda item: item[1]["rate"])
-    ours = {True: DARK, False: LIGHT}
-    colours = [ours["EAGLE" in name] if name.startswith("ours") else GREY for name, _ in ranked]
-    with picture(RESULTS / "overview.png", 8, 0.6 + 0.3 * len(ranked)) as figure:
-        axes = figure.add_subplot()
-        bars = axes.barh([label(name) for name, _ in ranked], [r["rate"] for _, r in ranked], color=colours)
-        axes.bar_label(bars, fmt="%.0f", padding=3)
-        axes.set(xlabel="tokens per second, one text at a time", xlim=(0, 295))
-        words = f"SmolLM2-135M-Instruct, the same weights, 12 questions of MT-bench, greedy;\n{PEERS_MACHINE}"
-        figure.suptitle(words, fontsize="medium")
 
 
 def drafters() -> None:
@@ -117,9 +94,8 @@ def _machine(record: dict) -> str:
 
 
 def main() -> int:
-    """Draw all. Returns the exit status."""
-    for draw in (overview, drafters):
-        draw()
+    """Draw it. Returns the exit status."""
+    drafters()
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +70,16 @@ class Model:
                 compile=target.runtime.compile,
             )
         return Runner(engine)
+
+    def times(self, temperature: float) -> dict[TreeShape | None, float]:
+        """Return the seconds of a step, by tree, as a warm-up times them; None is a plain one.
+
+        Raise InputError if the head has no calibration.
+        """
+        engine = self.runner("eagle3").warm_up(temperature).engine
+        if not engine.tuner:
+            raise InputError("the head has no calibration; see evaluate.py --calibrate")
+        return engine.tuner.times.of(1, temperature > 0, (None, *engine.tuner.shapes), 1)
 
     def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> Places:
         """Return a decoder whose requests come and go, as a server's."""
@@ -166,44 +175,40 @@ class Places:
 
 
 class Choice:
-    """The engine's choice between one tree and plain decoding, at given costs.
+    """The tuner of a new process, and one simulated request. seconds: of a step, by tree; None is plain."""
 
-    cost: plain steps that a step with the tree takes. folder: of the head, with its calibration.
-    """
+    def __init__(self, checkpoint: str, seconds: dict[TreeShape | None, float]):
+        calibration = Calibration.read(Path(checkpoint) / "eagle3")
+        self.tuner, self.seconds = Tuner(calibration, [shape for shape in seconds if shape]), seconds
+        self.eases = calibration.ease
 
-    def __init__(self, folder: Path, shape: TreeShape, cost: float):
-        calibration = Calibration.read(folder)
-        if calibration is None or shape not in calibration.taus[0.0]:
-            raise InputError(
-                f"{folder}: has no calibration of the tree {shape.name}; see evaluate.py --calibrate"
-            )
-        self.tuner = Tuner(calibration, (shape,))
-        for noisy in (False, True):
-            self.tuner.times.add(1, noisy, None, 0, 1.0)
-            self.tuner.times.add(1, noisy, shape, 0, cost)
-
-    def begin(self, temperature: float) -> None:
-        """Start a text."""
-        self.request = Request([0], Sampling(temperature=temperature))
+    def begin(self, temperature: float, run: Callable[[], object] | None = None) -> None:
+        """Start a text. run: a step, to warm up first."""
+        self.request = Request([0] * 64, Sampling(temperature=temperature))
         self.tuner.begin(self.request)
+        if run:
+            self.tuner.rehearse(1, temperature > 0, run)
 
-    def step(self, context: int, seconds: tuple[float, float], emitted: int) -> bool:
-        """Make a step. Return whether it drafted.
+    def next(self) -> TreeShape | None:
+        """Choose the tree of the next step."""
+        return self.tuner.next([self.request], 1)
 
-        seconds: of the step, plain or with the tree. emitted: tokens of a step with the tree; a plain one
-        emits one.
-        """
-        self.request.prompt = [0] * context
-        kind = self.tuner.next([self.request], 1)
-        drafted = kind is not None
-        self.tuner.times.add(1, self.request.sampling.temperature > 0, kind, context, seconds[drafted])
-        self.tuner.record(self.request, kind, emitted if drafted else 1)
-        return drafted
+    def tau(self, shape: TreeShape | None, ease: float) -> float:
+        """Return the tokens per step of a text of this ease."""
+        return self.tuner.tau(shape, self.request.sampling.temperature, self.request.length, ease)
+
+    def took(self, shape: TreeShape | None, emitted: int, seconds: float) -> float:
+        """Let the tuner know of a step. Return its seconds."""
+        noisy = self.request.sampling.temperature > 0
+        self.tuner.times.add(1, noisy, shape, self.request.length, seconds)
+        self.tuner.record(self.request, shape, emitted)
+        self.request.ids += [0] * emitted
+        return seconds
 
 
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
-    return partial(CapturedCalls(device, nullcontext), ("call",), call) if device.type == "cuda" else call
+    return partial(CapturedCalls(device), ("call",), call) if device.type == "cuda" else call
 
 
 def set_constant(setting: str) -> None:

@@ -10,7 +10,7 @@ transformers  `generate`, plain and with prompt lookup; on a GPU also with a sta
 llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3, drafting chains
 OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees
 
-docs/benchmarks.md says how to build the peers. Speeds are tokens after the first over the time after the
+benchmarks/README.md says how to build the peers. Speeds are tokens after the first over the time after the
 first, greedy, one text at a time: medians over the questions, and medians of each question's ratios. "its
 plain" is plain decoding of the same program and precision, with which a speculative text is compared. The
 peers' processes keep the time themselves. --shape takes random weights and prompts: nearly no draft is

@@ -12,8 +12,7 @@ from kernels.modes import BESIDE, FOUR_BITS
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head
-from networks.head import Head, HeadArgs
-from networks.read_states import eagle3_aux_layers
+from networks.head import Head, HeadArgs, eagle3_aux_layers
 
 INT4_GROUP = 64
 LLAMA3 = {
@@ -44,10 +43,12 @@ SHAPES = {
 
 
 def shape_of(name: str) -> tuple[ModelArgs, int, int]:
-    """Return an entry of `SHAPES`. Raise InputError if there is none."""
-    if name not in SHAPES:
-        raise InputError(f"--shape {name}: unknown; choose from {', '.join(SHAPES)}")
-    return SHAPES[name]
+    """Return an entry of `SHAPES`; NAME/N has its first N layers only. Raise InputError if there is none."""
+    name, _, layers = name.partition("/")
+    if name not in SHAPES or not (layers or "1").isdigit():
+        raise InputError(f"--shape {name}: unknown; choose from {', '.join(SHAPES)}, or NAME/LAYERS")
+    args, *of_head = SHAPES[name]
+    return replace(args, num_layers=int(layers or args.num_layers)), *of_head
 
 
 def random_models(
@@ -100,7 +101,8 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
 
 
 def write_gguf(name: str, out: Path) -> None:
-    """Write random weights of a LLaMA's shape for llama-bench: Q4_0, embedding and lm_head in Q6_K.
+    """Write random weights of a LLaMA's or Qwen3-MoE's shape for llama-bench: Q4_0, embedding and lm_head in
+    Q6_K.
 
     Q6_K has blocks of 256 inputs; where these do not fit, it is Q4_0.
     """
@@ -108,7 +110,8 @@ def write_gguf(name: str, out: Path) -> None:
     import numpy as np
 
     a = shape_of(name)[0]
-    writer, kinds = gguf.GGUFWriter(out, "llama", use_temp_file=True), gguf.GGMLQuantizationType
+    family, experts = "qwen3moe" if a.num_experts else "llama", a.num_experts
+    writer, kinds = gguf.GGUFWriter(out, family, use_temp_file=True), gguf.GGMLQuantizationType
     q, kv, width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.hidden_size
     for add, value in (
         (writer.add_block_count, a.num_layers), (writer.add_context_length, a.max_seq_len),
@@ -118,33 +121,43 @@ def write_gguf(name: str, out: Path) -> None:
         (writer.add_rope_dimension_count, a.head_dim), (writer.add_layer_norm_rms_eps, a.norm_eps),
         (writer.add_rope_freq_base, a.rope_base), (writer.add_vocab_size, a.vocab_size),
         (writer.add_tokenizer_model, "none"), (writer.add_file_type, gguf.LlamaFileType.MOSTLY_Q4_0),
-        (writer.add_quantization_version, gguf.GGML_QUANT_VERSION),
+        (writer.add_quantization_version, gguf.GGML_QUANT_VERSION), (writer.add_expert_count, experts),
+        (writer.add_expert_used_count, a.experts_per_token),
+        (writer.add_expert_feed_forward_length, a.intermediate_size if experts else 0),
     ):
         add(value)
     draw = np.random.default_rng(0)
 
-    def add_matrix(key: str, rows: int, inputs: int, kind=kinds.Q4_0) -> None:
+    def add_matrix(key: str, *shape: int, kind=kinds.Q4_0) -> None:
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        data = draw.integers(0, 256, (rows, inputs // block, size), np.uint8)
+        data = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
         scale = slice(0, 2) if kind == kinds.Q4_0 else slice(size - 2, size)
         data[..., scale] = np.frombuffer(np.float16(2.0**-8).tobytes(), np.uint8)
-        writer.add_tensor(f"{key}.weight", data.reshape(rows, -1), raw_dtype=kind)
+        writer.add_tensor(f"{key}.weight", data.reshape(*shape[:-1], -1), raw_dtype=kind)
 
-    def add_norm(key: str) -> None:
+    def add_norm(key: str, width: int = width) -> None:
         writer.add_tensor(f"{key}.weight", np.ones(width, np.float32))
 
     for key in ("token_embd", "output"):
-        add_matrix(key, a.vocab_size, width, kinds.Q4_0 if width % 256 else kinds.Q6_K)
+        add_matrix(key, a.vocab_size, width, kind=kinds.Q4_0 if width % 256 else kinds.Q6_K)
     add_norm("output_norm")
     for i in range(a.num_layers):
-        for key, rows, inputs in (
+        many, each = ("_exps", (experts,)) if experts else ("", ())
+        for key, *shape in (
             ("attn_q", q, width), ("attn_k", kv, width), ("attn_v", kv, width), ("attn_output", width, q),
-            ("ffn_gate", a.intermediate_size, width), ("ffn_up", a.intermediate_size, width),
-            ("ffn_down", width, a.intermediate_size),
+            (f"ffn_gate{many}", *each, a.intermediate_size, width),
+            (f"ffn_up{many}", *each, a.intermediate_size, width),
+            (f"ffn_down{many}", *each, width, a.intermediate_size),
         ):
-            add_matrix(f"blk.{i}.{key}", rows, inputs)
-        add_norm(f"blk.{i}.attn_norm")
-        add_norm(f"blk.{i}.ffn_norm")
+            add_matrix(f"blk.{i}.{key}", *shape)
+        for key in ("attn_norm", "ffn_norm"):
+            add_norm(f"blk.{i}.{key}")
+        if a.qk_norm:
+            for key in ("attn_q_norm", "attn_k_norm"):
+                add_norm(f"blk.{i}.{key}", a.head_dim)
+        if experts:
+            router = draw.normal(0, 0.02, (experts, width)).astype(np.float32)
+            writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -28,8 +28,8 @@ from checkpoint.folder import (
     WEIGHTS,
     check_config,
     check_out,
+    is_converted,
     is_gguf,
-    is_ours,
     read_config,
 )
 from checkpoint.gguf import open_gguf
@@ -86,8 +86,7 @@ def convert(
         kind, source = None, inside
     if kind and target is None:
         raise InputError(
-            f"{source.path}: is a draft head; to convert it, run python convert_checkpoint.py --checkpoint"
-            f" {quote(str(checkpoint))} --target DIR, the converted model that it is for"
+            f"{source.path}: is a draft head, which needs --target, the converted model that it is for"
         )
     if target and not kind:
         raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
@@ -157,9 +156,9 @@ def converted_folder(
     the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
     converted there, and in one of several processes, which would all write one folder.
     """
-    checkpoint, config = str(checkpoint), Path(checkpoint, CONFIG)
-    if several() or (config.is_file() and is_ours(read_json(config))):
-        read_config(checkpoint)
+    checkpoint = str(checkpoint)
+    if several() or is_converted(checkpoint):
+        read_config(checkpoint, target=target)
         return checkpoint
     out, path = default_folder(checkpoint), Path(checkpoint)
     out = Path(target) / out.name if target else out
@@ -170,18 +169,20 @@ def converted_folder(
             if "/" not in checkpoint:  # maybe there is no such thing
                 resolve_source(checkpoint)
             options = f"--checkpoint {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}"
-            raise InputError(
-                f"{out}: was converted from {other}; name {out}-2, once you have run python"
-                f" convert_checkpoint.py {options}"
-            )
+            raise InputError(f"{out}: was converted from {other}; name {out}-2, once you have run python"
+                             f" convert_checkpoint.py {options}")
         files = path.iterdir() if path.is_dir() else [path]
         written = (out / WEIGHTS).stat().st_mtime
         stale = any(f.stat().st_mtime > written for f in files if f.is_file())
     if stale or not out.is_dir():
         resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
-            convert(checkpoint, out, target, force=stale)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
+                convert(checkpoint, out, target, force=stale)
+        except InputError as e:
+            options = "; these are options of convert_checkpoint.py" if " --" in str(e) else ""
+            raise InputError(f"{e}{options}") from None
     return str(out)
 
 

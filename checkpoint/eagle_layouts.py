@@ -18,8 +18,7 @@ from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 from networks.eagle import Eagle1Head, Eagle3Head
-from networks.head import HeadArgs
-from networks.read_states import eagle3_aux_layers
+from networks.head import HeadArgs, eagle3_aux_layers
 
 # All layers are called layers.K here; SafeAILab and SGLang call the first one of EAGLE-3 midlayer.
 EAGLE1: NameTable = {

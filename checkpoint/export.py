@@ -15,12 +15,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from checkpoint.folder import CONFIG, WEIGHTS, check_exact, is_ours, read_config
+from checkpoint.folder import WEIGHTS, check_exact, is_converted, read_config
 from checkpoint.heads import LAYOUTS, export
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, check_replaceable, command
 from common.errors import InputError
-from common.files import read_json
 
 
 def parser() -> Options:
@@ -40,10 +39,9 @@ def parser() -> Options:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
-    config = Path(o.out, CONFIG)
-    if config.is_file() and is_ours(read_json(config)):
+    if is_converted(o.out):
         raise InputError(f"--out {o.out}: holds a converted checkpoint; choose another folder")
-    head = read_config(o.head, what="--head")
+    head = read_config(o.head, what="--head", target=o.checkpoint)
     if head["kind"] == "target":
         raise InputError(f"--head {o.head}: holds a target, no draft head")
     check_exact(o.head, head)

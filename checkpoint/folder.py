@@ -8,7 +8,7 @@
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
     DIR/KIND/               heads of that target in the same format, a folder for each of HEADS; EAGLE-1
                             and EAGLE-2 share one; also
-                            calibration.json (`engine.calibration`) and costs.json (`engine.costs`)
+                            calibration.json (`engine.autotune`)
 """
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from kernels.quantized import Scheme
 from model import ModelArgs
 from networks.block import BlockHead, DSparkHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads
+from networks.medusa import HydraHeads, MedusaHeads
 from networks.mtp import MtpHead
 
 FORMAT = 2
@@ -56,7 +55,7 @@ FOLDER = Schema(TypedDict("Folder", {
 _Taus = dict[str, number(1, 1e6)]
 _Pair = Annotated[list[number(-100, 100)], Field(min_length=2, max_length=2)]
 _Kept = TypedDict("Kept", {"0": number(above=0, high=1e6), "1": number(above=0, high=1e6)})
-MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.calibration`
+MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.autotune`
     "format": whole(), "ease": Annotated[list[number(0, 1e6)], Field(min_length=1)],
     "tau": TypedDict("Tau", {"0": _Taus, "1": _Taus}),
     "far": NotRequired[TypedDict("Far", {"context": whole(1), "kept": _Kept})],
@@ -191,22 +190,26 @@ def is_ours(config: dict) -> bool:
     return {"format", "kind"} <= config.keys()
 
 
-def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
+def is_converted(folder: str | Path) -> bool:
+    """Return whether a folder holds a converted checkpoint, of any version. Raises InputError."""
+    return (Path(folder) / CONFIG).is_file() and is_ours(read_json(Path(folder) / CONFIG))
+
+
+def read_config(
+    folder: str | Path, kind: str | None = None, what: str = "", target: str | Path | None = None
+) -> dict:
     """Return the config.json of one of our folders.
 
-    kind: that it has to be of. what: the option that names the folder, for errors. Raises InputError if the
-    folder is not ours, not of this kind, or if a key is missing, out of its range, or contradicts another.
+    kind: that it has to be of. For errors: what is the option that names the folder, target the converted
+    model that a head is for, where it is known. Raises InputError if the folder is not ours, not of this
+    kind, or if a key is missing, out of its range, or contradicts another.
     """
     folder, name = Path(folder), f"{what} {folder}".strip()
     if not folder.is_dir():
         raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
     config = read_json(folder / CONFIG)
     if not is_ours(config):
-        where, target = ("with DIR, its target, ", " --target DIR") if kind in HEADS else ("", "")
-        raise InputError(
-            f"{name}: not converted yet; {where}run python convert_checkpoint.py --checkpoint"
-            f" {quote(str(folder))}{target}"
-        )
+        raise InputError(f"{name}: not converted yet; {_conversion(folder, kind, target)}")
     if config["format"] != FORMAT or isinstance(config["format"], float):
         raise InputError(
             f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version reads; convert it"
@@ -221,15 +224,26 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
     return config
 
 
+def _conversion(folder: Path, kind: str | None, target: str | Path | None) -> str:
+    """Return how to convert a folder: a command to run, if all of it is known. See `read_config`."""
+    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
+    if is_converted(folder.parent):  # a head, where its conversion will be
+        aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
+        return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
+    if kind in HEADS and not target:
+        return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
+    target = f" --target {quote(str(target))}" if target else ""
+    return f"run {command} {source}{target}; then name the folder that it writes"
+
+
 def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:
     """Return the config.json of a converted target that --checkpoint names; {} if it is not converted yet.
 
     max_seq_len: of the texts, checked against the model's maximum. Raises InputError.
     """
-    folder = Path(checkpoint)
-    if not (folder / CONFIG).is_file() or not is_ours(read_json(folder / CONFIG)):
+    if not is_converted(checkpoint):
         return {}
-    config = read_config(folder, "target")
+    config = read_config(checkpoint, "target")
     if max_seq_len is not None:
         check_length(max_seq_len, config["max_seq_len"])
     return config

@@ -23,7 +23,7 @@ from common.cli import library_errors
 from common.errors import InputError, printable
 from common.files import check_file
 from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Width, number, text, whole
-from tokens.gguf_tokenizer import from_gguf
+from tokens.gguf_tokenizer import rebuild
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 Token, Short = whole(0, 2**32 - 1), text(64)
@@ -96,7 +96,7 @@ def open_gguf(path: Path) -> Source:
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
         path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
-        tokenizer=partial(from_gguf, fields, where=str(path)),
+        tokenizer=partial(rebuild, fields, where=str(path)),
     )
 
 

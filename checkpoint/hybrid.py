@@ -148,7 +148,7 @@ def _changed(entry: Entry, change: Callable[[Tensor], Tensor], shape: tuple[int,
 
 
 def turning_first(head_dim: int, rotary: int) -> Tensor:
-    """Return the order of a head's numbers in which pairs (j, j + hd/2) turn, the first rotary/2 of them.
+    """Return the order of a head's numbers that puts pairs that turn at (j, j + hd/2), from the first on.
 
     In files the first `rotary` numbers turn, pairs (j, j + rotary/2).
     """
@@ -160,8 +160,8 @@ def turning_first(head_dim: int, rotary: int) -> Tensor:
 class Rearranged:
     """The tensors of a model under the names of Qwen3.5 with q and its gate apart, heads as `turning_first`.
 
-    path: for errors. fields: of ModelArgs. gguf: norms have 1 added, as llama.cpp writes them. tiled: heads of
-    values lie in groups with one for every head of keys.
+    path: for errors. fields: of ModelArgs. gguf: norms have 1 added, as llama.cpp writes them. tiled: heads
+    of values lie in groups with one for every head of keys.
     """
 
     def __init__(self, path: Path, fields: dict, gguf: bool = False, tiled: bool = False):

@@ -1,6 +1,7 @@
 """Quantise a converted checkpoint, and compare it with the original on a text.
 
-One tensor is in memory at a time, beside the layers that were calibrated. `quantize.py` is the command.
+One tensor is in memory at a time, beside the layers that were calibrated: int4 weights that are chosen by
+what they compute on a text, which runs through the target layer by layer. `quantize.py` is the command.
 """
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,15 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint.calibrating import calibrate
 from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.loading import build_module, described, load_model, state_shapes
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
-from common.errors import InputError, printable
+from common.errors import InputError, counted, printable
 from common.schema import named
-from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
+from kernels.gptq import gptq, output_error
+from kernels.quantized import (
+    QuantizedLinear,
+    QuantizedStack,
+    Scheme,
+    dequantize,
+    linear_names,
+    pack_nibbles,
+    scales,
+    to_stored,
+)
+from model import KVCache, ModelArgs, Pass, TargetBlock, blank, inverse_frequencies
 from tokens.tokenizer import Tokenizer
 
 
@@ -144,6 +156,68 @@ def quantize_folder(
     return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
 
 
+class Calibrated(NamedTuple):
+    """A layer's weight and scales as files hold them, and the relative error of its outputs on the text."""
+
+    weight: Tensor
+    scale: Tensor
+    error: float
+
+
+@torch.no_grad()
+def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, Calibrated]:
+    """The linear layers of all blocks of a target, in int4 by GPTQ on a text, by their names.
+
+    source: an unquantised folder with this config. ids [B, T]: the text. Each layer reads what the layers
+    before it compute once they are quantised. One block is in memory at a time, in float32, beside what is
+    returned. Stacks of experts are rounded to nearest on the way, and not returned. Raises InputError on
+    weights that are not finite.
+    """
+    args = ModelArgs.from_config(config)
+    if args.delta_layers:
+        raise InputError(f"{source}: gated delta nets are not calibrated yet; give --method nearest")
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    visible = positions[:, None] <= positions[:, :, None]
+    shared = Pass(args, inverse_frequencies(args), positions, positions, visible)
+    layers: dict[str, Calibrated] = {}
+    with opened(source / WEIGHTS, ADVICE) as file:
+
+        def read(name: str) -> Tensor:
+            tensor = file.get_tensor(name)
+            if bad := count_nonfinite(tensor):
+                raise InputError(
+                    f"{source / WEIGHTS}: tensor {name} holds {bad:,} numbers that are not finite (nan or"
+                    " infinite), which cannot be calibrated; --method nearest --allow-nonfinite takes them"
+                )
+            return tensor
+
+        embed = read("embed.weight")
+        x = embed[ids].float() * args.embedding_scale(embed.dtype)
+        for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
+            with blank():
+                block = TargetBlock(args, i)
+            state = {name: read(f"layers.{i}.{name}").float() for name in block.state_dict()}
+            block.load_state_dict(state, assign=True)
+            for parameter in block.parameters():
+                if parameter.ndim == 3:
+                    scale = scales(parameter, "int4", group)
+                    parameter.data = dequantize(to_stored(parameter, scale, "int4"), scale, torch.float32)
+            for name in linear_names(block, lm_head=False):
+                put = partial(layers.__setitem__, f"layers.{i}.{name}")
+                block.get_submodule(name).register_forward_pre_hook(partial(_quantize, group=group, put=put))
+            x = block(x, KVCache(*ids.shape, args, torch.float32, "cpu"), shared)
+    return layers
+
+
+def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], group: int, put) -> None:
+    """Quantise a layer that is about to read `inputs`; it goes on with the weight that is put down."""
+    rows, weight = inputs[0].flatten(0, -2), layer.weight.data
+    hessian = rows.t() @ rows
+    q, scale = gptq(weight, hessian, group)
+    layer.weight.data = dequantize(q, scale, torch.float32)
+    put(Calibrated(pack_nibbles(q), scale, output_error(weight, layer.weight.data, hessian)))
+
+
 def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tensor:
     """Return the first tokens of a text, at most `most`, [N] int64.
 
@@ -155,7 +229,7 @@ def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tenso
         raise InputError(f"{source}: {name} needs a tokenizer")
     ids = torch.tensor(tokenizer.encode(text[: 16 * most])[:most])
     if len(ids) < least:
-        raise InputError(f"{name}: {len(ids)} tokens are too few, at least {least:,} are needed")
+        raise InputError(f"{name}: holds {counted(len(ids), 'token')}; at least {least:,} are needed")
     return ids
 
 

@@ -13,21 +13,16 @@ from pathlib import Path
 
 from common import VERSION
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError, did_you_mean, escaped, is_panic, not_utf8
-from common.torchrun import several
+from common.errors import ELSEWHERE, InputError, did_you_mean, escaped, is_panic, not_utf8
+from common.torchrun import one_voice, several
 
 MOST_THREADS = 1024
 MOST_SHOWN = 1500  # characters of an error
-DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
-OTHER_DEVICE = "models run on cpu, cuda and cuda:N; name one of these"
-# Options of llama.cpp and vLLM: ours.
-ELSEWHERE = {
-    "--n-predict": "--max-new-tokens", "--predict": "--max-new-tokens", "--ctx-size": "--max-seq-len",
-    "--max-model-len": "--max-seq-len", "--file": "--prompt-file", "--system-prompt": "--system",
-    "-sys": "--system", "--conversation": "--interactive", "-cnv": "--interactive", "-ngl": "--device",
-    "--n-gpu-layers": "--device", "--model-draft": "--draft", "-md": "--draft", "--parallel": "--slots",
-    "-np": "--slots", "--max-num-seqs": "--slots", "--alias": "--model-name", "-j": "--json-schema",
-    "--repeat-penalty": "--repetition-penalty", "-hf": "--checkpoint", "-s": "--seed",
+MOST_USED = {
+    "--checkpoint", "--prompt", "--prompt-file", "--interactive", "--system", "--speculate", "--draft",
+    "--max-new-tokens", "--temperature", "--seed", "--compare", "--json", "--out", "--host", "--port",
+    "--api-key", "--slots", "--questions", "--limit", "--kind", "--prompts", "--synthesize",
+    "--conversations", "--epochs", "--mode", "--target", "--force",
 }
 # PyTorch appends to its messages where in its own code they come from.
 FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
@@ -113,17 +108,18 @@ def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
     *expected: type[Exception], **how,
 ) -> int:
-    """Parse a command line, check its rules, and run it with its options.
+    """Parse a command line, check its rules, and run it with its options; of several processes one speaks.
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    o = options.parse_args(argv)
+    with one_voice() as voices:
+        o = options.parse_args(argv)
 
-    def checked() -> int | None:
-        options.check(o)
-        return run(o)
+        def checked() -> int | None:
+            options.check(o)
+            return run(o)
 
-    return run_command(checked, *expected, **how)
+        return run_command(checked, *expected, **how | (voices if several() else {}))
 
 
 class Options(argparse.ArgumentParser):
@@ -177,9 +173,7 @@ class Options(argparse.ArgumentParser):
         for name in (word.partition("=")[0] for word in self._words):
             known = any(flag.startswith(name) for flag in flags) or (name[1:2] != "-" and name[:2] in flags)
             if re.fullmatch("--?[a-zA-Z][^ ]*", name) and (name in ELSEWHERE or not known):
-                ours = ELSEWHERE.get(name)
-                guess = f" (did you mean {ours}?)" if ours in flags else did_you_mean(name, flags)
-                message = f"unrecognized arguments: {name}{guess}"
+                message = f"unrecognized arguments: {name}{did_you_mean(name, flags)}"
                 break
         else:
             if "required" in message and self._words and self._words[0][0] != "-":
@@ -187,14 +181,37 @@ class Options(argparse.ArgumentParser):
         note(f"{self.prog}: error: {on_one_line(message)}; see --help")
         sys.exit(2)
 
+    def format_help(self) -> str:
+        """Like argparse, but name only required options in the usage, and list `MOST_USED` before others."""
+        first = [action for action in self._actions if MOST_USED & {*action.option_strings}]
+        groups = [(group.title, group.description, group._group_actions) for group in self._action_groups]
+        text = self._get_formatter()
+        needed = ((*a.option_strings[-1:], a.dest.upper()) for a in self._actions if a.required)
+        text.add_usage(" ".join(["%(prog)s", *map(" ".join, needed), "[option ...]"]), [], [])
+        text.add_text(self.description)
+        for title, description, actions in (("most used", None, first), *groups):
+            text.start_section(title)
+            text.add_text(description)
+            text.add_arguments([a for a in actions if actions is first or a not in first])
+            text.end_section()
+        return text.format_help()
+
+    def _check_value(self, action, value):
+        """Like argparse, but guess which of the choices is meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as e:
+            e.message += did_you_mean(str(value), map(str, action.choices))
+            raise
+
     def parse_args(self, args=None, namespace=None):
         """Like argparse, but reject values that are not UTF-8, or empty where the metavar is not TEXT."""
         self._words = sys.argv[1:] if args is None else list(args)
         for word in self._words:
             if not_utf8(word):
                 self.error(f"argument {word}: is no UTF-8")
-        if ELSEWHERE.keys() & self._words:  # argparse would take -hf for -h
-            self.error("")
+        if any(word in ELSEWHERE and word[0] == "-" for word in self._words):
+            self.error("")  # argparse would take -hf for -h
         o, unknown = self.parse_known_args(self._words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)} (quote texts with spaces)")
@@ -242,46 +259,8 @@ class Options(argparse.ArgumentParser):
                  " on GPUs and in PyTorch")
         self.within("--max-seq-len", 2, float("inf"))
         self.within("--threads", 1, MOST_THREADS)
-        self.judge_device()
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
-        self.refuse(lambda o: o.kv == "int8" and not (o.compile and o.kernels),
-                    lambda o: "--kv int8: is for the kernels; leave out --no-kernels and --no-compile")
-        return group
-
-    def judge_device(self) -> None:
-        """Add a rule: --device, if given, is of a kind that models run on here."""
-        self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
-                    lambda o: f"--device {o.device}: {OTHER_DEVICE}")
-
-    def add_drafting(self, method: Callable[[str], str], methods: str, default: str = "none"):
-        """Add the options that say what drafts. Returns their group.
-
-        method: an argparse type, the name of a method. methods: what --help says of them. default: one.
-        """
-        group = self.add_argument_group("drafting")
-        add, on_off = group.add_argument, argparse.BooleanOptionalAction
-        add("--speculate", type=method, default=default, metavar="METHOD",
-            help=f"default {default}; none: not at all; {methods}. Two with a plus, such as lookup+eagle3,"
-                 " draft one tree")
-        add("--draft",
-            help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
-        add("--tree", metavar="SPEC",
-            help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file"
-                 " of paths: a static tree")
-        add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
-        add("--draft-int8", action=on_off, default=True,
-            help="on our kernels, quantise a 16-bit head at loading")
-        add("--shard-head", action="store_true",
-            help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it"
-                 " whole")
-        self.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
-                    lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with"
-                              " torchrun")
-        self.refuse(lambda o: o.draft and o.speculate == "none",
-                    lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
-        self.refuse(lambda o: o.tree and o.speculate == "none",
-                    lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
         return group
 
     def add_sampling(self):
@@ -290,7 +269,8 @@ class Options(argparse.ArgumentParser):
         add = group.add_argument
         add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
         add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-        add("--top-p", type=float, default=1.0)
+        add("--top-p", type=float, default=1.0,
+            help="leave out unlikely tokens beyond this total probability; 1 is off (default)")
         add("--top-k", type=int, default=0, help="0 is off (default)")
         add("--min-p", type=float, default=0.0,
             help="leave out tokens below this share of the likeliest one's probability; 0 is off (default)")
@@ -306,14 +286,6 @@ class Options(argparse.ArgumentParser):
             help="ends the output, of which it is no part; may be repeated")
         add("--seed", type=seed, default=0,
             help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
-        self.refuse(lambda o: not 0 < o.top_p <= 1,
-                    lambda o: f"--top-p {o.top_p}: must be above 0 and at most 1")
-        for flag, low, high in (
-            ("--max-new-tokens", 1, float("inf")), ("--temperature", 0, 1_000_000), ("--top-k", 0, 2**31 - 1),
-            ("--min-p", 0, 1), ("--presence-penalty", -2, 2), ("--frequency-penalty", -2, 2),
-            ("--repetition-penalty", 0.01, 100),
-        ):
-            self.within(flag, low, high)
         return group
 
 
@@ -333,12 +305,9 @@ def bias(value: str) -> tuple[int, float]:
     """An argparse type: a token id and what is added to its logit, as ID=X."""
     token, _, number = value.partition("=")
     try:
-        found = count(token), float(number)
+        return count(token), float(number)
     except (ValueError, argparse.ArgumentTypeError):
-        found = 0, float("inf")
-    if not abs(found[1]) <= 100:
-        raise argparse.ArgumentTypeError(f"{value!r} is no ID=X, such as 50=-100, with X from -100 to 100")
-    return found
+        raise argparse.ArgumentTypeError(f"{value!r} is no ID=X, such as 50=-100") from None
 
 
 def dtype(value: str) -> str:

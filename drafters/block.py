@@ -1,5 +1,9 @@
 """Drafters whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
 
+P-EAGLE: arXiv 2602.01469, vllm-project/vllm#32887. DFlash: arXiv 2602.06036, the target's features as keys
+and values, a block of masks; the tree over its levels is DDTree's (arXiv 2604.12989), `--tree n+1,n-1,1` the
+paper's chain, and a causal head JetSpec's (arXiv 2606.18394). DSpark: arXiv 2607.05147.
+
 The pass reads the tokens that the last step committed, with the target's true features, and rows for unknown
 tokens. In the head's caches the committed rows come first. The next pass overwrites the others.
 
@@ -14,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Setup
-from drafters.network import HeadDrafter, grow_crossed
-from kernels.backend import TorchBackend, once
+from drafters.base import Setup, newest
+from drafters.eagle import Eagle
+from drafters.network import HeadDrafter
+from kernels.backend import once
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
-from tree import Growth, PathTree, TreeShape
+from networks.head import Head
+from tree import Growth, PathTree, TreeShape, pick
 
 
 class BlockDrafter(HeadDrafter):
@@ -28,6 +34,9 @@ class BlockDrafter(HeadDrafter):
     coupled, reach: see `HeadDrafter`. Raises ValueError on a tree that is deeper than the head's blocks, or
     wider than its vocabulary.
     """
+
+    block_rows: int  # of a pass, for what is not known yet
+    _sees_all: bool  # rows of a block see those after them, too
 
     def __init__(self, head: BlockHead | PEagleHead, shape: TreeShape, coupled: bool = True, reach: int = 0):
         super().__init__(head, shape, coupled, reach)
@@ -41,11 +50,6 @@ class BlockDrafter(HeadDrafter):
     @property
     def deepest(self) -> int:
         return self.head.args.drafts - 1
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a pass for what is not known yet."""
-        raise NotImplementedError
 
     @property
     def extra_slots(self) -> int:
@@ -73,11 +77,6 @@ class BlockDrafter(HeadDrafter):
         self._keep_unread(state)
         return drafted
 
-    @property
-    def _sees_all(self) -> bool:
-        """Return whether rows of a block see those after them, too."""
-        raise NotImplementedError
-
     def _draft(
         self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
     ) -> Tensor:
@@ -87,49 +86,96 @@ class BlockDrafter(HeadDrafter):
         """
         raise NotImplementedError
 
-    def grow(
-        self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
-        level_logits: list[Tensor] | None = None,
-    ) -> Growth:
-        backend, head, k = state.backend, self.head, shape.width
-        logits = head.logits(last[:, : shape.window - 1])  # of all levels: the lm_head is read once
+    def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
+        """Grow a tree from the rows of all levels, last [B, L, H].
+
+        Without a Markov head all nodes of a level have the same children (DDTree, where k is the number of
+        nodes).
+        """
+        backend, head, k, levels = state.backend, self.head, shape.width, shape.window - 1
+        rows = last[:, :levels]
+        logits = head.logits(rows)  # of all levels: the lm_head is read once
+        noise = None if noise is None else noise[:, :levels]
         if not head.args.markov_rank:
-            if level_logits is not None:
-                level_logits += logits.split(1, 1)
-            rows = last[:, : shape.window - 1]
-            trust = F.logsigmoid(head.doubt(rows)) if head.args.confidence else None
-            return grow_crossed(backend, logits, noise, self._names, shape, trust)
+            scores, ids = backend.rank(logits, noise, k, self._names)  # [B, L, k]
+            if head.args.confidence:
+                scores = scores + F.logsigmoid(head.doubt(rows))[..., None]
+            ranked = scores, ids
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """The k best after tokens [B, R]: scores and target ids, both [B, R, k]."""
-            row = last[:, level, None].expand(-1, tokens.shape[1], -1)
+            count = tokens.shape[1]
+            if not head.args.markov_rank:
+                return tuple(x[:, level, None].expand(-1, count, -1) for x in ranked)
+            row = rows[:, level, None].expand(-1, count, -1)
             after = logits[:, level, None] + head.after(row, tokens)
-            if level_logits is not None:
-                level_logits.append(after)
             shift = None if noise is None else noise[:, level, None]
-            return self._ranked(backend, after, row, tokens, shift, k)
+            scores, ids = backend.rank(after, shift, k, self._names)
+            if head.args.confidence:
+                scores = scores + F.logsigmoid(head.doubt(row, tokens))[..., None]
+            return scores, ids
 
         scores, tokens = children(0, state.root()[:, None])
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
-        for level in range(1, shape.window - 1):
+        for level in range(1, levels):
             if level > 1:
                 backend.advance(grown)
             grown.extend(*children(level, grown.beam_tokens))
         return grown
 
-    def _ranked(
-        self, backend: TorchBackend, logits: Tensor, row: Tensor, tokens: Tensor, noise: Tensor | None, k: int
-    ) -> tuple[Tensor, Tensor]:
-        """The k best by logits [B, R, Vd] of rows that draft what follows tokens [B, R], with what the
-        confidence head says of them: scores and target ids, both [B, R, k].
-        """
-        scores, ids = backend.rank(logits, noise, k, self._names)
-        if self.head.args.confidence:
-            scores = scores + F.logsigmoid(self.head.doubt(row, tokens))[..., None]
-        return scores, ids
+
+class DFlash(BlockDrafter):
+    """A DFlash or DSpark head. It drafts the whole block it was trained for, also for a smaller tree."""
+
+    head: BlockHead
+
+    @property
+    def block_rows(self) -> int:
+        return self.head.args.block
+
+    @property
+    def _sees_all(self) -> bool:
+        return not self.head.args.causal
+
+    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
+        self.head.read(self.head.fuse(features), positions, own, visible, self.caches)
+
+    def _draft(
+        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
+        return self.head(state.root(), context, positions, own, visible, self.caches)
 
 
-def build_block(setup: Setup, drafter: type[BlockDrafter]) -> BlockDrafter:
+class PEagle(BlockDrafter):
+    """A P-EAGLE head: the catch-up's last row drafts the first level, rows that read a mask the others."""
+
+    head: PEagleHead
+    _read = Eagle._read
+    _sees_all = False
+
+    @property
+    def block_rows(self) -> int:
+        return self.shape.window - 2
+
+    def _draft(
+        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
+        # Row i pairs feature i with token i+1, and stands at position i.
+        head, W = self.head, context.shape[1]
+        known = state.tokens.gather(1, positions[:, :W] + 1)
+        masks = known.new_full((len(known), self.block_rows), head.args.mask_id)
+        hidden = head.fuse(head.mask_hidden.to(context.dtype)[None, None])
+        features = torch.cat((context, hidden.expand(*masks.shape, -1)), 1)
+        h = head(torch.cat((known, masks), 1), features, positions, own, visible, self.caches)
+        return head.rows(torch.cat((pick(h, newest(state, W)), h[:, W:]), 1))
+
+
+def block_drafter(head: Head) -> type[BlockDrafter] | None:
+    """Return the class that drafts with a head, None if it drafts no blocks."""
+    return DFlash if isinstance(head, BlockHead) else PEagle if isinstance(head, PEagleHead) else None
+
+
+def build(setup: Setup) -> BlockDrafter:
     """Load the head. Raises InputError if it does not fit or the tree is static, ValueError on deep trees."""
     tree = setup.grown_tree
     if isinstance(tree, PathTree):
@@ -138,7 +184,7 @@ def build_block(setup: Setup, drafter: type[BlockDrafter]) -> BlockDrafter:
     head = setup.load_head()
     if setup.tree in (None, "auto"):
         tree = deep_tree(tree, head.args.drafts)
-    made = drafter(head, tree, setup.coupled, setup.reach)
+    made = block_drafter(head)(head, tree, setup.coupled, setup.reach)
     made.folder = setup.folder
     return made
 

@@ -32,11 +32,9 @@ class Lookahead(Drafter):
     per_sequence = ("window_rows", "pool")
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
-        sizes = f"lookahead: window {window}, level {level}, guess set {guesses}"
-        if window < 1 or level < 3 or guesses < 1:
-            raise ValueError(f"{sizes}: at least 1, 3 and 1")
         if (rows := (level - 1) * (window + guesses)) > MOST_ROWS:
-            raise ValueError(f"{sizes}: {rows} rows a pass, at most {MOST_ROWS}")
+            raise ValueError(f"lookahead: window {window}, level {level}, guess set {guesses}: {rows} rows a"
+                             f" pass, at most {MOST_ROWS}")
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses

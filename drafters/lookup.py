@@ -38,8 +38,6 @@ class Lookup(Drafter):
     def __init__(self, lengths: tuple[int, ...] = CHAINS, shortest: int = 2, longest: int = LONGEST):
         shape = chains(tuple(lengths))
         super().__init__(shape)
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"lookup: matches of {shortest} to {longest} tokens")
         self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
         self.static = StaticTree(shape)
         # The chain of each drafted node, and its distance from the match.

@@ -1,8 +1,10 @@
-"""Drafting with Medusa heads (Cai et al., arXiv 2401.10774).
+"""Drafting with Medusa (Cai et al., arXiv 2401.10774) and Hydra heads (Ankner et al., arXiv 2402.05109).
 
-All levels of a static tree are drafted from one state of the target.
-Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree
-paper` is the tree of the published figures; the default on a CPU is smaller.
+All levels of a static tree are drafted from one state of the target. With Medusa every node of a level
+chooses from one list of that level's likeliest tokens, whatever its parent is; with Hydra each node is
+guessed from those above it. `--tree paper` is the tree of the published figures; the default on a CPU is
+smaller. Hydra's published code fills short paths up with their last token, and greedily chooses a path before
+it cuts that off, so that one may win by its filling. Here nothing is filled up.
 """
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ import json
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, Setup, StaticTree, constants, newest
-from networks.medusa import MedusaHeads, MultiTokenHeads
+from drafters.base import Drafter, Proposal, Setup, StaticLevel, StaticTree, constants, newest, unread_rows
+from networks.medusa import HydraHeads, MedusaHeads, MultiTokenHeads
 from tree import PAPER_TREE, PathTree, likely_tree, pick
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
@@ -41,10 +44,6 @@ class MultiTokenDrafter(Drafter):
         self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
         self.static = StaticTree(shape)
 
-    @property
-    def network(self) -> MultiTokenHeads:
-        return self.head
-
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """Return the target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not used."""
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
@@ -69,9 +68,40 @@ class Medusa(MultiTokenDrafter):
         return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
 
 
-def build(setup: Setup) -> Medusa:
-    """Load the heads; see `build_multi_token`."""
-    return build_multi_token(setup, Medusa)
+class Hydra(MultiTokenDrafter):
+    """Level after level, each guess reads the tokens above it. Hydra++'s layer reads all committed tokens."""
+
+    def __init__(self, head: HydraHeads, shape: PathTree, coupled: bool = True):
+        super().__init__(head, shape, coupled)
+        self.cached = (head.args,) if head.args.prefix else ()
+        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
+
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().allocate(batch, slots, room, dtype, device)
+        self.caches = self.head.caches(batch, slots, dtype, device) if self.head.args.prefix else None
+
+    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        self.head(self.head.fuse(features), positions, positions, visible, self.caches)
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+        head, noise = self.head, self.draft_noise(noise)
+        positions, visible = unread_rows(state, slots)
+        features = head.fuse(state.features[:, : positions.shape[1]])
+        p = head(features, positions, positions, visible, self.caches)
+        p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
+        k, root = self.shape.width, state.root()[:, None]
+        paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]
+        for i, level in enumerate(self.levels):
+            if i:  # expand what the level above proposed
+                paths = torch.cat((paths[:, level.came_from], tokens[-1][:, level.rows, None]), -1)
+            logits = head.guess_logits(head.output(p.expand(-1, paths.shape[1], -1), paths), i)
+            shift = None if noise is None else noise[:, i, None]
+            level_scores, ids = state.backend.rank(logits, shift, k)
+            tokens.append(head.draft_ids[ids].flatten(1)[:, level.nodes])
+            scores.append(level_scores.flatten(1)[:, level.nodes])
+        return Proposal(self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1)))
 
 
 def published_tree() -> PathTree:
@@ -83,7 +113,7 @@ def published_tree() -> PathTree:
     return PathTree(tuple(map(tuple, paths)))
 
 
-def build_multi_token(setup: Setup, drafter: type[MultiTokenDrafter]) -> MultiTokenDrafter:
+def build(setup: Setup) -> MultiTokenDrafter:
     """Load the heads for a static tree: that of --tree FILE, the published one, or one of the default's size.
 
     Raises InputError if the heads do not fit, ValueError if the tree does not.
@@ -95,4 +125,5 @@ def build_multi_token(setup: Setup, drafter: type[MultiTokenDrafter]) -> MultiTo
     head = setup.load_head()
     if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
         tree = published_tree()
+    drafter = Hydra if isinstance(head, HydraHeads) else Medusa
     return drafter(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.coupled)

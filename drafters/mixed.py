@@ -53,12 +53,11 @@ class Mixed(Drafter):
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
         # A path of all nodes is the longest: a step makes noise for no more positions.
         levels = min(max(part.shape.window for part in parts), nodes) - 1
-        super().__init__(AnyTree(nodes, levels))
-        self.parts = nn.ModuleList(parts)
+        super().__init__(AnyTree(nodes, levels), *parts)
+        self.method = "+".join(part.method for part in parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         self.passes = sum(part.passes for part in parts)
         self.made_of = " ".join(part.made_of for part in parts)
-        self.cached = one.cached + other.cached
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)
         self.believe([part.confidence for part in parts])
@@ -90,38 +89,12 @@ class Mixed(Drafter):
         networks = [part.network for part in self.parts if part.network is not None]
         return nn.ModuleList(networks) if networks else None
 
-    def allocate(self, *sizes) -> None:
-        super().allocate(*sizes)
-        for part in self.parts:
-            part.allocate(*sizes)
-
-    def memory(self, *sizes) -> int:
-        return sum(part.memory(*sizes) for part in self.parts)
-
-    def reusable(self, same: int, held: int, length: int) -> int:
-        return min(part.reusable(same, held, length) for part in self.parts)
-
     @property
     def extra_slots(self) -> int:
         # Extra rows stand behind the joint tree; a head's own rows behind the widest window.
         extra = max(part.extra_slots - part.shape.nodes for part in self.parts)
         own = (part.extra_slots_after(self.shape.window) for part in self.parts)
         return max(self.shape.nodes + max(extra, 0), *own)
-
-    def rows(self, first: int, count: int) -> Mixed:
-        some = super().rows(first, count)
-        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
-        return some
-
-    def sequence(self, place: int, slots: int) -> list[Tensor]:
-        return [tensor for part in self.parts for tensor in part.sequence(place, slots)]
-
-    def begin(self, place: int, prompt: list[int]) -> None:
-        for part in self.parts:
-            part.begin(place, prompt)
-
-    def has_guess(self, state, slots: Tensor) -> bool:
-        return any(part.has_guess(state, slots) for part in self.parts)
 
     def _own(self, part: Drafter, features: Tensor) -> Tensor:
         """Select the features of a drafter's layers from those of all [..., F]."""

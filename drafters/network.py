@@ -7,36 +7,100 @@ drafted rows after them, level by level; the next catch-up overwrites those.
 from __future__ import annotations
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Drafter, Proposal
-from drafters.kept import EveryToken, kept
+from drafters.base import Drafter, Proposal, constants
 from kernels.backend import TorchBackend
+from model import KVCaches
 from networks.head import Head
 from tree import Growth, PathTree, TreeShape, pick
 
+MOST = 64  # rows that are moved in one call, whose entries a GPU holds in registers
 
-def grow_crossed(
-    backend: TorchBackend, logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape,
-    trust: Tensor | None = None,
-) -> Growth:
-    """Grow a tree of independent levels: every node of a level has the same children.
 
-    Best first by the sum of log-probabilities, over nodes among the k best of their level (DDTree, arXiv
-    2604.12989, where k is the number of nodes). logits [B, L, Vd] of L levels; noise [B, >=L, Vd] or None;
-    names [Vd]: the target id of each draft id, if it is another. trust [B, L]: added to the scores of a
-    level.
+class EveryToken(nn.Module):
+    """The tokens whose keys and values a head keeps: all of them, token i of a text in slot i."""
+
+    reach = 0  # tokens that are kept, 0: all
+
+    def allocate(self, room: int, device: torch.device | str) -> None:
+        """Make what is needed on this device. room: rows that a pass may have after the committed ones."""
+
+    def count(self, slots: int, room: int) -> int:
+        """Return the number of slots of the head's caches, where the target's have `slots`."""
+        return slots
+
+    def live(self, slots: Tensor) -> Tensor:
+        """Return the slots that a pass attends to [n], where it would attend to these."""
+        return slots
+
+    def first(self, length: Tensor) -> Tensor:
+        """Return the slot after the committed rows of these lengths [B]: a pass's own begin there."""
+        return length
+
+    def rows(self, backend: TorchBackend, positions: Tensor, visible):
+        """Return the slots of rows that follow each other in the text at positions [B, T], and what they
+        see."""
+        return positions, visible
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        """See `drafters.base.Drafter.reusable`."""
+        return same
+
+
+class Ring(EveryToken):
+    """The last N tokens: i is in slot i mod N until i + N takes its place. A pass's own rows stand behind.
+
+    The papers' heads are trained on 2,048 tokens, and a head that attends to all of a long text reads more in
+    every draft pass than the pass has weights.
+
+    So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
+    other mask than there. Their order is another, which attention does not mind: keys are rotated by their
+    places in the text before they are stored, and only the distance of a query counts (RoPE). No distance is
+    above N and the rows of a pass, so that places need not be counted anew from the ring's oldest token: it
+    would give the same.
     """
-    k, levels = shape.width, logits.shape[1]
-    scores, tokens = backend.rank(logits, None if noise is None else noise[:, :levels], k, names)
-    if trust is not None:
-        scores = scores + trust[..., None]
-    grown = Growth(shape, scores[:, 0], tokens[:, 0])
-    for level in range(1, levels):
-        if level > 1:
-            backend.advance(grown)
-        grown.extend(*(x[:, level, None].expand(-1, k, -1) for x in (scores, tokens)))
-    return grown
+
+    def __init__(self, reach: int):
+        super().__init__()
+        self.reach = reach
+        self.allocate(0, "cpu")
+
+    def allocate(self, room: int, device: torch.device | str) -> None:
+        constants(self, slots=torch.arange(self.count(0, room), device=device))
+
+    def count(self, slots: int, room: int) -> int:
+        return self.reach + room + 1  # the last one is moved onto itself, by rows that are not kept
+
+    def live(self, slots: Tensor) -> Tensor:
+        return self.slots
+
+    def first(self, length: Tensor) -> Tensor:
+        return length.clamp(max=self.reach)
+
+    def rows(self, backend: TorchBackend, positions: Tensor, visible):
+        first, count = self.first(positions[:, 0]), positions.shape[1]
+        own = first[:, None] + torch.arange(count, device=positions.device)
+        return own, backend.visible_before(self.slots, first, count)
+
+    def keep(self, caches: KVCaches, start: Tensor, rows: int, known: Tensor) -> None:
+        """Keep the first `known` [B] of the `rows` rows that a pass has written from `first(start)` on.
+
+        start [B]: how many were committed before.
+        """
+        row, known, spare = torch.arange(rows, device=start.device), known[:, None], len(self.slots) - 1
+        # If there are more rows than slots in the ring, keep the last ones: no row is overwritten by another.
+        kept = (row < known) & (row >= known - self.reach)
+        source = torch.where(kept, self.first(start)[:, None] + row, spare)
+        target = torch.where(kept, (start[:, None] + row) % self.reach, spare)
+        for some, there in zip(source.split(MOST, 1), target.split(MOST, 1)):
+            caches.move(some, there)
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        # A longer text has written over what stood before the end of the shorter one. What the new text's
+        # prompt reaches is written again.
+        return same if held <= max(self.reach, length) else max(0, same - self.reach)
 
 
 class NetworkDrafter(Drafter):
@@ -48,6 +112,8 @@ class NetworkDrafter(Drafter):
     knows. Raises ValueError if the tree is wider than the vocabulary.
     """
 
+    deepest: int | None = None  # depth of the deepest tree that it can grow; None: unlimited
+    _names: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
     read_ahead = 0  # rows that its cache holds beyond those of the target's: 1 if it has read the root
 
     def __init__(self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True):
@@ -84,11 +150,6 @@ class NetworkDrafter(Drafter):
             grown.extend(*self._best(backend, feature, noise, level + 1, k, level_logits))
         return grown
 
-    @property
-    def deepest(self) -> int | None:
-        """Depth of the deepest tree that it can grow; None: unlimited."""
-        return None
-
     def _best(
         self, backend: TorchBackend, h: Tensor, noise: Tensor | None, step: int, k: int,
         level_logits: list[Tensor] | None = None,
@@ -105,11 +166,6 @@ class NetworkDrafter(Drafter):
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
         return noise if self.coupled else None
-
-    @property
-    def _names(self) -> Tensor | None:
-        """The target id of each of the network's own ids [Vd]; None if they are the same."""
-        return None
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read what the last step committed. Returns the output [B, 1, H] for the first level."""
@@ -138,7 +194,7 @@ class HeadDrafter(NetworkDrafter):
 
     def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True, reach: int = 0):
         super().__init__(shape, head.args.draft_vocab_size, coupled)
-        self.kept = kept(reach)
+        self.kept = Ring(reach) if reach else EveryToken()
         self.head = head
         self.aux_layers = head.args.aux_layers
         self.cached = (head.args,)
@@ -146,14 +202,10 @@ class HeadDrafter(NetworkDrafter):
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
         other = type(self)(self.head, shape, self.coupled, self.kept.reach)
-        other.rule, other.folder = self.rule, self.folder
+        other.rule, other.folder, other.method = self.rule, self.folder, self.method
         if self.caches is not None:
             other.caches, other.kept = self.caches, self.kept
         return other
-
-    @property
-    def network(self) -> Head:
-        return self.head
 
     def allocate(
         self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str

@@ -28,12 +28,11 @@ from tree import TreeShape
 FORMAT = 1
 TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
 SHORT, LONG = 128, 4096  # tokens of context at which heads are measured
-# Trees that are tried, smallest first. benchmarks/replay.py shows what others would bring.
+# Trees that are tried, smallest first. benchmarks/choice.py judges the choice among them.
 CANDIDATES = tuple(TreeShape(*numbers) for numbers in (
     (2, 0, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2), (4, 2, 1), (6, 1, 3), (6, 2, 2), (8, 2, 3), (8, 3, 2),
     (12, 3, 4), (16, 4, 4), (24, 5, 6), (40, 6, 8), (60, 7, 10),
 ))
-EASES = (0.4, 0.7, 1.0, 1.3, 1.8)  # acceptance of a request over the average one, as it occurs
 
 
 class Far(NamedTuple):
@@ -159,19 +158,22 @@ class Acceptance:
 
 # -- the machine, and the choice ---------------------------------------------------------------
 
-MOST_TREES = 3  # that a choice is among: each additional tree costs a few trial steps
-WORTH = 1.005  # speedup of the mean request that one tree more must bring
 MARGIN = 1.03  # speed of another tree over the current one's that makes a change worth it
-LOOK, LOOK_PLAIN = 2, 8  # steps that a choice of a tree, of plain decoding holds
+LOOK, LOOK_PLAIN = 4, 8  # steps that a choice of a tree, of plain decoding holds
 SPAN = 64  # tokens of context between which tau is taken as constant
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doubled each time in vain
 TIMED = 5  # latest steps of a kind whose median is its time
 FRESH = 24  # steps after which a time is corrected by what other kinds take now
-DOUBT = 1.15  # a kind whose time is not fresh is tried if it might be this much faster than the current one
-CHECK = 2  # steps of such a trial
-REHEARSED = 3  # steps of each kind at warm-up
+REHEARSED = 5  # steps of each kind at warm-up
+EASY = 1.8  # acceptance of an easy text over the average one, for which large trees are
 HOPELESS = 0.8  # speed over the best one below which larger trees are not rehearsed
+
+
+def middle(seconds: Iterable[float]) -> float:
+    """Return the median, of an even number the higher one: the choice asks for it often."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2]
 
 
 class Timed(NamedTuple):
@@ -206,21 +208,23 @@ class Times:
 
     def of(
         self, count: int, noisy: bool, shapes: Iterable[TreeShape | None], context: int
-    ) -> tuple[dict[TreeShape | None, float], set[TreeShape | None]]:
-        """Return the seconds of a step with each tree now, and the trees whose time is not fresh.
+    ) -> dict[TreeShape | None, float]:
+        """Return the seconds of a step with each tree now, of those that have run.
 
         A time that is old, or of a much shorter context, is taken to have changed as the fresh ones have.
         """
         seconds, stale, changes = {}, set(), []
+        since, least, most = self.steps - FRESH, (context - 256) / 2, 2 * context + 256
         for shape in shapes:
-            timed = self._timed.get((count, noisy, shape), ())
-            fresh = [t.seconds for t in timed if self._is_fresh(t, context)]
-            old = [t.seconds for t in timed if not self._is_fresh(t, context)]
+            fresh, old = [], []
+            for t in self._timed.get((count, noisy, shape), ()):
+                is_fresh = t.when >= since and least <= t.context <= most
+                (fresh if is_fresh else old).append(t.seconds)
             if fresh:
-                seconds[shape] = statistics.median(fresh)
-                changes += [seconds[shape] / statistics.median(old)] if old else []
+                seconds[shape] = middle(fresh)
+                changes += [seconds[shape] / middle(old)] if old else []
             elif old:
-                seconds[shape] = statistics.median(old)
+                seconds[shape] = middle(old)
                 stale.add(shape)
             elif (guess := self._between_counts(count, shape)) is not None:
                 seconds[shape] = guess
@@ -228,19 +232,15 @@ class Times:
                 stale.add(shape)
                 if (guess := self._by_rows(count, shape)) is not None:
                     seconds[shape] = guess
-        change = statistics.median(changes) if changes else 1.0
-        return {s: t * change if s in stale else t for s, t in seconds.items()}, stale
-
-    def _is_fresh(self, step: Timed, context: int) -> bool:
-        short, long = sorted((context, step.context))
-        return self.steps - step.when <= FRESH and long <= 2 * short + 256
+        change = middle(changes) if changes else 1.0
+        return {s: t * change if s in stale else t for s, t in seconds.items()}
 
     def _between_counts(self, count: int, shape: TreeShape | None) -> float | None:
         """Interpolate between the seconds of steps with fewer and with more sequences, if there are both."""
         by_count: dict[int, float] = {}
         for (n, _, other), timed in self._timed.items():
             if other == shape:
-                by_count[n] = min(by_count.get(n, math.inf), statistics.median(t.seconds for t in timed))
+                by_count[n] = min(by_count.get(n, math.inf), middle(t.seconds for t in timed))
         inside = by_count and min(by_count) <= count <= max(by_count)
         return between(by_count, count) if inside else None
 
@@ -249,7 +249,7 @@ class Times:
         alone, few = {}, min((n for n, _, timed in self._timed if timed == shape), default=0)
         for (n, _, other), timed in self._timed.items():
             if n == few:
-                alone.setdefault(other, []).append(statistics.median(t.seconds for t in timed))
+                alone.setdefault(other, []).append(middle(t.seconds for t in timed))
         if shape not in alone:
             return None
         by_rows: dict[int, float] = {}
@@ -283,7 +283,6 @@ class Tuner:
         self.shapes = tuple(shape for shape in shapes if shape in calibration.taus[0.0])
         usual = statistics.fmean(calibration.ease)
         self._usual = {noisy: Ratio(PRIOR, PRIOR * usual) for noisy in (False, True)}
-        self._trees: dict[tuple[int, bool], tuple[TreeShape, ...]] = {}
         self._current: dict[tuple[int, bool], TreeShape | None] = {}
         self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
         self._held, self._plain, self._rest = 0, 0, FIRST_REST
@@ -295,32 +294,6 @@ class Tuner:
             return 1.0
         tau = self.calibration.tau(shape, temperature, context // SPAN * SPAN)
         return min(1 + ease * (tau - 1), shape.window)
-
-    def trees(self, count: int, noisy: bool) -> tuple[TreeShape, ...]:
-        """Return the few trees worth having for `count` sequences, that of most use first: each added one
-        makes the mean over easy and hard requests faster. None where plain decoding is always faster.
-        """
-        if (count, noisy) in self._trees:
-            return self._trees[count, noisy]
-        seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
-        mean = statistics.fmean(self.calibration.ease)
-        eases = [mean + (ease - mean) / math.sqrt(count) for ease in EASES]
-        gains = {
-            shape: [
-                math.log(max(self.tau(shape, float(noisy), SHORT, e) * seconds[None] / seconds[shape], 1.0))
-                for e in eases
-            ]
-            for shape in self.shapes if shape in seconds
-        }
-        chosen, reached = (), [0.0] * len(eases)
-        while gains and len(chosen) < MOST_TREES:
-            best = max(gains, key=lambda shape: sum(map(max, gains[shape], reached)))
-            together = [*map(max, gains[best], reached)]
-            if sum(together) - sum(reached) < math.log(WORTH) * len(eases):
-                break
-            chosen, reached = (*chosen, best), together
-        self._trees[count, noisy] = chosen
-        return chosen
 
     def begin(self, request: Request) -> None:
         """Give a new request the acceptance of an average one."""
@@ -338,53 +311,42 @@ class Tuner:
         if not self.times.known:  # without `rehearse`
             if not self.live:
                 return self.shapes[0]
-            self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(CHECK))
+            self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(PROBE))
             return self._ahead.popleft()
-        trees = self.trees(count, noisy)
-        if not trees:
-            return None
         group = (count, noisy, *map(id, requests))
         if group != self._group:
             self._group, self._held = group, 0
-        current = self._current.get((count, noisy), trees[0])
+        current = self._current.get((count, noisy))
         self._plain += current is None
         if self._held:
             self._held -= 1
             return current
-        speeds, stale = self.speeds(requests, count, noisy, trees)
+        speeds = self.speeds(requests, count, noisy)
         best = max(speeds, key=speeds.__getitem__)
-        if speeds[best] > MARGIN * speeds[current]:
+        if (count, noisy) not in self._current or speeds[best] > MARGIN * speeds[current]:
             current = best
         self._current[count, noisy] = current
         self._held = (LOOK_PLAIN if current is None else LOOK) - 1
-        if current is None:
-            if self._plain > self._rest:
-                self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
-                return self._try(max(trees, key=speeds.__getitem__), PROBE)
-            return None
-        self._plain, self._rest = 0, FIRST_REST
-        doubted = [shape for shape in stale if self.live and speeds[shape] * DOUBT > speeds[current]]
-        if doubted and current not in doubted:
-            return self._try(max(doubted, key=speeds.__getitem__), CHECK)
+        if current:
+            self._plain, self._rest = 0, FIRST_REST
+        elif self._plain > self._rest:
+            self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
+            current = max((shape for shape in speeds if shape), key=speeds.__getitem__)
+            self._ahead, self._held = deque([current] * (PROBE - 1)), 0  # then choose anew
         return current
 
     def speeds(
-        self, requests: list[Request], count: int, noisy: bool, trees: Iterable[TreeShape]
-    ) -> tuple[dict[TreeShape | None, float], set[TreeShape | None]]:
-        """Return the expected tokens per second of each request by tree, and the trees with stale times."""
+        self, requests: list[Request], count: int, noisy: bool
+    ) -> dict[TreeShape | None, float]:
+        """Return the expected tokens per second of each request by tree."""
         context = max(r.length for r in requests)
         temperature = statistics.fmean(r.sampling.temperature for r in requests)
         drafts = [r.acceptance.drafts for r in requests]
         ease = sum(d.found for d in drafts) / sum(d.expected for d in drafts)
-        seconds, stale = self.times.of(count, noisy, (None, *trees), context)
+        seconds = self.times.of(count, noisy, (None, *self.shapes), context)
         speeds = {s: self.tau(s, temperature, context, ease) / t for s, t in seconds.items()}
         speeds[None] *= statistics.fmean(r.acceptance.alone.value for r in requests)
-        return speeds, stale
-
-    def _try(self, shape: TreeShape | None, steps: int) -> TreeShape | None:
-        """Take this kind for some steps, then choose anew."""
-        self._ahead, self._held = deque([shape] * (steps - 1)), 0
-        return shape
+        return speeds
 
     def record(self, request: Request, shape: TreeShape | None, emitted: int) -> None:
         """Record the tokens that a step with this tree emitted for a request."""
@@ -408,26 +370,24 @@ class Tuner:
                 if turn:
                     continue
                 kinds.append(shape)
-                if not (seconds := self.times.of(count, noisy, (shape,), SHORT)[0]):
+                if not (seconds := self.times.of(count, noisy, (shape,), SHORT)):
                     return  # sequences so short that no step is needed
-                speed = self.tau(shape, float(noisy), SHORT, EASES[-1]) / seconds[shape]
+                speed = self.tau(shape, float(noisy), SHORT, EASY) / seconds[shape]
                 if speed < HOPELESS * best:
                     break
                 best = max(best, speed)
         self.times.refresh()
-        self._trees.clear()
         self._current.clear()  # it may have gone
         self._usual = usual
 
     def explain(self, count: int, noisy: bool) -> str:
-        """Return a line about the trees that were chosen, and the time of a step with the first of them."""
-        seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
-        trees = self.trees(count, noisy)
+        """Return a line about the tree of an average request, and the time of a step with it."""
+        seconds = self.times.of(count, noisy, (None, *self.shapes), SHORT)
         if len(seconds) < 2:
             return "plain decoding (no step with a tree was timed)"
-        best = max((s for s in seconds if s), key=lambda s: self.tau(s, float(noisy), SHORT) / seconds[s])
-        shape = trees[0] if trees else best
-        names = " or ".join(tree.name for tree in trees)
+        speeds = {s: self.tau(s, float(noisy), SHORT) / t for s, t in seconds.items()}
+        shape = max((s for s in seconds if s), key=speeds.__getitem__)
         ratio = seconds[shape] / seconds[None]
         what = f"just timed: a step with {shape.name} takes {ratio:.2f} x a plain one"
-        return f"tree {names} ({what})" if trees else f"plain decoding ({what})"
+        drafts = speeds[shape] > speeds[None]
+        return f"tree {shape.name} ({what})" if drafts else f"plain decoding ({what})"

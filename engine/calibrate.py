@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from drafters.base import Confidence, Drafter, Proposal
 from drafters.network import HeadDrafter
 from engine.autotune import LONG, SHORT, TEMPERATURES, Calibration, Far
@@ -48,39 +48,20 @@ class Recorder(Drafter):
     def __init__(self, drafter: HeadDrafter, widths: tuple[int, ...] = WIDTHS):
         self.depth = DEEPEST if drafter.deepest is None else min(DEEPEST, drafter.deepest)
         candidates = 2 + 4 * self.depth
-        super().__init__(TreeShape(min(8, candidates + 1), self.depth, 2))
-        self.drafter = drafter.with_tree(self.shape)
-        self.aux_layers, self.cached = drafter.aux_layers, drafter.cached
+        shape = TreeShape(min(8, candidates + 1), self.depth, 2)
+        super().__init__(shape, drafter.with_tree(shape))
+        self.aux_layers = drafter.aux_layers
         self.widths = [k for k in widths if k <= drafter.head.args.draft_vocab_size]
         # Keys of the noise [B, 2], which tell requests apart, length [B] before each step, growth by width.
         self.steps: list[tuple[Tensor, Tensor, dict[int, Growth]]] = []
 
     @property
     def extra_slots(self) -> int:
-        widest = (self.drafter.with_tree(TreeShape(2, self.depth, k)) for k in self.widths)
+        widest = (self.parts[0].with_tree(TreeShape(2, self.depth, k)) for k in self.widths)
         return max(one.extra_slots for one in widest)
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        self.drafter.allocate(batch, slots, room, dtype, device)
-
-    def memory(self, *sizes) -> int:
-        return self.drafter.memory(*sizes)
-
-    def rows(self, first: int, count: int) -> Recorder:
-        some = super().rows(first, count)
-        some._modules["drafter"] = self.drafter.rows(first, count)
-        return some
-
-    def sequence(self, place: int, slots: int) -> list[Tensor]:
-        return self.drafter.sequence(place, slots)
-
-    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
-        self.drafter.read(state, features, positions, visible)
-
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        drafter = self.drafter
+        (drafter,) = self.parts
         last, noise = drafter.catch_up(state, slots), drafter.draft_noise(noise)
         shapes = (TreeShape(2, self.depth, k) for k in self.widths)
         growths = {shape.width: drafter.grow(last, state, slots, noise, shape) for shape in shapes}
@@ -108,7 +89,8 @@ def calibrate(
     taus, ease, kept, believed = {}, (), {}, []
     context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:
-        say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
+        texts = counted(len(prompts), "text")
+        say(f"acceptance of the head's trees on {texts}, temperature {temperature:g} ...")
         answers = record_answers(target, Recorder(drafter), prompts, stop_ids, tokens, temperature)
         by_text = [answer.accepted for answer in answers if answer.accepted]
         if not by_text:

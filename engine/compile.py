@@ -24,6 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,7 +32,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.errors import InputError, first_line
+from common.errors import first_line
 from common.files import atomic_path
 from kernels.backend import TorchBackend
 from kernels.build import sources
@@ -76,11 +77,17 @@ class CompiledFunction:
     Arguments are those modules, tensors (of one shape, except dimensions marked dynamic) and constants. Each
     combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
     calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
+    Modules that are alike, as the views of two places of a batch are, share one graph, which is loaded once.
+    If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
     """
 
-    def __init__(self, function: Callable, what: str, say: Callable[[str], None]):
-        self.function, self.what, self.say = function, what, say
-        self.variants: dict[tuple, SavedGraph] = {}
+    def __init__(
+        self, function: Callable, what: str, say: Callable[[str], None],
+        failed: Callable[[str], None] | None = None,
+    ):
+        self.function, self.what, self.say, self.failed = function, what, say, failed or say
+        self.variants: dict[tuple, Callable] = {}  # by modules, shapes and constants
+        self.loaded: dict[Path, Callable] = {}
 
     def __call__(self, *args):
         key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
@@ -88,7 +95,7 @@ class CompiledFunction:
             return self.variants[key](args)
         places = saved_places(self.function, args)
         for place in places:
-            if graph := SavedGraph.find(place):
+            if graph := self.loaded.get(place) or SavedGraph.find(place):
                 try:
                     result = graph(args)
                 except torch.OutOfMemoryError:
@@ -98,12 +105,22 @@ class CompiledFunction:
                     with contextlib.suppress(OSError):
                         place.unlink()
                     continue
-                self.variants[key] = graph
+                self.variants[key] = self.loaded[place] = graph
                 return result
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
-        graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
-        self.variants[key], result = graph, graph(args)
+        try:
+            graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # of any of torch's compilers
+            self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
+
+            def graph(args: tuple):
+                return self.function(*args)
+
+        self.variants[key] = self.loaded[places[0]] = graph
+        result = graph(args)
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
         return result
 
@@ -130,17 +147,6 @@ def _chain(error: BaseException | None) -> str:
         lines.append(str(error))
         error = error.__cause__ or error.__context__
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def compile_errors() -> Iterator[None]:
-    """Turn the traceback of a failing compiler into an InputError."""
-    try:
-        yield
-    except Exception as e:  # the tracer's own kind is there only once it has been imported
-        if "torch._dynamo" not in sys.modules or not isinstance(e, torch._dynamo.exc.TorchDynamoException):
-            raise
-        raise InputError(f"torch.compile failed ({first_line(e)}); try --no-compile") from e
 
 
 # -- graphs on disk --------------------------------------------------------------------------------
@@ -327,7 +333,6 @@ def _name(value) -> str:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep garbage collection out of this context: what it frees on a GPU would invalidate a capture."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -337,29 +342,41 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream of a device that calls are captured on: cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(device)
+
+
 class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
-    One memory pool and one stream serve them all; what a call returns is overwritten by the next. `still`
-    gives a context that keeps a call from changing any sequence. device: the GPU that the buffers are on.
+    One memory pool and one stream serve them all; what a call returns is overwritten by the next. device: the
+    GPU that the buffers are on. If capturing fails, `failed` is called with a line about the reason, and the
+    call is made each time.
     """
 
-    def __init__(self, device: torch.device, still: Callable[[], contextlib.AbstractContextManager]):
-        self.device, self.still, self.graphs = device, still, {}
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, failed: Callable[[str], None] = lambda line: None):
+        self.device, self.failed = device, failed
+        self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
-    def __call__(self, key: tuple, call: Callable):
-        """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart."""
+    def __call__(
+        self, key: tuple, call: Callable,
+        still: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart.
+
+        still: gives a context that keeps a call from changing any sequence.
+        """
         with torch.cuda.device(self.device):
             if key not in self.graphs:
-                with self.still():
-                    self.graphs[key] = self._capture(call)
-            graph, result, _ = self.graphs[key]
-            graph.replay()
-        return result
+                with still():
+                    self.graphs[key] = self._capture(call, str(key[0]))
+            return self.graphs[key][0]()
 
-    def _capture(self, call: Callable) -> tuple[torch.cuda.CUDAGraph, object, Callable]:
-        """Return a call as a graph, what it returns, and the call itself: a replay reads its inputs.
+    def _capture(self, call: Callable, what: str) -> tuple[Callable, Callable]:
+        """Return what replays a call, and the call itself: a replay reads its inputs.
 
         It is called twice before, for whatever is compiled, tuned or allocated the first time.
         """
@@ -369,6 +386,17 @@ class CapturedCalls:
                 call()
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            result = call()
-        return graph, result, call
+        try:
+            with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                result = call()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:
+            self.failed(f"the {what} cannot be captured and is launched each time ({first_line(e)})")
+            return call, call
+
+        def replay():
+            graph.replay()
+            return result
+
+        return replay, call

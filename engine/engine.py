@@ -129,6 +129,11 @@ class Engine:
         """The requests that hold a place."""
         return [request for request in self._requests if request]
 
+    @property
+    def fallbacks(self) -> list[str]:
+        """A line about each part of a GPU's path that runs in a slower way because a faster one failed."""
+        return self.passes.fallbacks
+
     # -- admit and leave ----------------------------------------------------------------------
 
     def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:
@@ -218,7 +223,7 @@ class Engine:
         request = self._requests[place]
         held = self._held(request) if request else self._kept[place]
         unread = request.unread if request else self._unread[place]
-        if not self.passes.unread or tokens <= len(held) + 1 - unread:
+        if not self.passes.unread or tokens <= max(0, len(held) + 1 - unread):
             return
         span = self.passes.span(int(self.state.length[place]))
         with torch.no_grad():
@@ -550,7 +555,7 @@ class Engine:
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and time the tuner's trees.
 
-        Default: greedy. every_length: on CUDA, capture what texts of every length need.
+        Default: greedy. every_length: also what prompts and texts of every length need, in every place.
         """
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
@@ -598,9 +603,12 @@ class Engine:
                 for count in self.step_counts:
                     for drafter in kinds:
                         passes.step(passes.rows(0, count), span, drafter, modes)
+                # Prompts are read in each place alone, and in all of them together.
+                places = {(place, 1) for place in range(self.batch if len(spans) == 1 else 1)}
                 for size in passes.chunks if every_length else ():
-                    if size <= span.shape[0]:
-                        passes.prefill(passes.rows(0, 1), span, size, modes)
+                    for first, count in sorted(places | {(0, self.batch)}):
+                        if size <= span.shape[0]:
+                            passes.prefill(passes.rows(first, count), span, size, modes)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

@@ -11,9 +11,10 @@ from model import Transformer
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where the system does not say."""
+    """Bytes that can still be allocated, from torch's own reserve too; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -24,15 +25,18 @@ def free_memory(device: torch.device) -> int | None:
 def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
     """Weight bytes that one step reads: the target's once, those of the drafter's network once per pass.
 
-    Embedding tables are looked up, not read.
+    Embedding tables are looked up, not read. A mixture's step reads the experts that a tree's rows choose on
+    average, each as likely as any other.
     """
-    def size(module) -> int:
-        skip = () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
-        read = (p for n, p in module.named_parameters() if not n.startswith(skip))
-        return sum(p.numel() * p.element_size() for p in read)
+    def size(module, rows: int = 1) -> int:
+        a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
+        chosen = 1 - (1 - a.experts_per_token / a.num_experts) ** rows if a.num_experts else 1
+        read = ((n, p) for n, p in module.named_parameters() if not n.startswith(skip))
+        return int(sum(p.numel() * p.element_size() * (chosen if ".mlp.w_" in n else 1) for n, p in read))
 
-    alone = getattr(drafter, "parts", (drafter,))  # of two, each has passes of its own
-    return size(target) + sum(part.passes * size(part.network) for part in alone if part.network is not None)
+    alone = drafter.parts or (drafter,)  # of two, each has passes of its own
+    networks = sum(part.passes * size(part.network) for part in alone if part.network is not None)
+    return size(target, drafter.shape.nodes) + networks
 
 
 def peak_memory(device: torch.device) -> int:

@@ -30,6 +30,7 @@ from tree import Tree, TreeShape
 
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
+CUBLAS_WORKSPACE = 32 << 20  # bytes for each stream on an H100, the most of any GPU
 UNREAD = 512  # most tokens of plain decoding that a head reads later
 
 
@@ -75,7 +76,8 @@ class Passes:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
     shapes: trees that `drafter`, a `HeadDrafter` then, may also draft. follows: plain steps leave features
-    that `read_behind` reads later.
+    that `read_behind` reads later. fallbacks: a line about each part that runs in a slower way because a
+    faster one failed.
     """
 
     def __init__(
@@ -88,8 +90,16 @@ class Passes:
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
         self.backend = backend_of(target)
+        failures = self.backend.failures
+        self.fallbacks = fallbacks = [*failures.values()]
+
+        def fell_back(line: str) -> None:
+            fallbacks.append(line)
+            say(line)
+
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not self.backend.row_invariant and not target.keeps_state
+        needs_none = self.backend.row_invariant or target.keeps_state or "compiled step" in failures
+        self.compiled = compile and not needs_none
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -102,6 +112,7 @@ class Passes:
         self._check_shapes(drafters)
         # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
         # many rows as the widest window has.
+        self._drafters = drafters
         self.window = max(one.shape.window for one in drafters)
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         room = max(self.extra, self.chunks[-1]) + 1
@@ -126,11 +137,20 @@ class Passes:
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        made = partial(CompiledFunction, say=say) if self.compiled else (lambda function, what: function)
+        compiling = partial(CompiledFunction, say=say, failed=fell_back)
+        made = compiling if self.compiled else (lambda function, what: function)
         self._step, self._verify = made(step, "step"), made(verify, "guided step")
         self._prefill = made(prefill, "prefill")
-        self.captured = CapturedCalls(self.device, self.still) if compile and self.on_cuda else None
-        self.rows = cache(partial(Rows, self))  # rows(first, count): the same object each time
+        captures = compile and self.on_cuda and "captured step" not in failures
+        self.captured = CapturedCalls(self.device, fell_back) if captures else None
+        # Nothing here refers back to the passes: their memory is free as soon as their owner is.
+        self._rows: dict[tuple[int, int], Rows] = {}
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Return the sequences first ... first + count - 1: the same object each time."""
+        if (first, count) not in self._rows:
+            self._rows[first, count] = Rows(self, first, count)
+        return self._rows[first, count]
 
     def _without_head(self, drafter: Drafter, follows: bool) -> Drafter:
         """A drafter whose steps leave features for the head to read later."""
@@ -153,14 +173,24 @@ class Passes:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
         dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype) + unread_bytes
-        free = free_memory(self.device)
-        if free is not None and need > free:
+        free, beside = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
+        if free is not None and need + beside > free:
+            passes = f" and passes {beside / 1e9:.1f} GB" if beside else ""
             raise ValueError(
-                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB,"
+                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB{passes},"
                 f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
                 " decoded together"
             )
         return need
+
+    def _pass_bytes(self) -> int:
+        """Return what passes hold at most beside the caches on a GPU: logits of a tree as computed and as
+        restricted, noise, a layer's activations in the longest chunk, and what cuBLAS keeps for two streams.
+        """
+        args, nodes = self.target.args, max(one.shape.nodes for one in self._drafters)
+        numbers = (2 * nodes + self.window) * args.vocab_size
+        activations = self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
+        return 4 * self.batch * (numbers + activations) + 2 * CUBLAS_WORKSPACE
 
     # -- passes -------------------------------------------------------------------------------
 
@@ -209,25 +239,15 @@ class Passes:
         while first < unread:
             size = self.chunk_size(unread - first)
             key = "behind", first, size, span.shape[0], rows.first, rows.count
-            self.run(key, partial(self._read_behind, rows, span, first, size))
+            drafter, own = rows.drafter(self.drafter), self.slot_ids[:size]
+            self.run(key, partial(read_behind, drafter, rows.state, span, first, own))
             first += size
         self.run(("read", rows.first, rows.count), rows.state.keep_last_unread)
-
-    def _read_behind(self, rows: Rows, span: Tensor, first: int, size: int) -> None:
-        state = rows.state
-        # A sequence that has fewer writes where nothing is committed.
-        start = torch.minimum(state.length - state.n_new + first, state.length)
-        features = state.features[:, first : first + size]
-        if short := size - features.shape[1]:
-            features = F.pad(features, (0, 0, 0, short))
-        positions = start[:, None] + self.slot_ids[:size]
-        visible = self.backend.visible_before(span, start, size)
-        rows.drafter(self.drafter).read(state, features, positions, visible)
 
     def run(self, key: tuple, call: Callable):
         """Call, on CUDA as a captured graph. key: calls of one key do the same."""
         if self.captured:
-            return self.captured(key, call)
+            return self.captured(key, call, self.still)
         with self.here():
             return call()
 
@@ -284,6 +304,18 @@ class Passes:
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return Emission(host, copied)
+
+
+def read_behind(drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
+    """Let a drafter read unread tokens: those from `first` on, as many as `own` [size] counts from 0."""
+    size = own.shape[0]
+    # A sequence that has fewer writes where nothing is committed.
+    start = torch.minimum(state.length - state.n_new + first, state.length)
+    features = state.features[:, first : first + size]
+    if short := size - features.shape[1]:
+        features = F.pad(features, (0, 0, 0, short))
+    visible = state.backend.visible_before(span, start, size)
+    drafter.read(state, features, start[:, None] + own, visible)
 
 
 def arrived(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:

@@ -1,13 +1,14 @@
 """Prompts as callers give them, and as token ids that fit."""
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import Strict
 from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
-from common.schema import Schema
+from common.schema import Schema, Wrong
 from tokens.tokenizer import Tokenizer, TooLong
 
 RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
@@ -27,6 +28,8 @@ class _Asked(TypedDict):
 
 
 ASKED = Schema(_Asked)
+MESSAGE = 'a message such as {"role": "user", "content": "Hello!"}'
+FORMS = {"prompt": f"a text, token ids, or a list with {MESSAGE}", "prompt[]": f"a token id, or {MESSAGE}"}
 
 
 def encode(
@@ -42,7 +45,10 @@ def encode(
     message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
     fit in a cache of `room` tokens. name: what to call the prompt then.
     """
-    ASKED.check({"prompt": prompt, "system": system, "variables": variables})
+    try:
+        ASKED.check({"prompt": prompt, "system": system, "variables": variables})
+    except Wrong as e:
+        raise Wrong(e.key, e.found, FORMS.get(re.sub("[0-9]", "", e.key), e.expected)) from None
     try:
         most = None if room is None else room - 1
         return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)
@@ -79,10 +85,8 @@ def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> No
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")
     if len(prompt) >= room:
-        raise ValueError(
-            f"{name} has {len(prompt)} tokens and needs room for one more,"
-            f" the cache holds {room}: shorten it{RAISE}"
-        )
+        raise ValueError(f"{name} has {len(prompt)} tokens and needs room for one more,"
+                         f" the cache holds {room}: shorten it{RAISE}")
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sysconfig
 from dataclasses import dataclass, fields
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from common.cli import DEVICE, OTHER_DEVICE
 from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
@@ -18,6 +18,8 @@ from engine.compile import READ_ONLY
 from kernels.build import COMPILED, writable
 from kernels.gpu import here
 from kernels.isa import choose
+
+DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Runtime:
 def check_device(device: str) -> None:
     """Raise InputError unless torch can use this device, and models run on it."""
     if not DEVICE.fullmatch(device):
-        raise InputError(f"--device {device}: {OTHER_DEVICE}")
+        raise InputError(f"--device {device}: models run on cpu, cuda and cuda:N; name one of these")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:

@@ -56,6 +56,10 @@ def load_target(
     backend = choose_backend(
         runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
     )
+    if model.embed.weight.is_cuda and backend is not TORCH:
+        from engine.check import checked  # imports Triton, which takes time
+
+        backend = checked(backend, model, runtime.kv == "fp8", say)
     if runtime.on_kernels and backend is TORCH:
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say, backend)

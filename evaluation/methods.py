@@ -1,13 +1,14 @@
 """The methods under comparison, plain decoding and those of --speculate, and asking one a question."""
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from checkpoint.loading import identity
 from common.errors import InputError
-from drafters import Drafting, grows
+from drafters import Drafting, flags_of, given_flags, grows
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.request import Draft
@@ -40,22 +41,21 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
     return settings
 
 
-def read_draftings(
-    methods: list[str], settings: dict[str, list[str]], flags: dict[str, dict], window: int = 0
-) -> dict[str, Drafting]:
-    """Return each method's `Drafting` by its label, plain decoding first.
+def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Drafting]:
+    """Return each method's `Drafting` by its label, plain decoding first, as the options of evaluate.py ask.
 
-    settings: the values of --draft, --tree and --accept, see `by_method`. flags: the own flags of each
-    method, see `drafters.read_flags`. window: of all heads that have one. Raises InputError or ValueError.
+    Flags that only some methods take go to these. Raises InputError or ValueError.
     """
-    read = {field: by_method(f"--{field}", values, methods) for field, values in settings.items()}
-    draftings = {PLAIN: Drafting()}
-    for name in methods:
-        if name != PLAIN:
-            own = {field: values[name] for field, values in read.items() if name in values}
-            reach = window if grows(name) else 0
-            drafting = Drafting(name, flags=flags[name], window=reach, **own)
-            draftings[label(name, drafting.accept)] = drafting
+    read = {name: by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree", "accept")}
+    given = given_flags(o)
+    taken = {flag for name in methods for flag in flags_of(name)}
+    draftings = {}
+    for name in dict.fromkeys((PLAIN, *methods)):  # the first gets flags that none takes, and refuses
+        own = {field: values[name] for field, values in read.items() if name in values}
+        flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
+        window = o.draft_window if grows(name) or not any(map(grows, methods)) else 0
+        drafting = Drafting(name, flags=flags, window=window, **own)
+        draftings[label(name, drafting.accept)] = drafting
     return draftings
 
 

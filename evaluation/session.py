@@ -13,17 +13,17 @@ from tqdm import tqdm
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import check_length, read_config
+from common.errors import counted
 from common.files import write_text
 from common.threads import use_threads
 from drafters import Drafting, grows
 from engine.runtime import Runtime
 from engine.target import converted, load_target
-from evaluation.answers import PLAIN, Answer, Book, check_out, digest
+from evaluation.answers import MEAN, PLAIN, Answer, Book, check_out, digest, rotated
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
-from evaluation.sets import MEAN, rounds
-from evaluation.table import for_screen, markdown, summarise
+from evaluation.table import summarise, text_of
 from kernels.backend import backend_of
 from kernels.tp import Ranks
 from sampling.noise import seed_of
@@ -108,18 +108,23 @@ class Evaluation:
             self.book.add(Answer(*about, digest(question, identity), turns))
 
     def _rounds(self) -> Iterator[tuple[str, dict, float, list[str]]]:
-        return rounds(self.sets, self.o.temperature, [*self.contenders])
+        """Yield (set, question, temperature, methods in the order of this round).
+
+        The sets take turns, so that a run that is cut short has asked questions of all of them. In each set,
+        and at each temperature, the method that begins changes from question to question.
+        """
+        for i in range(max(map(len, self.sets.values()))):
+            for name, questions in self.sets.items():
+                for temperature in self.o.temperature if i < len(questions) else ():
+                    yield name, questions[i], temperature, rotated(self.contenders, i)
 
     def _find(self, name: str, question: dict, method: str, temperature: float) -> Answer | None:
         return self.book.find(name, question, method, temperature, self.contenders[method].identity)
 
     def _answers(self) -> Iterator[Answer]:
         """Yield the answers of this run's methods to its questions; the folder may hold others."""
-        for temperature in self.o.temperature:
-            for name, questions in self.sets.items():
-                for question in questions:
-                    found = (self._find(name, question, method, temperature) for method in self.contenders)
-                    yield from filter(None, found)
+        for name, question, temperature, methods in self._rounds():
+            yield from filter(None, (self._find(name, question, method, temperature) for method in methods))
 
     def _rows(self, differences: Sequence[Difference] = ()) -> list[dict]:
         return summarise(self._answers(), [*self.sets], [*self.contenders], differences)
@@ -139,26 +144,25 @@ class Evaluation:
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
         errors = [d for d in differences if not d.tie]
         for d in errors[:MOST_PRINTED]:
-            self.say(
-                f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
-                f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
-                f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})"
-            )
+            self.say(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
+                     f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
+                     f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")
         return len(errors)
 
     def _write_tables(self, rows: list[dict], differences: list[Difference], answered: int) -> None:
         """Write the tables and the differences; print the table. answered: number of questions."""
-        out, sets, rest = self.book.folder, [*self.sets], ""
+        out, rest = self.book.folder, ""
         if left := sum(map(len, self.sets.values())) - answered:
             room = self.contenders[PLAIN].engine.max_seq_len
-            rest = f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
+            rest = (f"{counted(left, 'question')} without an answer: not asked yet, or too long for {room}"
+                    " tokens.\n")
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]
-        write_text(out / "table.md", markdown(rows, sets) + rest)
+        write_text(out / "table.md", text_of(rows) + rest)
         write_text(out / "table.json", json.dumps(rows, indent=1) + "\n")
         write_text(out / "differences.json", json.dumps(listed, indent=1) + "\n")
-        print(for_screen(rows, sets) + rest + f"all figures: {out / 'table.md'}, table.json")
+        print(text_of(rows) + rest + f"all figures: {out / 'table.json'}")
 
     def observe(self, questions: int, show_tree: bool) -> None:
         """Draw how often drafted nodes are accepted in a few questions of every set, answered again, untimed.

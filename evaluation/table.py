@@ -5,12 +5,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from evaluation.answers import PLAIN, Answer
+from evaluation.answers import MEAN, PLAIN, Answer
 from evaluation.lossless import Difference, bound_to_be_plain
-from evaluation.sets import MEAN
 
 MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
-LONGEST_NAME = 20  # characters of a method's or a set's name on the screen
+LONGEST_NAME = 19  # characters of a method's or a set's name in the table
+HEADS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
 def summarise(
@@ -78,70 +78,31 @@ def _mean(rows: list[dict]) -> dict:
     return row
 
 
-def by_temperature(
-    rows: list[dict], sets: list[str]
-) -> list[tuple[float, list[str], dict[str, dict[str, dict]]]]:
-    """Return (temperature, the sets it has rows of, its rows by method and set) for each temperature."""
-    tables: dict[float, dict[str, dict[str, dict]]] = {}
-    for row in rows:
-        tables.setdefault(row["temperature"], {}).setdefault(row["method"], {})[row["set"]] = row
-    present = {(row["temperature"], row["set"]) for row in rows}
-    return [(t, [n for n in (*sets, MEAN) if (t, n) in present], methods) for t, methods in tables.items()]
-
-
-def markdown(rows: list[dict], sets: list[str]) -> str:
-    """Write one table per temperature: a line per method, speedup and tau of each set and their mean."""
+def text_of(rows: list[dict]) -> str:
+    """Write a table for each temperature, at most 100 characters wide: a line per method and set."""
     lines = []
-    for temperature, shown_sets, methods in by_temperature(rows, sets):
-        title = "speedup over plain decoding (median over the questions, prompts apart), τ"
-        heads = ["method", *(f"{name} | τ" for name in shown_sets), "texts equal", "ties", "errors"]
-        lines += [f"Temperature {temperature:g}: {title}", "", _line(heads)]
-        lines.append("|---" * (2 * len(shown_sets) + 4) + "|")
-        for method, by_set in methods.items():
-            cells = [_name(method)]
-            for name in shown_sets:
-                row = by_set.get(name, {})
-                cells += [_number(row.get("speedup"), "×"), _number(row.get("tau"))]
-            lines.append(_line(cells + _equality(by_set[MEAN])))
-        lines.append("")
-    return "\n".join(lines)
-
-
-def for_screen(rows: list[dict], sets: list[str]) -> str:
-    """Write the same in columns, at most 100 characters wide: a line per method and set, with its speed."""
-    heads = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
-    lines = []
-    for temperature, shown_sets, methods in by_temperature(rows, sets):
-        table = [heads]
-        for method, by_set in methods.items():
-            shown = shown_sets[:1] if len(shown_sets) == 2 else shown_sets  # one set is its own mean
-            for row in (by_set[name] for name in shown if name in by_set):
-                names = _name(method), row["set"]
-                short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
-                numbers = _number(row["tokens_per_second"]), _number(row["speedup"], "×"), _number(row["tau"])
-                table.append([*short, *numbers, *_equality(row)])
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        of_it = [row for row in rows if row["temperature"] == temperature]
+        if len({row["set"] for row in of_it}) == 2:  # one set is its own mean
+            of_it = [row for row in of_it if row["set"] != MEAN]
+        table = [HEADS, *map(_cells, of_it)]
         widths = [max(map(len, column)) for column in zip(*table)]
-        lines.append(f"Temperature {temperature:g}: speedup is the median over the questions, prompts apart")
+        table.insert(1, ["-" * width for width in widths])
+        lines += [f"Temperature {temperature:g}: speedup is the median over the questions, prompts apart", ""]
         for cells in table:
             aligned = (c.rjust(w) if i > 1 else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths)))
-            lines.append("  ".join(aligned).rstrip())
+            lines.append("| " + " | ".join(aligned) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _equality(row: dict) -> list[str]:
-    if row["equal"] is None:
-        return ["other draws", "", ""]
-    return [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
-
-
-def _name(method: str) -> str:
-    return "plain" if method == PLAIN else method
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _number(value: float | None, unit: str = "") -> str:
-    return "–" if value is None else f"{value:.2f}{unit}"
+def _cells(row: dict) -> list[str]:
+    """Return the cells of a row, in the order of HEADS."""
+    names = "plain" if row["method"] == PLAIN else row["method"], row["set"]
+    short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
+    figures = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
+    numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in figures]
+    equal = ["other draws", "", ""]
+    if row["equal"] is not None:
+        equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
+    return [*short, *numbers, *equal]

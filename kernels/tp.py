@@ -35,7 +35,7 @@ from model import Block, Linear, ModelArgs, Transformer
 from sampling.noise import number_of
 from tree import Tree
 
-PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
+PATIENCE = timedelta(minutes=10)  # a rank may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
 # The text before and after a layer's name in a file, of targets and of heads.
@@ -149,11 +149,12 @@ def is_loss(error: RuntimeError) -> bool:
 
 
 @contextlib.contextmanager
-def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
+def joined(device: str, heads: bool = False, patience: timedelta | None = None) -> Iterator[Ranks]:
     """Join the ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
 
-    Raises InputError if it describes no rank, if they do not find each other, or, out of the context, if one
-    of them is lost or torchrun ends this one.
+    patience: time for a rank that lives and does not answer (default `PATIENCE`). Raises InputError if the
+    environment describes no rank, if they do not find each other, or, out of the context, if one of them is
+    lost or torchrun ends this one.
     """
     check_group()
     end_with_torchrun()
@@ -161,7 +162,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
     try:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=patience or PATIENCE)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)

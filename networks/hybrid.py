@@ -138,7 +138,7 @@ class DeltaBlock(TargetBlock):
         return torch.cat((g, rowwise(torch.sigmoid, step.float()).to(step.dtype).float()), -1)
 
     def split_mixed(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k [..., nv, dk], of length 1 but for q's scale, and v [..., nv, dv], in float32."""
+        """Return q and k [..., nv, dk], normed, q scaled, and v [..., nv, dv], in float32."""
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.float().split((keys, keys, self.widths[1]), dim=-1)
 
@@ -329,7 +329,7 @@ class DeltaCache(nn.Module):
     def _advanced(
         self, block: DeltaBlock, state: Tensor, start: Tensor, length: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return state and boundary for rows after `length` [B] tokens, all of which the ring has."""
+        """Return state and boundary for rows after `length` [B] tokens, which the ring holds."""
         fresh = length == 0
         state, start = torch.where(fresh[:, None, None, None], 0, state), torch.where(fresh, 0, start)
         while bool((behind := start < base(length)).any()):
@@ -398,7 +398,7 @@ class HybridCaches(nn.Module):
         return self.attention.sequence(place, slots) + own
 
     def reusable(self, place: int, same: int) -> int:
-        """As `KVCaches.reusable`: none of a text whose state has moved on beyond the next row's boundary."""
+        """As `KVCaches.reusable`. A state that is beyond the next row's boundary is of no use."""
         next_row = torch.tensor(same - 1)
         return same if same > 1 and int(base(next_row)) >= int(self.deltas[0].start[place]) else 0
 

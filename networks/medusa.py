@@ -1,8 +1,9 @@
-"""Medusa heads, and their base with Hydra's: several tokens guessed from one state. Definitions only.
+"""Medusa and Hydra heads: several tokens guessed from one state. Definitions only.
 
 Both read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is
 for the token k+1 places after the root. Medusa's guesses do not read each other (Cai et al., arXiv
-2401.10774; tensors and formulas: FasterDecoding/Medusa medusa_model.py). Hydra's are in `networks.hydra`.
+2401.10774; tensors and formulas: FasterDecoding/Medusa medusa_model.py). Hydra's read the
+tokens drafted before (Ankner et al., arXiv 2402.05109; zankner/Hydra prefix_mlp_head.py and mlp_head.py).
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, whole
-from model import Linear, Transformer, project
+from model import Linear, Pass, RMSNorm, TargetBlock, Transformer, project
 from networks.head import Head, HeadArgs
 
 
@@ -102,3 +103,36 @@ class MedusaHeads(MultiTokenHeads):
         if not self.args.lm_head_each:
             return project(self.lm_head, torch.stack(outputs, -2))
         return torch.stack([self.guess_logits(h, k) for k, h in enumerate(outputs)], -2)
+
+
+class HydraHeads(MultiTokenHeads):
+    """Guess k reads p, the root and k drafted tokens.
+
+    p is z; Hydra++ has a layer that makes p of all z so far.
+    """
+
+    def __init__(self, args: MultiTokenArgs):
+        super().__init__(args)
+        H = args.hidden_size
+        self.prefix_layer = TargetBlock(args) if args.prefix else None
+        self.prefix_norm = RMSNorm(H, args.norm_eps) if args.prefix else None
+        self.stacks = nn.ModuleList(self.stack((k + 2) * H, True) for k in range(args.guesses))
+
+    def forward(self, z: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches) -> Tensor:
+        """States z [B, T, H] at these positions -> p [B, T, H]. Hydra++ fills its cache.
+
+        The other arguments are those of `Transformer.forward`.
+        """
+        if self.prefix_layer is None:
+            return z
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        return self.prefix_norm(self.prefix_layer(z, caches[0], shared))
+
+    def output(self, p: Tensor, tokens: Tensor) -> Tensor:
+        """The output of guess k [..., H].
+
+        p [..., H]: what it drafts from. tokens [..., k+1]: the root and the tokens drafted after it.
+        """
+        k = tokens.shape[-1] - 1
+        x = torch.cat((p, self.embed(tokens).flatten(-2)), dim=-1)
+        return self.run_stack(self.stacks[k], x, True)

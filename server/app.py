@@ -21,7 +21,7 @@ from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import GOING_DOWN, Job, Worker
-from tokens.calls import BARE, TAGS, form_of
+from tokens.calls import BARE, form_of, shown_tags
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
@@ -66,7 +66,7 @@ class Server:
         form = None
         if body.tools:
             form = BARE if body.is_forced else form_of(tokenizer.tool_template)
-        shown = [tokenizer.control[tag] for tag in TAGS if tag in tokenizer.control] if form else []
+        shown = shown_tags(tokenizer.control) if form else []
         jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
         return ChatReply(model, self.tokens, body, jobs, form=form)
 
@@ -249,6 +249,7 @@ def make_app(
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
             "max_model_len": server.max_seq_len, "speculation": worker.engine.window > 1,
+            "method": worker.engine.drafter.method,
         }
 
     @app.get("/v1/models")

@@ -52,9 +52,14 @@ class Metrics:
         )
         self._by_depth = [by_depth.labels(model, str(i)) for i in range(window - 1)]
         self._steps = made(Counter, "eagle_steps", "Steps of requests; tokens per step is tau.")
+        self._fallback = made(
+            Gauge, "eagle_fallback", "Parts of a GPU's path that run in a slower way, by reason.", ("reason",)
+        )
+        self._fallbacks: list[str] = []
 
     def watch(self, worker) -> None:
-        """Read the number of requests from a `server.worker.Worker`."""
+        """Read the number of requests, and what its engine falls back to, from a `server.worker.Worker`."""
+        self._fallbacks = worker.engine.fallbacks
         self._running.set_function(lambda: worker.running)
         self._waiting.set_function(lambda: worker.waiting)
 
@@ -87,4 +92,6 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics as Prometheus reads them."""
+        for line in self._fallbacks:
+            self._fallback.labels(self._model, line).set(1)
         return generate_latest(self.registry)

@@ -72,10 +72,10 @@ class Body(BaseModel):
 
 
 class FunctionCall(Body):
-    """A function's name, and its arguments: an object, or its JSON."""
+    """A function's name, and its arguments: an object, or its JSON; an empty list is none."""
 
     name: str
-    arguments: dict[str, Any] | str = {}
+    arguments: dict[str, Any] | str | Annotated[list, Field(max_length=0)] = {}
 
 
 class ToolCall(Body):
@@ -151,8 +151,8 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
-    json_schema: Annotated[dict[str, Any], Field(description="as llama.cpp has it")] = {}
-    guided_json: Annotated[dict[str, Any], Field(description="as vLLM had it")] = {}
+    json_schema: Annotated[dict[str, Any] | str, Field(description="as llama.cpp has it")] = {}
+    guided_json: Annotated[dict[str, Any] | str, Field(description="as vLLM had it")] = {}
     structured_outputs: Annotated[dict[str, Any], Field(description="as vLLM has it: json, a schema")] = {}
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
@@ -161,7 +161,8 @@ class GenerationBody(Body):
     def schema_text(self) -> str | None:
         """The JSON schema that the output has to fit, None if it is free. Raises ValueError."""
         elsewhere = self.json_schema or self.guided_json or self.structured_outputs.get("json")
-        return json.dumps(elsewhere) if elsewhere else self.response_format.text
+        as_text = elsewhere if isinstance(elsewhere, str) else json.dumps(elsewhere)
+        return as_text if elsewhere else self.response_format.text
 
     def samplings(self, room: int) -> list[Sampling]:
         """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 import uuid
 
+from common.errors import counted
 from engine.request import Event, Score
 from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
@@ -139,8 +140,10 @@ class Reply:
         if len(requests) < len(self.jobs):
             return words
         usage, speed = self.usage(), sum(request.tokens_per_second for request in requests)
-        words += f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed:.1f} tokens/s"
-        return f"{words}, tau {sum(request.tau for request in requests) / len(requests):.2f}"
+        tokens = counted(usage["completion_tokens"], "token")
+        words += f", {usage['prompt_tokens']} + {tokens}"
+        tau = sum(request.tau for request in requests) / len(requests)
+        return f"{words}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else words  # one token has no speed
 
     def ending(self, i: int) -> str:
         """Return how the choice of job i ended, with the reason of an error."""

@@ -6,17 +6,11 @@ import pytest
 import torch
 from helpers.killing import contents, kills
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_source
-from helpers.training import options, write_prompts
 
-import evaluate
-import train
 from checkpoint.convert import convert
 from checkpoint.layouts import Answers
 from common import files
-from engine.autotune import Calibration
-from evaluation.answers import Answer
 from training.trainer import save_state
-from tree import TreeShape
 
 pytestmark = pytest.mark.slow
 
@@ -108,95 +102,3 @@ def test_the_state_of_a_training(tmp_path):
         assert torch.load(work / "state.pt", weights_only=True)["step"] == 3
         assert [p.name for p in work.iterdir()] == ["state.pt"]
     assert {"write_record", "fsync", "replace"} <= set(calls), calls
-
-
-def whole_runs(action, prepare, check, each: int = 1) -> int:
-    """Kill a whole command at its changes, look at what is there, and run it again; how often."""
-    count = 0
-    for call in kills(action, prepare, each):
-        count += 1
-        check(f"after {count} changes, before {call}")
-        action()
-        check("")
-    return count
-
-
-def draw(*arguments) -> None:
-    """In place of a picture, whose drawing takes seconds."""
-    *_, path = arguments
-    with files.atomic_path(path) as part:
-        part.write_bytes(b"a picture")
-
-
-@pytest.fixture
-def training(golden, tmp_path, monkeypatch):
-    """A whole run of train.py that takes a moment, and the folder that it writes to."""
-    monkeypatch.setattr("training.trainer.draw_curves", draw)
-    monkeypatch.setattr("training.trainer.SAVE_SECONDS", 0)
-    monkeypatch.setattr("training.validate.TOKENS", 2)
-    monkeypatch.setattr("training.validate.SHAPE", TreeShape(2, 1, 1))
-    monkeypatch.setattr("training.validate.Validator.calibration", lambda *_: Calibration(
-        {t: {TreeShape(8, 2, 4): 1.5} for t in (0.0, 1.0)}, (1.0,)))
-    prompts, folder = write_prompts(tmp_path / "prompts"), tmp_path / "place"
-    argv = options(golden, prompts, folder, **{
-        "epochs": 1, "steps": 1, "synthesize": 0, "limit": 3, "validate-prompts": 1, "max-new-tokens": 3,
-        "draft-vocab": 16,
-    })
-
-    def action() -> None:
-        assert train.main(argv) == 0
-
-    return folder, action
-
-
-def head_in(folder: Path) -> dict[str, bytes] | None:
-    """What a written head is, but for the times in its card."""
-    found = contents(folder)
-    return found and {name: b"" if name.endswith("README.md") else data for name, data in found.items()}
-
-
-@pytest.mark.dear
-def test_a_whole_training(training):
-    """Text, training, export: the head is there whole or not at all, and the next run goes on."""
-    folder, action = training
-    action()
-    new = head_in(folder / "head")
-    assert len(new) == 5, new.keys()
-    kept = {str(p.relative_to(folder)) for p in folder.rglob("*")}
-
-    def check(when: str) -> None:
-        assert head_in(folder / "head") in ((None, new) if when else (new,)), when
-        assert when or {str(p.relative_to(folder)) for p in folder.rglob("*")} == kept
-
-    assert whole_runs(action, lambda: shutil.rmtree(folder), check) >= 30
-
-
-@pytest.mark.dear
-def test_a_whole_evaluation(golden, tmp_path):
-    """What was answered is kept, and the next run ends with the same answers and all files."""
-    questions, folder = tmp_path / "questions.jsonl", tmp_path / "out"
-    questions.write_text('{"question_id": 1, "turns": ["a?"]}\n{"question_id": 2, "turns": ["b?"]}\n')
-    argv = [
-        "--checkpoint", str(golden), "--out", str(folder), "--questions", str(questions), "--no-compile",
-        "--max-new-tokens", "2", "--max-seq-len", "64", "--speculate", "lookup", "--dtype", "fp32",
-        "--observe", "0",
-    ]
-
-    def action() -> None:
-        assert evaluate.main(argv) == 0
-
-    def ids() -> dict:
-        lines = (folder / "answers.jsonl").read_bytes().splitlines(keepends=True)
-        found = [Answer.read(line, "here") for line in lines if line.endswith(b"\n")]
-        return {a.key: [t.ids for t in a.turns] for a in found}
-
-    action()
-    answers, names = ids(), sorted(contents(folder))
-
-    def check(when: str) -> None:
-        if (folder / "answers.jsonl").exists():
-            assert ids().items() <= answers.items(), when
-        assert when or (ids() == answers and sorted(contents(folder)) == names)
-
-    assert len(answers) == 4
-    assert whole_runs(action, lambda: shutil.rmtree(folder, ignore_errors=True), check) >= 6

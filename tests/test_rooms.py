@@ -12,21 +12,10 @@ from helpers import ROOT
 
 # From the ground up. Rooms of one floor do not know each other.
 FLOORS = (
-    ("common",),
-    ("model", "tree"),
-    ("sampling",),
-    ("networks",),
-    ("kernels",),
-    ("tokens",),
-    ("checkpoint",),
-    ("drafters",),
-    ("engine",),
-    ("llm",),
-    ("console", "training", "evaluation", "server"),
+    ("common",), ("model", "tree"), ("sampling",), ("networks",), ("kernels",), ("tokens",), ("checkpoint",),
+    ("drafters",), ("engine",), ("llm",), ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
-    ("demo", "benchmarks", "deploy"),
-    ("tests/helpers",),
-    ("tests",),
+    ("demo", "benchmarks", "deploy"), ("tests/helpers",), ("tests",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Where an import is looked up: the root, and the folders that are put on the path for scripts and tests.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.states import paths
 
-from tree import Growth, PathTree, Tree, TreeShape, accept, chain, link, visible_slots
+from tree import Growth, PathTree, Tree, TreeShape, accept, link
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -78,19 +78,6 @@ def test_ancestors_and_depth_by_walking():
             assert depth[b, i] == len(seen) - 1
 
 
-def test_visible_slots_by_definition():
-    torch.manual_seed(0)
-    local = torch.rand(3, 4, 5) < 0.5
-    length = torch.tensor([0, 3, 9])
-    seen = visible_slots(torch.arange(12), length, local)
-    for b in range(3):
-        for row in range(4):
-            for slot in range(12):
-                offset = slot - int(length[b])
-                want = offset < 0 or (offset < 5 and bool(local[b, row, offset]))
-                assert bool(seen[b, row, slot]) == want
-
-
 def test_accept_follows_the_target():
     rng = random.Random(1)
     for _ in range(200):
@@ -118,13 +105,6 @@ def test_accept_follows_the_target():
         assert got[0, : len(path)].tolist() == path and not got[0, len(path) :].any()
 
 
-def test_chain_is_plain_decoding():
-    tree = chain(torch.tensor([[5], [6]]))
-    assert tree.parent.tolist() == [[0], [0]] and tree.ancestors.all()
-    path, count = accept(tree, torch.tensor([[1], [6]]), window=1)
-    assert path.tolist() == [[0], [0]] and count.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("numbers, words", [
     ((0, 1, 1), "must be positive"), ((8, -1, 2), "must be positive"), ((8, 2, 0), "must be positive"),
     ((-3, 2, 2), "must be positive"), ((60, 1, 2), "only draft 6 + the root"),
@@ -133,13 +113,6 @@ def test_chain_is_plain_decoding():
 def test_impossible_shapes_are_refused(numbers, words):
     with pytest.raises(ValueError, match=f"tree: .*{re.escape(words)}"):
         TreeShape(*numbers)
-
-
-def test_shapes_that_cannot_be_read():
-    assert TreeShape.parse("8,2,3") == TreeShape(8, 2, 3)
-    for text, words in (("8,2", "'8,2' is not nodes"), ("1,2,3,4", "is not nodes"), ("8,x,2", "'x'")):
-        with pytest.raises(ValueError, match=words):
-            TreeShape.parse(text)
 
 
 @pytest.mark.parametrize("paths, words", [

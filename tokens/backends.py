@@ -10,6 +10,7 @@ A backend gets a text cut into parts: plain text as str, control tokens as ids. 
     bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
     strips_space: whether encoding puts a space before the first word, which decoding removes
     keeps_text: whether encoding is known to keep every visible ASCII character
+    id_of: token -> its id, None if there is no such token
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_bytes, read_json
 from common.schema import in_words
-from tokens.files import DEFAULTS, ENDS, MERGES, named_tokens, special_tokens_map
+from tokens.files import DEFAULTS, MERGES, listed_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
@@ -38,9 +39,8 @@ SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 # Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
 # the character that follows, which must not be ASCII.
-KEEPING = (
-    "ByteLevel", "Digits", "Split", "Metaspace", "Punctuation", "Prepend", "NFC", "NFD", "NFKC", "NFKD",
-)
+KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace", "Punctuation", "Prepend",
+           "NFC", "NFD", "NFKC", "NFKD")
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -74,10 +74,8 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
     words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
     if words is None:
-        raise InputError(
-            f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
-            " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json"
-        )
+        raise InputError(f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
+                         " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json")
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(MERGES)))
     model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
     model.add_special_tokens([token for token in {*DEFAULTS.values()} if token in vocab])
@@ -99,15 +97,14 @@ class JsonBackend:
             self._prepare(settings)
 
     def _prepare(self, settings: dict) -> None:
-        model = self._model
+        model, self.id_of = self._model, self._model.token_to_id
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
         model.encode_special_tokens = True
         new = self._take_settings(settings)
-        self.added, self.unmatched = model.get_added_tokens_decoder(), frozenset()
+        self.added, self.unmatched, probe = model.get_added_tokens_decoder(), frozenset(), model.encode("a")
         self._tokens = {i: token for token, i in model.get_vocab().items()}
-        probe = model.encode("a")
-        self.adds_bos = bool(probe.special_tokens_mask[:1] == [1])
+        self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._read_decoder()
         self.keeps_text = self._keeps_text()
@@ -128,29 +125,24 @@ class JsonBackend:
         nonce = secrets.token_hex(8)
         fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, self.size))
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
-        model.add_tokens([
-            *(free.get(i, filler) for i, filler in enumerate(fillers, begin)),
-            *(AddedToken(text, normalized=False) for text in self._stand_ins.values()),
-        ])
+        stand_ins = (AddedToken(text, normalized=False) for text in self._stand_ins.values())
+        model.add_tokens([*(free.get(i, filler) for i, filler in enumerate(fillers, begin)), *stand_ins])
         self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
 
     def _take_settings(self, settings: dict) -> list[tuple[int, AddedToken]]:
         """Give tokens of the file the flags of the settings. Returns tokens that only the settings have.
 
-        A token that either makes special is special. One that is only named has the id -1 if it is new; else
-        it changes nothing, unless it is BOS or EOS.
+        A token that either makes special is special. So is one that the settings only name or list; it has
+        the id -1 if it is new. A list changes no flag of an added token.
         """
         known, changed, new = self._model.get_added_tokens_decoder(), [], []
         decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
-        ends = special_tokens_map(settings, ENDS[:2]).values()
-        for content in dict.fromkeys((*decoder, *named_tokens(settings))):
-            i, given = decoder.get(content, (-1, None))
-            at = self.id_of(content)
+        named = special_tokens_map(settings).values()
+        for content in filter(None, dict.fromkeys((*decoder, *named, *listed_tokens(settings)))):
+            (i, given), at = decoder.get(content, (-1, None)), self.id_of(content)
             old = known.get(at)
-            if not content or (given is None and at is not None and content not in ends):
-                continue
             token = given or old or AddedToken(content, special=True)
-            token.special |= given is None or content in ends or bool(old and old.special)
+            token.special |= content in named or bool(old and old.special)
             if at is None:
                 new.append((i, token))
             elif token is old or repr(token) != repr(old):
@@ -179,10 +171,6 @@ class JsonBackend:
         steps = [*_steps(self._model.normalizer), *_steps(self._model.pre_tokenizer)]
         return isinstance(self._model.model, tokenizers.models.BPE) and all(map(keeps, steps))
 
-    def id_of(self, token: str) -> int | None:
-        """Return the id of a token, None if there is no such token."""
-        return self._model.token_to_id(token)
-
     def encode(self, parts: list[str | int]) -> list[int]:
         """Return the ids of a text whose control tokens are ids already."""
         text = "".join(self._stand_ins[p] if isinstance(p, int) else p for p in parts)
@@ -201,10 +189,8 @@ class JsonBackend:
 def _steps(part) -> list[dict]:
     """Return the description of each step of a decoder, normalizer or pre-tokenizer."""
     found = json.loads(part.__getstate__()) if part else {}
-    for name in ("decoders", "normalizers", "pretokenizers"):
-        if name in found:
-            return found[name]
-    return [found] if found else []
+    lists = (found[name] for name in ("decoders", "normalizers", "pretokenizers") if name in found)
+    return next(lists, [found] if found else [])
 
 
 class SentencePieceBackend:
@@ -217,11 +203,12 @@ class SentencePieceBackend:
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
             proto = sentencepiece_model_pb2.ModelProto.FromString(content)
-            control = {token.content for token in given.values() if token.special}
-            control.update(special_tokens_map(settings, ENDS[:2]).values())
+            named = dict.fromkeys((*special_tokens_map(settings).values(), *listed_tokens(settings)))
+            control = named.keys() | {token.content for token in given.values() if token.special}
             for piece in proto.pieces:
                 if piece.piece in control and piece.type != piece.UNKNOWN:
                     piece.type = piece.CONTROL
+            proto.normalizer_spec.add_dummy_prefix &= settings.get("add_prefix_space", True)
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
             self.keeps_text = not proto.normalizer_spec.precompiled_charsmap
@@ -230,11 +217,10 @@ class SentencePieceBackend:
             self._no_prefix_before = " " if settings.get("legacy", True) else ""
             proto.normalizer_spec.add_dummy_prefix = False
             self._model_without_prefix = SentencePieceProcessor(model_proto=proto.SerializeToString())
-        pieces = self._model.get_piece_size()
-        known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        pieces, known = len(proto.pieces), {piece.piece: i for i, piece in enumerate(proto.pieces)}
         given = {known.get(token.content, i): token for i, token in given.items()}
         names = known.keys() | {token.content for token in given.values()}
-        new = (AddedToken(name, special=True) for name in named_tokens(settings) if name not in names)
+        new = (AddedToken(name, special=True) for name in named if name not in names)
         given |= dict(enumerate(new, max([pieces - 1, *given]) + 1))
         self.ids = range(pieces)
         self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
@@ -242,16 +228,12 @@ class SentencePieceBackend:
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):
                 self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
-        self._id_of = known | {token.content: i for i, token in self.added.items()}
+        self.id_of = (known | {token.content: i for i, token in self.added.items()}).get
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
         self.bos_id = ends["bos_token"] if ends["bos_token"] >= 0 else None
         self.adds_bos = self.bos_id is not None
         self.special_tokens_map = {name: self._model.id_to_piece(i) for name, i in ends.items() if i >= 0}
-
-    def id_of(self, token: str) -> int | None:
-        """As `JsonBackend.id_of`."""
-        return self._id_of.get(token)
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """As `JsonBackend.encode`."""

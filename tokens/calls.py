@@ -25,15 +25,16 @@ from common.files import check_characters
 from tokens.messages import JSON, arguments_of
 from tokens.stops import begun
 
-FUNCTION, THOUGHTS = "<function=", {"<think>": "</think>", "[THINK]": "[/THINK]"}  # the latter are Mistral's
+FUNCTION = "<function="
+_THINK = "think", "thinking", "thought", "reasoning", "seed:think"
+# The latter are Mistral's and Kimi's.
+THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in _THINK} | {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
 BARE = ()  # the form of calls that nothing opens
-# A text with tools shows these, also where they are control tokens.
-TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]",
-        "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-        "</seed:tool_call>", "</function>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>",
-        "</arg_value>", *THOUGHTS, *THOUGHTS.values())
+TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]", "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>", "</parameter>",
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *THOUGHT_TAGS, *THOUGHT_TAGS.values())
 
 # Newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}, older ones of DeepSeek
 # function<｜tool▁sep｜>f and the arguments in a code fence.
@@ -41,26 +42,23 @@ _NEXT = re.compile(
     r"(?:[\s,;]|```(?:json)?|\[TOOL_CALLS\]|<｜tool▁calls?▁(?:begin|end)｜>)*"
     r"(?:(?=[{\[])|<function=(?P<tagged>[^<>]+)>|(?P<keyed>[\w.-]+)\s*(?=<arg_key>|(?P<ends></tool_call>))|"
     r"(?P<old>function<｜tool▁sep｜>)?(?P<named>[\w.-]+)"
-    r"(?(old)\s*```json|(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>))\s*)"
-)
+    r"(?(old)\s*```json|\s*(?:(?:\[CALL_ID\]\w+)?\[ARGS\]|<｜tool▁sep｜>|(?={)))\s*)")
 # A value may hold closing tags. The one that counts stands before the next opening or closing tag. A model
 # may forget it: then the value ends at the next tag.
 _NO_PARAMETER = r"((?:(?!\n<parameter=).)*?)"
 _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for value in (
     rf"{_NO_PARAMETER}\n?</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))",
-    r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)",
-)]
+    r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)")]
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
 _OBJECT = re.compile(r"\s*(?={)")
+_STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # of JSON: a text or a bracket
 _END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # with brackets too many
-    r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)"
-)
+    r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)")
 _BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))")  # may become calls
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-
-
+_TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
 _LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
 
 
@@ -74,10 +72,13 @@ def form_of(template: str | None) -> tuple[str, ...]:
     is_llama = '"parameters"' in found and ("ipython" in found or "python_tag" in found)
     if tags or is_llama:
         return tags or BARE
-    raise InputError(
-        "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
-        " Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out"
-    )
+    raise InputError("tools: this model's chat template defines no calls that are known here (those of Qwen,"
+                     " Llama 3, Mistral, Nemotron, Granite, GLM and DeepSeek are); leave tools out")
+
+
+def shown_tags(control: Mapping[str, int]) -> list[int]:
+    """Return the ids of control tokens that a text with tools shows. control: text -> id."""
+    return [i for text, i in control.items() if _TAGS.fullmatch(text)]
 
 
 def schema_of_calls(tools: Mapping[str, dict]) -> str:
@@ -102,8 +103,8 @@ class CallStream:
     def __init__(self, form: tuple[str, ...] | None, tools: Mapping[str, dict] = {}, prompt: str = ""):
         self._form, self._tools = form, tools
         self._held, self._opening = "", ""  # the tag that began what is held
-        ends = (close for tag, close in THOUGHTS.items() if prompt.rstrip().endswith(tag))
-        self._close = next(ends, "")  # the tag that ends the thought
+        # The tag that ends the thought.
+        self._close = next((end for tag, end in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag)), "")
         # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
         self._line, self._certain = "", True
 
@@ -114,7 +115,7 @@ class CallStream:
             self._form = None
         certain = ""
         while self._form and not self._opening:
-            tags = (self._close,) if self._close else tuple(THOUGHTS)
+            tags = (self._close,) if self._close else tuple(THOUGHT_TAGS)
             tags += () if self._close and self._certain else self._form
             if found := re.search("|".join(map(re.escape, tags)), self._held):
                 at = found.start()
@@ -124,7 +125,7 @@ class CallStream:
                     self._close, at = "", found.end()
                 else:
                     before = (self._line + self._held[:at]).rpartition("\n")[2]
-                    self._close, self._certain, at = THOUGHTS[found[0]], not before.strip(), found.end()
+                    self._close, self._certain, at = THOUGHT_TAGS[found[0]], not before.strip(), found.end()
             else:
                 at = len(self._held) - begun(self._held, tags)
             self._line = (self._line + self._held[:at]).rpartition("\n")[2]
@@ -163,7 +164,7 @@ class CallStream:
 def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], str, int]:
     """Return the calls that follow in a text, the text of broken ones among them, and where all of them end.
 
-    All that follows one that cannot be read belongs to it: it may quote others.
+    All that follows one without an end belongs to it: it may quote others.
     """
     calls: list[dict] = []
     broken, begin = "", at
@@ -176,17 +177,28 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
                 name = name.strip(" \n\"'")
                 values, at = _tagged(text, found.end(), tools.get(name) or {})
             else:
-                values, at = _LENIENT.raw_decode(text, found.end())
+                at = _end_of(text, found.end())
         except (ValueError, TypeError, RecursionError):  # TypeError: of a schema that is damaged
             return calls, broken + text[begin:], len(text)
-        if name := name or found["named"]:
-            values = {"name": name, "arguments": values}
         try:
+            values = values if name else _LENIENT.decode(text[found.end() : at])
+            if name := name or found["named"]:
+                values = {"name": name, "arguments": values}
             calls += [_call(value, tools) for value in (values if isinstance(values, list) else [values])]
         except (ValueError, RecursionError, InputError):
             broken += text[begin:at]
     closing = _CLOSING.match(text, at)
     return calls, broken, closing.end() if (calls or broken) and closing else at
+
+
+def _end_of(text: str, at: int) -> int:
+    """Return where the object or list that begins there ends. Raises ValueError if it does not."""
+    depth = 0
+    for step in _STEP.finditer(text, at):
+        depth += (step[0] in "{[") - (step[0] in "}]")
+        if depth == 0:
+            return step.end()
+    raise ValueError("an object without an end")
 
 
 def _call(found: object, tools: Mapping[str, dict]) -> dict:

@@ -17,17 +17,14 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import HALF, check_characters, read_lines, read_text
 from tokens.messages import thoughts_of, words_of
 
 # A file's name of a role: ours.
-ROLES = {
-    "system": "system", "developer": "system", "human": "user", "user": "user",
-    "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "assistant": "assistant", "model": "assistant",
-}
-TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
+ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user"}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant")
+TOOL_ROLES = "tool", "tool_call", "tool_response", "function", "function_call", "observation"
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
 
@@ -113,16 +110,14 @@ def read_questions(path: str | Path) -> list[dict]:
     """
     rows, turns = [row for _, row in read_rows(path)], read_turns(path)
     if len(rows) != len(turns):
-        raise InputError(f"{path}: {len(rows) - len(turns)} rows hold no question")
+        raise InputError(f"{path}: no question in {counted(len(rows) - len(turns), 'row')}")
 
     def id_of(row: dict, number: int) -> int | str:
         found = row.get("question_id")
         return number if found is None else found if isinstance(found, int) else str(found)
 
-    return [
-        {"question_id": id_of(row, i), "category": str(row.get("category") or ""), "turns": turns[i]}
-        for i, row in enumerate(rows)
-    ]
+    return [{"question_id": id_of(row, i), "category": str(row.get("category") or ""), "turns": turns[i]}
+            for i, row in enumerate(rows)]
 
 
 def read_openings(path: str | Path) -> tuple[str, ...]:
@@ -185,9 +180,7 @@ def _messages(where: str, row: dict) -> list[dict]:
     """
     entries = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
     if not isinstance(entries, list):
-        raise InputError(
-            f"{where}: no conversation; a row needs conversations (ShareGPT) or messages (OpenAI)"
-        )
+        raise InputError(f"{where}: no conversation; expected conversations (ShareGPT) or messages (OpenAI)")
     messages = []
     for entry in entries:
         if not isinstance(entry, dict):

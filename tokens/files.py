@@ -15,8 +15,7 @@ from common.files import read_json
 from common.schema import Digits, Flag, Schema, Text, Whole, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
-MERGES = "merges.txt"  # beside vocab.json
-ADDED = "added_tokens.json"
+MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former stands beside vocab.json
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 # For conversations with tools: where transformers looks for it, and in converted folders, which are flat.
@@ -31,25 +30,24 @@ END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", END_OF_MESSAGE, "<|eot|>",
     "<|EOT|>", "<|eos|>", "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<end_of_turn>",
     "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
-    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-)
-# Special tokens of the classes that have a vocab.json, where their files do not name them.
-DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")  # the first two are always control tokens
+    END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+# Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
+DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # of those with a vocab.json
+LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _Name = text(2**16)
 _Token = TypedDict("Token", {"content": _Name, **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
-    **dict.fromkeys(ENDS, NotRequired[_Name | _Token | None]),
+    **dict.fromkeys(NAMES, NotRequired[_Name | _Token | None]),
     **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
     "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
     **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), NotRequired[Flag | None]),
     "tokenizer_class": NotRequired[Text | None],
-    "chat_template": NotRequired[
-        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | dict[Text, _Template]
-        | None],
+    "chat_template": NotRequired[_Template | dict[Text, _Template]
+                                 | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
 }))
 ADDED_TOKENS = Schema(dict[_Name, Whole])
 
@@ -70,36 +68,43 @@ def tokenizer_settings(folder: Path) -> dict:
 
     A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
     what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
-    gives `added_tokens_decoder`, which is id -> token here. `DEFAULTS` count for a vocab.json.
+    gives `added_tokens_decoder`, which is id -> token here. The class of the tokenizer has defaults.
     """
     def read(name: str, schema: Schema) -> dict:
         found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
         return {key: value for key, value in found.items() if value is not None}
 
     special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
-    if encoder_of(folder) == "vocab.json":
-        config = DEFAULTS | config
+    encoder = encoder_of(folder)
+    is_llama = encoder == "tokenizer.model" and config.get("tokenizer_class", "").startswith("LlamaTokenizer")
+    config = (DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
     decoder, settings = config.get("added_tokens_decoder"), config | special
     if decoder is not None:
         added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})
                  for i, t in decoder.items()}
         return special | config | {"added_tokens_decoder": added}
-    names = named_tokens(settings)
+    names = {*special_tokens_map(settings).values(), *listed_tokens(settings)}
     added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED, ADDED_TOKENS).items()}
     return settings | {"added_tokens_decoder": added}
 
 
-def special_tokens_map(settings: dict, names: tuple = ENDS) -> dict[str, str]:
-    """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}."""
-    return {name: _text(settings[name]) for name in names if settings.get(name)}
+def special_tokens_map(settings: dict) -> dict[str, str]:
+    """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}.
+
+    Names come in the order of transformers, which numbers new tokens so.
+    """
+    given = {name: settings.get(name) for name in (*NAMES, *settings) if name.endswith("_token")}
+    for found in map(settings.get, EXTRA):
+        given |= found if isinstance(found, dict) else {}
+    texts = {name: _text(token) for name, token in given.items()}
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
 
-def named_tokens(settings: dict) -> list[str]:
-    """Return the texts of the special tokens that the settings name, alone or in lists."""
-    lists = (settings.get(name, ()) for name in EXTRA)
-    extra = [_text(t) for found in lists for t in (found.values() if isinstance(found, dict) else found)]
-    return [*dict.fromkeys((*special_tokens_map(settings).values(), *extra))]
+def listed_tokens(settings: dict) -> list[str]:
+    """Return the texts of the special tokens that stand in lists of the settings."""
+    lists = (found for found in map(settings.get, EXTRA) if isinstance(found, list))
+    return [text for found in lists for text in map(_text, found) if text]
 
 
-def _text(token: str | dict) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _text(token: object) -> object:
+    return token.get("content") if isinstance(token, dict) else token

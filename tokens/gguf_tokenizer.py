@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from common.cli import library_errors
 from common.errors import InputError
 from common.schema import in_words
+from tokens.calls import TAGS
 from tokens.files import END_TOKENS
 from tokens.templates import Template, render_template
 from tokens.tokenizer import Tokenizer
@@ -23,19 +24,17 @@ from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# Names of control tokens in any model; and how others look, which a template writes. The tags of thoughts
-# and tool calls, such as <think>, look otherwise: they are text.
+# Names of control tokens in any model.
 CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
-MARKER = re.compile(
-    r"<\|[^<>]+>|<[^<>]+\|>|<\uff5c[^<>]+\uff5c>|\[\|[^\[\]]+\|\]|\[/?g?[A-Z_]+(?:_\d+)?\]|<</?[A-Z]+>>|<_\w+>"
-    r"|<\w+_\d+>|</?(s|bos|eos|pad|sep|cls|mask|user|assistant|system|human|bot|sop|eop|unused\d+|(start|end)_of_\w+)>"
-)
+# A marker has letters or digits between signs. The tags of thoughts and tool calls look alike, but are text.
+MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
+TAG = re.compile(r"</?(?!(?:s|system|human|user|bot|assistant)>)([\w:-]+)>")
 # Conversations that show what a template writes. One may refuse roles, or their order.
 PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (
     ("system",), ("user",), ("user", "assistant"), ("user", "assistant", "tool"))]
 
 
-def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF", added: str | None = None) -> bool:
+def rebuild(fields: dict, folder: str | Path, where: str = "GGUF", added: str | None = None) -> bool:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
@@ -52,11 +51,10 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF", added: str 
             keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
             templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
             settings = _write(metadata, [text for text in (*templates.values(), added) if text], folder)
-            text = json.dumps(settings, ensure_ascii=False, indent=2)
-            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-            for name, template in templates.items():
-                if template:
-                    (folder / name).write_text(template, encoding="utf-8")
+            config = json.dumps(settings, ensure_ascii=False, indent=2)
+            for name, text in {**templates, "tokenizer_config.json": config}.items():
+                if text:
+                    (folder / name).write_text(text, encoding="utf-8")
             Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
         found = str(e).replace(f"{folder}/", "")
@@ -68,17 +66,27 @@ def _types(metadata: dict, templates: list[str]) -> list[int]:
     """Return the type of each token.
 
     Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
-    metadata, has a well-known name, or looks like a marker and a template writes it. A word that merges make
-    is not unused.
+    metadata, has a well-known name, or is a marker that a template has. A token that merges make is a word.
+    Tags in a template are found in a text.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
-    text, made = _written(templates), {merge.replace(" ", "") for merge in metadata.get("merges", ())}
-    names = {token for token in tokens if MARKER.fullmatch(token) and token in text}
-    names |= CONTROL_NAMES | {token for i, token in enumerate(tokens) if i in ends}
+    text, known = _written(templates), {*tokens}
+    made = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
+    # Vocabularies that know HTML have </s> as a word.
+    names = CONTROL_NAMES - made | {token for i, token in enumerate(tokens) if i in ends}
+
+    def is_word(token: str) -> bool:
+        halves = () if made else ((token[:i], token[i:]) for i in range(1, len(token)))
+        return token in made or any(known.issuperset(pair) for pair in halves)
 
     def type_of(token: str, kind: int) -> int:
-        is_word = kind == 0 or (kind == UNUSED and token in made)  # 0: undefined
-        return CONTROL if token in names else NORMAL if is_word else kind
+        if token in names:
+            return CONTROL
+        if MARKER.fullmatch(token.strip()) and token in text and (kind == USER_DEFINED or not is_word(token)):
+            tag = TAG.fullmatch(token)
+            is_text = tag and (token in TAGS or known.issuperset((f"<{tag[1]}>", f"</{tag[1]}>")))
+            return CONTROL if not is_text else USER_DEFINED if kind in (0, NORMAL) else kind
+        return NORMAL if kind == 0 or (kind == UNUSED and token in made) else kind  # 0: undefined
 
     return list(map(type_of, tokens, metadata["token_type"]))
 
@@ -144,22 +152,16 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     tokens, kinds = metadata["tokens"], metadata["token_type"]
     if UNKNOWN not in kinds:
         raise InputError(f"tokenizer.ggml.token_type has no unknown token, {UNKNOWN}")
-    pieces = [
-        spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
-        for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)
-    ]
-    special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2)}
-    special["unk"] = kinds.index(UNKNOWN)
+    pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
+              for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)]
+    special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2),
+               "unk": kinds.index(UNKNOWN)}
     trainer = spm.TrainerSpec(
         model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in kinds,
-        pad_id=metadata.get("padding_token_id", -1),
-        **{f"{name}_id": i for name, i in special.items()},
-        **{f"{name}_piece": tokens[i] for name, i in special.items()},
-    )
-    normalizer = spm.NormalizerSpec(
-        name="identity", add_dummy_prefix=metadata.get("add_space_prefix", True),
-        remove_extra_whitespaces=False, escape_whitespaces=True,
-    )
+        pad_id=metadata.get("padding_token_id", -1), **{f"{name}_id": i for name, i in special.items()},
+        **{f"{name}_piece": tokens[i] for name, i in special.items()})
+    normalizer = spm.NormalizerSpec(name="identity", remove_extra_whitespaces=False, escape_whitespaces=True,
+                                    add_dummy_prefix=metadata.get("add_space_prefix", True))
     proto = spm.ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
     (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
     return bool(metadata.get("add_bos_token", True))

@@ -55,9 +55,8 @@ class StopStream:
 
     def flush(self) -> str:
         """Return the text that still waits, for an output that ended without a stop."""
-        text, stop = self._take(self._stream.flush())
-        held, self._held = self._held, ""
-        return text if stop is not None else text + held.translate(self._texts)
+        text, _ = self._take(self._stream.flush())
+        return text + self._held.translate(self._texts)
 
     def _take(self, text: str) -> tuple[str, str | None]:
         self._held += text

@@ -53,9 +53,8 @@ def find_template(choice: str, *names: str) -> str | None:
     try:
         return read_text(choice, LONGEST_TEMPLATE)
     except InputError as e:
-        raise InputError(
-            f"--template {choice}: none of auto, none, {', '.join(TEMPLATES)} or a readable file ({e})"
-        ) from None
+        known = f"none of auto, none, {', '.join(TEMPLATES)} or a readable file"
+        raise InputError(f"--template {choice}: {known} ({e})") from None
 
 
 class Template(NamedTuple):
@@ -109,12 +108,10 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson  # jinja's own escapes <, > and & for HTML
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals.update(raise_exception=_raise, strftime_now=lambda fmt: datetime.now().strftime(fmt))
     return environment.from_string(template)
 
 

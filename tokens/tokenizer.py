@@ -174,8 +174,7 @@ class Tokenizer:
         parts, start = [], 0
         for m in pattern.finditer(text):
             content = m[0] if m[0] in ids else m[0].rstrip()  # the pattern takes in the spaces of rstrip
-            token = ids.get(content)
-            if token is not None:
+            if (token := ids.get(content)) is not None:
                 before = text[start : m.start()]
                 parts += [before.rstrip() if content in self._lstrip else before, token]
                 start = m.end()

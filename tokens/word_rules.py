@@ -15,14 +15,12 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 # Words of Llama 3, Qwen 2 and Tekken. They differ in letters and in how many digits stay together.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 # DeepSeek LLM spells out the letters that have case. Escaped: several change under Unicode normalisation.
 _CASED = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-"
@@ -34,33 +32,16 @@ _CASED = (
     "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f"
     "\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-"
     "\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-"
-    "\U000118df\U0001e900-\U0001e943"
-)
+    "\U000118df\U0001e900-\U0001e943")
 
 _GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
 
 
-def _split(*patterns: str) -> list:
-    """Return steps that cut at every match of each pattern in turn, then spell the bytes."""
+def _split(*patterns: str, single_digits: bool = False) -> list:
+    """Return steps that cut at every match of each pattern in turn, and at digits, then spell the bytes."""
     cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
+    cuts += [pre_tokenizers.Digits(individual_digits=True)] * single_digits
     return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-
-
-def _deepseek_llm() -> list:
-    *cuts, spell = _split(
-        r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-    )
-    return [*cuts, pre_tokenizers.Digits(individual_digits=True), spell]
-
-
-def _deepseek_v3() -> list:
-    return _split(
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-    )
 
 
 class WordRule(NamedTuple):
@@ -85,8 +66,13 @@ WORD_RULES = {
         ("llama-bpe", "llama3", "llama-v3"), WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)),
     "tekken": WordRule(_split(_TEKKEN), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_split(_QWEN2), nfc=True)),
-    "deepseek-llm": WordRule(_deepseek_llm()),
-    "deepseek-v3": WordRule(_deepseek_v3()),
+    "deepseek-llm": WordRule(_split(
+        r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", single_digits=True)),
+    "deepseek-v3": WordRule(_split(
+        r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")),
 }
 
 
@@ -98,8 +84,7 @@ def byte_level_bpe(
     prefix_space: put a space before a text that begins with none.
     """
     model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
-    model.normalizer = normalizers.NFC() if rule.nfc else None
-    *cuts, spell = rule.steps
+    model.normalizer, (*cuts, spell) = normalizers.NFC() if rule.nfc else None, rule.steps
     if prefix_space:
         spell = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=spell.use_regex)
     model.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])

@@ -19,14 +19,13 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import read_text
 from tokens.dataset import is_answer
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
-COVERAGE = (2048, 4096, 8192, 16384, 32768)  # sizes of draft vocabularies in the report
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -34,7 +33,7 @@ class Line(BaseModel):
     """A line of a shard: a row, or a conversation that was left out.
 
     talk, ended: the conversation's digest in `training.writing`, and whether this is its last line. left_out:
-    the reason; in text of earlier versions a number of prompts.
+    the reason.
     """
 
     ids: list[Count] = []
@@ -44,7 +43,7 @@ class Line(BaseModel):
     target: str = ""
     talk: str = ""
     ended: bool = False
-    left_out: Count | str = 0
+    left_out: str = ""
 
     def fits(self, vocab_size: int) -> bool:
         """Return whether this is no row, or its answers follow each other within ids of the target."""
@@ -155,10 +154,8 @@ def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter, int]:
     """
     known, rows, left_out, cut = set(), [], Counter(), 0
     for line in lines:
-        if isinstance(line.left_out, str):
+        if line.left_out:
             left_out[line.left_out] += 1
-        elif line.left_out:
-            left_out["for a reason that older text does not name"] += line.left_out
         row = usable(line.model_dump(include={"ids", "answers", "source", "chat"}), max_len)
         cut += len(line.ids) > max_len
         if row and (key := row_key(row["ids"])) not in known:
@@ -192,19 +189,13 @@ def unused(rows: list[dict], vocab_size: int) -> int:
     return int((counts == counts.min()).nonzero()[-1])
 
 
-def text_report(rows: list[dict], counts: Counter, vocab_size: int) -> str:
-    """Describe the text: its rows, tokens and answers, and the answer tokens that draft vocabularies cover.
-
-    counts: those of `counts_of`.
-    """
+def text_report(rows: list[dict], counts: Counter) -> str:
+    """Describe the text: its rows, tokens and answers. counts: those of `counts_of`."""
     sources = ", ".join(f"{name} {n:,}" for name, n in Counter(row["source"] for row in rows).items())
     lengths, answers = [len(row["ids"]) for row in rows], [len(row["answers"]) for row in rows]
-    vocabularies = {n: draft_vocabulary(counts, n, vocab_size).tolist() for n in COVERAGE if n < vocab_size}
-    coverage = ", ".join(f"{n:,}: {covered(counts, ids):.2%}" for n, ids in vocabularies.items())
-    return "\n".join([
-        f"{len(rows):,} conversations ({sources}), {sum(n > 1 for n in answers):,} with several answers",
-        f"{sum(lengths):,} tokens, {counts.total():,} of them in {sum(answers):,} answers;"
-        f" the longest row has {max(lengths):,}",
-        f"{len(counts):,} distinct answer tokens"
-        + (f"; a draft vocabulary covers {coverage}" if coverage else ""),
-    ])
+    return (
+        f"{counted(len(rows), 'conversation')} ({sources}), {sum(n > 1 for n in answers):,} with several"
+        f" answers\n{counted(sum(lengths), 'token')}, {counts.total():,} of them in"
+        f" {counted(sum(answers), 'answer')}, {len(counts):,} of these distinct; the longest row has"
+        f" {max(lengths):,}"
+    )

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,25 +19,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoint.loading import identity
 from common.cli import note
-from common.errors import InputError
-from common.files import atomic_path, read_json, write_text
+from common.errors import InputError, counted
+from common.files import atomic_path
+from kernels import isa
 from kernels.backend import backend_of
 from model import Transformer
 from training.batches import batches
 from training.data import row_key
 from training.processes import Processes
-from training.report import LiveBar
+from training.report import live_bar
 
 SPARE = 2**28  # bytes of the disk that stay free
 FILE = 2**28  # bytes of a stored file, about: a kill costs one of them
-PRECISION = "precision.json"  # in WORK
-ROWS, WIDTH, ROUNDS = 512, 1024, 5  # of the products that are timed
-CLEARLY = 1.1  # times as fast: equal speed stays in the target's dtype, which takes half the memory
 
 
 class TargetStates(NamedTuple):
@@ -49,45 +44,25 @@ class TargetStates(NamedTuple):
     greedy: Tensor  # the target's choice of the next token [...]
 
 
-def target_states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetStates:
+@torch.no_grad()
+def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
+    """Run a target on tokens [B, T]; on our kernels each row by itself, as decoding reads a prompt."""
+    backend = backend_of(target)
+    if not backend.row_invariant:
+        return _states(target, *target.causal(tokens, aux_layers))
+    T = tokens.shape[1]
+    at, start, caches = torch.arange(T)[None], torch.zeros(1, dtype=torch.long), target.caches(1, T)
+    visible = backend.visible_before(at[0], start, T)
+    with backend.threads():
+        rows = [_states(target, *target(x[None], at, at, visible, caches, aux_layers)) for x in tokens]
+    return TargetStates(*map(torch.cat, zip(*rows)))
+
+
+def _states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetStates:
     """Complete the target's last streams x [B, T, H] and its features [B, T, F]."""
     # Logits of a few sequences at a time: V is large.
     greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])
     return TargetStates(x[..., :0] if features is None else features, target.norm(x), greedy)
-
-
-@torch.no_grad()
-def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
-    """Run the target on tokens [B, T]."""
-    return target_states(target, *target.causal(tokens, aux_layers))
-
-
-class Reader:
-    """Reads rows with a quantised copy of the target, each from its first token, as decoding reads a prompt.
-
-    Its states are nearly those of the target, and come sooner. name: identity of the copy as it was loaded.
-    """
-
-    def __init__(self, target: Transformer, name: str):
-        self.target, self.name, self.slots, self.caches = target, name, 0, None
-
-    @torch.no_grad()
-    def __call__(self, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
-        """Run the copy on tokens [B, T]."""
-        backend = backend_of(self.target)
-        if not backend.row_invariant:
-            return read_target(self.target, aux_layers, tokens)
-        with backend.threads():
-            rows = [self._row(aux_layers, row[None]) for row in tokens]
-        return TargetStates(*map(torch.cat, zip(*rows)))
-
-    def _row(self, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
-        T = tokens.shape[1]
-        if T > self.slots:
-            self.slots, self.caches = T, self.target.caches(1, T)
-        at, start = torch.arange(T)[None], torch.zeros(1, dtype=torch.long)
-        visible = backend_of(self.target).visible_before(torch.arange(self.slots), start, T)
-        return target_states(self.target, *self.target(tokens, at, at, visible, self.caches, aux_layers))
 
 
 class Features:
@@ -95,16 +70,17 @@ class Features:
 
     Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run
     reads the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the
-    target's); `read` returns the target's. reader: computes them instead of the target.
+    target's); `read` returns the target's. reader: a quantised copy that reads in place of the target, nearly
+    the same and sooner.
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], *, room: float = 0,
-        dtype: torch.dtype | None = None, reader: Reader | None = None,
+        dtype: torch.dtype | None = None, reader: Transformer | None = None,
     ):
-        self.target, self.aux_layers, self.room, self.reader = target, aux_layers, room, reader
-        self.device, self.dtype = target.embed.weight.device, dtype or target.embed.weight.dtype
-        self.cached: dict[str, TargetStates] = {}
+        self.reader, self.aux_layers, self.room = reader or target, aux_layers, room
+        self.device, self.given = target.embed.weight.device, target.embed.weight.dtype
+        self.dtype, self.cached = dtype or self.given, {}  # states by `row_key`
 
     def read(self, rows: list[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
@@ -116,14 +92,12 @@ class Features:
                 self.keep(ids, states)
             parts.append([x.to(self.device, non_blocking=True) for x in states])
         features, normed, greedy = (pad_sequence(xs, batch_first=True) for xs in zip(*parts))
-        given = self.target.embed.weight.dtype
-        return TargetStates(features.to(given), normed.to(given), greedy.long())
+        return TargetStates(features.to(self.given), normed.to(self.given), greedy.long())
 
     def compute(self, rows: list[list[int]]) -> TargetStates:
-        """Run the target on rows of token ids. The states are in `dtype`."""
+        """Read rows of token ids. The states are in `dtype`."""
         tokens = pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True)
-        read = self.reader or partial(read_target, self.target)
-        features, normed, greedy = read(self.aux_layers, tokens.to(self.device))
+        features, normed, greedy = read_target(self.reader, self.aux_layers, tokens.to(self.device))
         return TargetStates(features.to(self.dtype), normed.to(self.dtype), greedy)
 
     def known(self, ids: list[int]) -> TargetStates | None:
@@ -140,16 +114,16 @@ class Features:
 class StoredFeatures(Features):
     """The target's states on disk, under `folder`. `fill` computes those that are missing.
 
-    A file holds KEY.features, KEY.normed and KEY.greedy of many rows. name: identity of the target as it was
-    loaded, if `target` is a copy of it in another dtype.
+    A file holds KEY.features, KEY.normed and KEY.greedy of many rows. name: identity of the reader as it was
+    loaded.
     """
 
     def __init__(
-        self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes, *,
-        dtype: torch.dtype | None = None, name: str | None = None, reader: Reader | None = None,
+        self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes, name: str,
+        **more,
     ):
-        super().__init__(target, aux_layers, dtype=dtype, reader=reader)
-        made_by = json.dumps([reader.name if reader else name or identity(target), list(aux_layers)])
+        super().__init__(target, aux_layers, **more)
+        made_by = json.dumps([name, list(aux_layers)])
         self.folder = folder / hashlib.sha256(made_by.encode()).hexdigest()[:12]
         self.processes, self.files = processes, {}  # open files by key
         self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
@@ -178,7 +152,7 @@ class StoredFeatures(Features):
     def _check_room(self, need: int, rows: int) -> None:
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        note(f"features of {rows:,} rows need {need / 1e9:.2f} GB in {self.folder};"
+        note(f"features of {counted(rows, 'row')}: {need / 1e9:.2f} GB in {self.folder};"
              f" {free / 1e9:.1f} GB are free")
         if need > free - SPARE:
             raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder},"
@@ -187,17 +161,18 @@ class StoredFeatures(Features):
     def _write(self, missing: list[dict], budget: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
-        with LiveBar(total=sum(len(row["ids"]) for row in missing), unit="token", desc="features") as bar:
-            for number, batch in enumerate(batches(missing, budget)):
-                if self.processes.mine(number):
-                    rows = [missing[i]["ids"] for i in batch]
-                    for ids, states in zip(rows, zip(*self.compute(rows))):
-                        for name, x in zip(TargetStates._fields, states):
-                            x = x.int() if name == "greedy" else x
-                            tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
+        mine = self.processes.share(batches(missing, budget))
+        total = sum(len(missing[i]["ids"]) for batch in mine for i in batch)
+        with live_bar(total=total, unit="token", desc="features") as bar:
+            for batch in mine:
+                rows = [missing[i]["ids"] for i in batch]
+                for ids, states in zip(rows, zip(*self.compute(rows))):
+                    for name, x in zip(TargetStates._fields, states):
+                        x = x.int() if name == "greedy" else x
+                        tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
                 if sum(x.nbytes for x in tensors.values()) > FILE:
                     self._save(tensors)
-                bar.update(sum(len(missing[i]["ids"]) for i in batch))
+                bar.update(sum(map(len, rows)))
         self._save(tensors)
 
     def _save(self, tensors: dict[str, Tensor]) -> None:
@@ -213,30 +188,13 @@ class StoredFeatures(Features):
         self.files = {name.partition(".")[0]: file for file in files for name in set(file.keys())}
 
 
-def training_copy(target: Transformer, work: Path, processes: Processes) -> Transformer:
+def training_copy(target: Transformer) -> Transformer:
     """Return the target in float32 if this CPU multiplies that sooner, else the target.
 
     Processors whose bfloat16 products are slower than two products of floats are common: those without such
-    an instruction, and Intel's that have it but no tiles. The first measurement is kept in WORK and holds for
-    all runs that go on there.
+    an instruction, and Intel's that have it but no tiles.
     """
-    dtype, kept = target.embed.weight.dtype, work / PRECISION
-    if target.embed.weight.device.type != "cpu" or dtype == torch.float32:
+    weight, has = target.embed.weight, isa.features()
+    if weight.is_cuda or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.maker() != isa.INTEL):
         return target
-    faster = read_json(kept).get("float32") if kept.exists() else float32_is_faster(dtype)
-    faster = processes.from_first(bool(faster))  # all take part: the first may write before others look
-    if processes.first and not kept.exists():
-        write_text(kept, json.dumps({"float32": faster}) + "\n")
-    return copy.deepcopy(target).float() if faster else target
-
-
-def float32_is_faster(dtype: torch.dtype) -> bool:
-    """Time products in float32 and in `dtype`; return whether float32 is clearly faster."""
-    operands = {kind: torch.ones(ROWS, WIDTH, dtype=kind) for kind in (torch.float32, dtype)}
-    best = dict.fromkeys(operands, float("inf"))
-    for _ in range(ROUNDS):  # in turns, so that other work on this machine hits both
-        for kind, x in operands.items():
-            began = time.perf_counter()
-            linear(x, x)
-            best[kind] = min(best[kind], time.perf_counter() - began)
-    return best[dtype] > CLEARLY * best[torch.float32]
+    return copy.deepcopy(target).float() if weight.dtype != torch.float32 else target

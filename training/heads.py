@@ -3,21 +3,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from checkpoint.folder import HEADS, check_args, read_config
-from checkpoint.loading import load_head
-from common.errors import InputError
+from checkpoint.folder import HEADS, check_args
 from model import ModelArgs, Transformer
-from networks.block import BlockArgs, DSparkHead
-from networks.eagle import Eagle1Head, Eagle3Head, PEagleArgs, PEagleHead
-from networks.head import Head, HeadArgs
+from networks.block import DSparkHead
+from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
+from networks.head import Head, HeadArgs, eagle3_aux_layers, spread_layers
 from networks.markov import MarkovArgs
-from networks.read_states import eagle3_aux_layers, spread_layers
 from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Objective, PEagleObjective
 
 DRAFTS = 7  # tokens that a block drafts
@@ -33,23 +30,16 @@ class HeadKind(NamedTuple):
     speculate: str  # the method of generate.py that drafts with it
     objective: type[Objective]
     options: tuple[str, ...] = ()
-    begins: tuple[str, ...] = ()  # kinds of --start
 
 
 SOME = "draft_vocab", "states", "loss", "start"
 BLOCK = *SOME, "layers", "drafts"
+MARKOV = *BLOCK, "markov_rank"
 KINDS = {
-    "eagle3": HeadKind(
-        "EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps"), ("eagle3",)
-    ),
-    "p-eagle": HeadKind(
-        "P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, (*BLOCK, "markov_rank"),
-        ("p-eagle", "eagle3"),
-    ),
-    "dflash": HeadKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK, ("dflash",)),
-    "dspark": HeadKind(
-        "DSpark head", "random blocks", "dspark", BlockObjective, (*BLOCK, "markov_rank"), ("dspark",)
-    ),
+    "eagle3": HeadKind("EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps")),
+    "p-eagle": HeadKind("P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, MARKOV),
+    "dflash": HeadKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK),
+    "dspark": HeadKind("DSpark head", "random blocks", "dspark", BlockObjective, MARKOV),
     "eagle": HeadKind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
 }
 
@@ -63,21 +53,6 @@ class HeadShape:
     drafts: int | None = None  # tokens that a block drafts
     markov_rank: int | None = None
     mask_id: int = 0
-
-
-class Start(NamedTuple):
-    """A head to begin as."""
-
-    head: Head
-    kind: str
-
-
-def load_start(folder: str, target: Transformer) -> Start:
-    """Load the head of --start. Raises InputError as `load_head`."""
-    try:
-        return Start(load_head(folder, target), read_config(folder)["kind"])
-    except InputError as e:
-        raise InputError(f"--start: {e}") from None
 
 
 def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int, ...]:
@@ -94,65 +69,120 @@ def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int
     return spread_layers(count, states or min(5, max(1, count - 3)))
 
 
-def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape) -> HeadArgs:
-    """Return the arguments of a new head for a target of arguments `a`.
+def head_args(
+    a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape, start: Head | None = None
+) -> HeadArgs:
+    """Return the arguments of a head for a target of arguments `a`, those of `start` where it begins so.
 
-    Raises ValueError on a shape that cannot be.
+    Raises ValueError on a shape that cannot be, or that takes away what `start` has.
     """
     network = HEADS[kind]
-    args = {
-        "vocab_size": a.vocab_size, "hidden_size": a.hidden_size, "intermediate_size": a.intermediate_size,
-        "num_layers": shape.num_layers or 1, "num_heads": a.num_heads, "num_kv_heads": a.num_kv_heads,
-        "head_dim": a.head_dim, "norm_eps": a.norm_eps, "rope_base": a.rope_base, "rope_scaling": None,
-        "max_seq_len": a.max_seq_len, "draft_vocab_size": draft_vocab_size,
-        "target_hidden_size": a.hidden_size, "own_embedding": False,
-        "own_lm_head": network is not Eagle1Head,
-        "aux_layers": aux_layers(network, a.num_layers, shape.states),
-    }
+    if start is None:
+        args = {
+            "vocab_size": a.vocab_size, "hidden_size": a.hidden_size,
+            "intermediate_size": a.intermediate_size, "num_layers": shape.num_layers or 1,
+            "num_heads": a.num_heads, "num_kv_heads": a.num_kv_heads, "head_dim": a.head_dim,
+            "norm_eps": a.norm_eps, "rope_base": a.rope_base, "rope_scaling": None,
+            "max_seq_len": a.max_seq_len, "draft_vocab_size": draft_vocab_size,
+            "target_hidden_size": a.hidden_size, "own_embedding": False,
+            "own_lm_head": network is not Eagle1Head,
+            "aux_layers": aux_layers(network, a.num_layers, shape.states),
+        }
+    else:
+        args = _args_of(start, network, shape) | {"draft_vocab_size": draft_vocab_size}
     if issubclass(network.Args, MarkovArgs):
-        rank = shape.markov_rank
-        rank = MARKOV_RANK * (network is DSparkHead) if rank is None else rank
-        args |= {"mask_id": shape.mask_id, "markov_rank": rank, "confidence": rank > 0,
-                 "confidence_reads_markov": rank > 0}
-        args |= _block(network.Args, shape.drafts or DRAFTS, network is DSparkHead)
+        has, rank = args.get("markov_rank", 0), shape.markov_rank
+        if has and rank not in (None, has):
+            raise ValueError(f"--markov-rank {rank}: the head of --start has {has}, and keeps it; leave the"
+                             " option out")
+        if rank is None:
+            rank = MARKOV_RANK if start is None and network is DSparkHead else has
+        if rank and not has:
+            args |= {"markov_rank": rank, "confidence": True, "confidence_reads_markov": True}
+        args.setdefault("mask_id", shape.mask_id)
+        if shape.drafts or not {"block", "drafts"} & args.keys():
+            drafts, from_anchor = shape.drafts or DRAFTS, args.get("from_anchor", network is DSparkHead)
+            block = {"block": drafts + (not from_anchor), "from_anchor": from_anchor}
+            args |= {"drafts": drafts} if network is PEagleHead else block
     made = network.Args(**args)
     check_args(made)
     return made
 
 
-def _block(args: type[HeadArgs], drafts: int, from_anchor: bool) -> dict:
-    """Return the arguments of a head that drafts `drafts` tokens in a pass."""
-    if args is PEagleArgs:
-        return {"drafts": drafts}
-    return {"block": drafts + (not from_anchor), "from_anchor": from_anchor}
+def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
+    """Return the arguments of `start`, with further layers if asked for. Raises ValueError as `head_args`."""
+    given = start.args
+    layers = shape.num_layers or given.num_layers
+    if type(start) is not network and (type(start), network) != (Eagle3Head, PEagleHead):
+        names = {head: name for name, head in HEADS.items()}
+        raise ValueError(f"--start: a head of kind {names[network]} cannot begin as one of kind"
+                         f" {names[type(start)]}")
+    if given.recycle_normed or (network is Eagle3Head and layers > 1):
+        raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
+                         " not trained")
+    if layers < given.num_layers:
+        raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
+    return {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
 
 
-def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: HeadShape, seed: int) -> Head:
-    """Make a head in float32: random except for what the target can lend.
+def own_weights(head: Head) -> dict[str, Tensor]:
+    """Return the weights of a head that are its own, by name."""
+    return {name: tensor for name, tensor in head.own_state().items() if tensor.is_floating_point()}
 
-    lm_head starts as the target's rows, and the final norm as a third of the target's (the full one makes an
-    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several
-    points of held-out accuracy after the same short run. EAGLE-1: `fc` passes the feature on. Raises
-    ValueError on a shape that cannot be.
+
+def new_head(
+    target: Transformer, kind: str, draft_ids: Tensor, shape: HeadShape, seed: int, start: Head | None = None
+) -> Head:
+    """Make a head in float32. Random except for what `start` has, else for what the target can lend.
+
+    Without `start` lm_head begins as the target's rows, and the final norm as a third of the target's (the
+    full one makes an untrained head overconfident); `fc` passes the highest captured layer on. Each of these
+    was worth several points of held-out accuracy after the same short run. EAGLE-1: `fc` passes the feature
+    on. Beside `start` further parts begin in this way, and further layers add nothing yet. Raises ValueError
+    as `head_args`.
     """
-    args = head_args(target.args, kind, len(draft_ids), shape)
+    args = head_args(target.args, kind, len(draft_ids), shape, start)
     torch.manual_seed(seed)
-    head = HEADS[kind](args)
-    for name, p in head.named_parameters():
-        if p.ndim == 2:
-            last = name.endswith(("wo.weight", "w_down.weight"))
-            torch.nn.init.normal_(p, std=0.02 / math.sqrt(2) if last else 0.02)
+    head, taken = HEADS[kind](args), _taken(start, target, draft_ids.cpu()) if start else {}
+    adding = 0.0 if start else 0.02 / math.sqrt(2)  # of what is added to the residual stream
     with torch.no_grad():
-        head.fc.weight.mul_(0.3)
-        head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
-        if args.own_lm_head:
-            head.lm_head.weight.copy_(target.lm_rows.float().cpu()[draft_ids.cpu()])
-            head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
-            _lend(head, target)
-    return _join(head, target, draft_ids)
+        for name, p in head.named_parameters():
+            if name in taken:
+                p.copy_(taken[name])
+            elif p.ndim == 2:
+                adds = name.endswith(("wo.weight", "w_down.weight"))
+                torch.nn.init.normal_(p, std=adding if adds else 0.02)
+        if start is None:
+            head.fc.weight.mul_(0.3)
+            head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
+            if args.own_lm_head:
+                head.lm_head.weight.copy_(target.lm_rows.float().cpu()[draft_ids.cpu()])
+                head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
+        _lend(head, target, taken)
+    head.draft_ids.copy_(draft_ids)
+    head = head.to(target.embed.weight.device)
+    head.use_target(target)  # frozen: not the head's own
+    return head
 
 
-def _lend(head: Head, target: Transformer, taken: Container[str] = ()) -> None:
+def _taken(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str, Tensor]:
+    """Return the weights that a head of these draft ids takes from `start`.
+
+    lm_head rows of ids that `start` cannot draft are predicted; the Markov head's are zero.
+    """
+    taken = {name: tensor.float().cpu() for name, tensor in own_weights(start).items()}
+    held = start.draft_ids.cpu()
+    places = torch.searchsorted(held, draft_ids).clamp(max=len(held) - 1)
+    known = (held[places] == draft_ids)[:, None]
+    for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
+        others: Tensor | float = 0.0
+        if name == "lm_head.weight":
+            others = _predicted(target.lm_rows.detach().float().cpu(), held, taken[name])[draft_ids]
+        taken[name] = torch.where(known, taken[name][places], others)
+    return taken
+
+
+def _lend(head: Head, target: Transformer, taken: Container[str]) -> None:
     """Start what only block heads have, unless it was taken from another head.
 
     The Markov head reads the target's embedding on its principal axes and adds nothing yet.
@@ -168,75 +198,6 @@ def _lend(head: Head, target: Transformer, taken: Container[str] = ()) -> None:
     if getattr(head.args, "confidence", False) and "confidence.weight" not in taken:
         head.confidence.weight.zero_()
         head.confidence.bias.zero_()
-
-
-def _join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
-    """Give a head its draft vocabulary and what it shares with the target, on the target's device."""
-    head.draft_ids.copy_(draft_ids)
-    head = head.to(target.embed.weight.device)
-    head.use_target(target)  # frozen: not the head's own
-    return head
-
-
-def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: HeadShape) -> HeadArgs:
-    """Return the arguments of a head that begins as `start`, with its sizes and its states.
-
-    Raises ValueError if it cannot begin so, or if `shape` would take away what `start` has.
-    """
-    if start.kind not in KINDS[kind].begins:
-        raise ValueError(f"--start: a head of kind {kind} cannot begin as one of kind {start.kind}")
-    given = replace(start.head.args, draft_vocab_size=draft_vocab_size)
-    layers, network = shape.num_layers or given.num_layers, HEADS[kind]
-    if given.recycle_normed or (network is Eagle3Head and layers > 1):
-        raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
-                         " not trained")
-    if layers < given.num_layers:
-        raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
-    if network is Eagle3Head:
-        return given
-    args = {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
-    if not isinstance(given, MarkovArgs):  # EAGLE-3, which becomes P-EAGLE
-        args["mask_id"] = shape.mask_id
-    if shape.drafts or not isinstance(given, (PEagleArgs, BlockArgs)):
-        args |= _block(network.Args, shape.drafts or DRAFTS, args.get("from_anchor", False))
-    has, rank = args.get("markov_rank", 0), shape.markov_rank
-    if has and rank not in (None, has):
-        raise ValueError(f"--markov-rank {rank}: the head of --start has {has}, and keeps it; leave it out")
-    if not has and rank:
-        args |= {"markov_rank": rank, "confidence": True, "confidence_reads_markov": True}
-    made = network.Args(**args)
-    check_args(made)
-    return made
-
-
-def begun_head(
-    target: Transformer, kind: str, start: Start, draft_ids: Tensor, shape: HeadShape, seed: int
-) -> tuple[Head, set[str]]:
-    """Make a head in float32 that begins as another one. Return it and the names of the tensors from there.
-
-    Further parts begin as in a new head, and further layers add nothing yet. lm_head rows of ids that the
-    other head could not draft are predicted. Raises ValueError as `begun_args`.
-    """
-    torch.manual_seed(seed)
-    head = HEADS[kind](begun_args(start, kind, len(draft_ids), shape))
-    taken = {name: t.float().cpu() for name, t in start.head.own_state().items() if t.is_floating_point()}
-    draft_ids, held = draft_ids.cpu(), start.head.draft_ids.cpu()
-    places = torch.searchsorted(held, draft_ids).clamp(max=len(held) - 1)
-    known = (held[places] == draft_ids)[:, None]
-    for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
-        others: Tensor | float = 0.0
-        if name == "lm_head.weight":
-            others = _predicted(target.lm_rows.detach().float().cpu(), held, taken[name])[draft_ids]
-        taken[name] = torch.where(known, taken[name][places], others)
-    with torch.no_grad():
-        for name, p in head.named_parameters():
-            if name in taken:
-                p.copy_(taken[name])
-            elif p.ndim == 2:
-                adds = name.endswith(("wo.weight", "w_down.weight"))
-                torch.nn.init.normal_(p, std=0.0 if adds else 0.02)
-        _lend(head, target, taken)
-    return _join(head, target, draft_ids), set(taken)
 
 
 def _predicted(rows: Tensor, held: Tensor, table: Tensor) -> Tensor:

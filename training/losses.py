@@ -5,14 +5,13 @@ gradient is the same however a step is split into smaller batches or over proces
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint.loading import identity
 from engine.compile import compile_graph
 from model import Transformer
 from networks.eagle import PEagleHead
@@ -95,9 +94,8 @@ class DraftLoss(torch.autograd.Function):
 class Objective:
     """A head, its loss on a batch, and the head that is written at the end.
 
-    losses: of `row_loss`. start, taken: identity of the head that this one began as, and the names of the
-    tensors from there. `aux_layers` are the target's layers whose states the loss reads. `scale` divides
-    features, see `learn_scale`.
+    losses: of `row_loss`. start: the head that this one began as, if any. `aux_layers` are the target's
+    layers whose states the loss reads. `scale` divides features, see `learn_scale`.
     """
 
     outputs = None  # one of `training.chains`
@@ -105,9 +103,9 @@ class Objective:
     draw = Draw()  # of the chains that are trained on
 
     def __init__(self, target: Transformer, head: Head, steps: int, *, losses: Losses = CROSS_ENTROPY,
-                 start: str = "", taken: Collection[str] = (), compiled: bool = False):
+                 start: Head | None = None, compiled: bool = False):
         self.target, self.head, self.steps, self.losses = target, head, steps, losses
-        self.start, self.taken = start, taken
+        self.start = start
         self.device, self.dtype = target.embed.weight.device, target.embed.weight.dtype
         self.aux_layers = head.args.aux_layers
         self.run = compile_graph(type(self).outputs, dynamic=True) if compiled else type(self).outputs
@@ -121,9 +119,7 @@ class Objective:
 
     def autocast(self):
         """Return a context for bfloat16 products if the target is in bfloat16; the head is in float32."""
-        if self.dtype == torch.bfloat16:
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def weights(self, batch: Batch, scored: list[int]) -> Tensor:
         """Return the weight of each prediction's loss [M]. scored: as for `loss`."""
@@ -152,7 +148,7 @@ class Objective:
         """Return what changes the loss: runs that differ here are different runs."""
         digest = hashlib.sha256(self.head.draft_ids.cpu().numpy().tobytes()).hexdigest()
         return {"kind": type(self.head).__name__, "steps": self.steps, "losses": str(self.losses),
-                "draft_ids": digest, "start": self.start}
+                "draft_ids": digest, "start": identity(self.start) if self.start else ""}
 
     def trained(self) -> Head:
         """Return a copy of the head that reads unscaled features, in float32."""
@@ -165,7 +161,7 @@ class Eagle3Objective(Objective):
     outputs, decay = eagle3_outputs, DECAY
 
     def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
-        super().__init__(target, head, steps or STEPS, **more)
+        super().__init__(target, head, getattr(head.args, "drafts", steps or STEPS), **more)
         self.lm_rows = target.lm_rows[head.draft_ids]
 
     def loss(self, batch, states, scored, seeds):
@@ -200,8 +196,9 @@ class Eagle3Objective(Objective):
         real = real.clone()
         real[:, 0] = False
         self.scale = states.features.float()[real].pow(2).mean(0).sqrt().clamp(min=1e-6)
+        begun = self.start.own_state() if self.start else ()
         for name, p, factor in self._scaled(self.head):
-            if name in self.taken:  # from a head that reads unscaled features
+            if name in begun:  # it is of a head that reads unscaled features
                 p.data *= factor
 
     def trained(self):
@@ -227,9 +224,6 @@ class BlockObjective(Eagle3Objective):
     """
 
     outputs, draw = block_outputs, Draw(share=0.5)
-
-    def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
-        super().__init__(target, head, head.args.drafts, **more)
 
 
 class PEagleObjective(BlockObjective):

@@ -2,40 +2,23 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
 
+from common.errors import counted
 from common.files import read_text, write_text, writing
 from common.plots import picture
 
-FEW_STEPS = 200  # optimizer steps after which too little text is no reason to have learnt nothing
 DOTS = {"marker": "o", "markersize": 3}
 
 
-class LiveBar(tqdm):
-    """A live line on stderr. It is drawn on a timer, also while a long piece of work moves nothing."""
-
-    def __init__(self, **how):
-        every = 0.5 if sys.stderr.isatty() else 15  # seconds
-        self.ended = threading.Event()
-        super().__init__(mininterval=math.inf, **how)
-
-        def draw() -> None:
-            while not self.ended.wait(every):
-                self.refresh()
-
-        threading.Thread(target=draw, daemon=True).start()
-
-    def close(self) -> None:
-        """Draw the line once more and end it."""
-        self.ended.set()
-        super().close()
+def live_bar(**how) -> tqdm:
+    """Return a live line on stderr. Its `update` draws it, on a terminal twice a second."""
+    return tqdm(mininterval=0.5 if sys.stderr.isatty() else 15, miniters=0, **how)
 
 
 def chain_tau(accuracy: list[float]) -> float:
@@ -61,7 +44,7 @@ class TrainingLog:
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
         self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-        self.bar = LiveBar(
+        self.bar = live_bar(
             total=total, initial=step, desc="training",
             bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
         )
@@ -72,7 +55,8 @@ class TrainingLog:
         self.tokens += tokens
         self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.began)
-        self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:.0f} tok/s", refresh=False)
+        self.bar.set_postfix_str(f"{counted(self.tokens, 'token')}, {speed:.0f} tok/s", refresh=False)
+        self.bar.update(0)
 
     def step(self, entry: dict) -> None:
         """Add an optimizer step."""
@@ -82,8 +66,7 @@ class TrainingLog:
 
     def validation(self, entry: dict) -> None:
         """Add and print a validation."""
-        line = f"epoch {entry['epoch']}: held-out {_figures(entry['held_out'], 3)}"
-        tqdm.write(line + (f", tree τ {entry['tau']:.2f}" if "tau" in entry else ""), file=sys.stderr)
+        tqdm.write(figures_of(entry), file=sys.stderr)
         self._write(entry)
 
     def _write(self, entry: dict) -> None:
@@ -103,6 +86,12 @@ def _figures(accuracy: list[float], digits: int) -> str:
     return f"accuracy {shares}, chain τ {chain_tau(accuracy):.2f}"
 
 
+def figures_of(validation: dict) -> str:
+    """Name the figures of a validation in one line, with the τ of the real decoder if there is one."""
+    line = f"epoch {validation['epoch']}: held-out {_figures(validation['held_out'], 3)}"
+    return line + (f", tree τ {validation['tau']:.2f}" if "tau" in validation else "")
+
+
 def read_log(path: Path) -> list[dict]:
     """Return the entries of a log, without a last line that a kill cut off."""
     entries = []
@@ -112,16 +101,6 @@ def read_log(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             continue
     return entries
-
-
-def doubt_of(log: list[dict]) -> str:
-    """Return a warning about a head whose last held-out accuracy is next to nothing, else ""."""
-    last = next((entry for entry in reversed(log) if entry.get("held_out")), None)
-    if last is None or last["held_out"][0] >= 0.01:
-        return ""
-    advice = "give it more text" if last["step"] < FEW_STEPS else "try a smaller --lr"
-    return (f"warning: held-out accuracy is {last['held_out'][0]:.1%}: the head has learnt next to nothing in"
-            f" {last['step']:,} optimizer steps; {advice}")
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:
@@ -169,30 +148,14 @@ def write_card(
     facts: about the head and its training, a line each. text: report of the training text. command: that
     trained the head. speculate: the method that decodes with it.
     """
+    judged = [figures_of(e) for e in log if "held_out" in e][-1:]  # the curves have the course
     write_text(folder / "README.md", "\n".join([
-        f"# {title}", "", *(f"- {fact}" for fact in facts), "",
+        f"# {title}", "", *(f"- {fact}" for fact in facts), *(f"- {line}" for line in judged), "",
         "## Text", "", *(f"    {line}" for line in text.splitlines()), "",
         "## Training", "", "```", command, "```", "",
-        *_held_out([e for e in log if "held_out" in e]),
+        *("![loss, accuracy and τ over the run](curves.png)", "") * bool(judged),
         "## Use", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET --out CONVERTED",
         f"python generate.py --checkpoint TARGET --speculate {speculate} --draft CONVERTED --prompt ...",
         "```", "", "TARGET is the converted target, CONVERTED a folder to make.", "",
     ]))
-
-
-def _held_out(validations: list[dict]) -> list[str]:
-    """Return the section on held-out text: a table with a line for every validation; nothing without any."""
-    if not validations:
-        return []
-    rows = [["after epoch", *map(str, range(1, len(validations[-1]["held_out"]) + 1)), "chain τ", "tree τ"]]
-    rows.append(["---"] * len(rows[0]))
-    for e in validations:
-        accuracy = [f"{a:.3f}" for a in e["held_out"]]
-        tau = f"{e['tau']:.2f}" if "tau" in e else ""
-        rows.append([str(e["epoch"]), *accuracy, f"{chain_tau(e['held_out']):.2f}", tau])
-    caption = ("Held-out accuracy by draft step: how often the head's first choice is the target's. Chain τ"
-               " follows from it; tree τ is that of the real decoder on held-out prompts, greedy.")
-    table = ["| " + " | ".join(cells) + " |" for cells in rows]
-    return ["## Held-out text", "", caption, "", *table, "",
-            "![loss, accuracy and τ over the run](curves.png)", ""]

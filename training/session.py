@@ -6,25 +6,23 @@ WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.json
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint import heads as layouts
 from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, read_config
 from checkpoint.heads import write_head
-from checkpoint.loading import identity, load_model
+from checkpoint.loading import identity, load_head, load_model
 from checkpoint.writer import staging
 from common.cli import note
-from common.errors import InputError
-from common.files import read_json
+from common.errors import InputError, counted
+from engine.engine import Engine
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from model import Transformer
@@ -33,45 +31,20 @@ from networks.head import Head
 from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.features import Features, Reader, StoredFeatures, training_copy
-from training.heads import KINDS, HeadShape, begun_args, begun_head, head_args, load_start, new_head
+from training.features import Features, StoredFeatures, training_copy
+from training.heads import KINDS, HeadShape, head_args, new_head, own_weights
 from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
-from training.report import doubt_of, write_card
+from training.report import write_card
 from training.trainer import CURVES, STATE, Plan, Trainer
-from training.validate import TOKENS, Validator, decoding_copy
-from training.writing import Collector, open_engine
+from training.validate import TOKENS, Validator
+from training.writing import Collector
 
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
 MOST_REASONS = 9  # printed: a template may give a reason of its own for every conversation
 MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
 CARD = "README.md"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, CALIBRATION  # to OUT
-
-
-def check_head_folder(out: Path, kind: str, work: Path) -> None:
-    """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
-    out = out.resolve()  # "new/.." names something else once "new" is there
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    try:
-        architecture = read_json(out / CONFIG)["architectures"][0]
-    except (InputError, KeyError, TypeError, IndexError):
-        architecture = None
-    if architecture not in layouts.KINDS[kind].architectures:
-        raise InputError(f"--out {out}: holds something else than a trained head of this kind; choose another"
-                         " folder")
-    if not (work / STATE).exists():
-        raise InputError(f"--out {out}: holds a head that was not trained in {work}; choose another folder or"
-                         " delete it")
-
-
-def read_file(flag: str, path: str | None, read: Callable, *more):
-    """Read the file of an option, nothing if there is none. Raises InputError, which names the option."""
-    try:
-        return read(path, *more) if path else ()
-    except InputError as e:
-        raise InputError(f"{flag} {e}") from None
 
 
 @dataclass(frozen=True)
@@ -91,7 +64,10 @@ class Session:
     def __init__(self, o: argparse.Namespace, command: list[str]):
         """Check what the options name, without loading a model. Raises InputError."""
         self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
-        check_head_folder(self.out, o.kind, self.work)
+        place = self.out.resolve()  # "new/.." names something else once "new" is there
+        if place.is_dir() and any(place.iterdir()) and not (self.work / STATE).exists():
+            raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
+                             " written; choose another folder or delete them")
         o.checkpoint = converted_folder(o.checkpoint, note)
         o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
@@ -104,17 +80,13 @@ class Session:
         ):
             if size > most and (o.prompts or o.synthesize or flag == "--draft-vocab"):
                 raise InputError(f"{flag} {size}: the target has {most}")
-        self.prompts = self._draw(read_file("--prompts", o.prompts, read_chats, note))
-        self.openings = read_file("--openings", o.openings, read_openings)
-        self.conversations = read_file("--conversations", o.conversations, read_conversations, note)
+        prompts = read_chats(o.prompts, note) if o.prompts else []
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
+        self.prompts = [prompts[i] for i in order]  # an interrupted run has some of all
+        self.openings = read_openings(o.openings) if o.openings else ()
+        self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
-
-    def _draw(self, chats: list[list[dict]]) -> list[list[dict]]:
-        """Return chats without repeats, up to --limit, in an order drawn with the seed."""
-        chats = list({json.dumps(messages): messages for messages in chats}.values())
-        order = torch.randperm(len(chats), generator=torch.Generator().manual_seed(self.o.seed)).tolist()
-        return [chats[i] for i in order][: self.o.limit]
 
     def run(self, processes: Processes, device: str) -> None:
         """Load the target; collect, train, export. Raises InputError and OSError on bad input."""
@@ -123,15 +95,16 @@ class Session:
         if self.target.embed.weight.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
         vocab_size = self.target.args.vocab_size
-        self.start = load_start(o.start, self.target) if o.start else None
-        if self.start:  # a shape that cannot be is refused before anything slow is done
-            begun_args(self.start, o.kind, len(self.start.head.draft_ids), self.shape)
-        else:
-            head_args(self.target.args, o.kind, vocab_size, self.shape)
+        self.start = load_head(o.start, self.target) if o.start else None
+        # A shape that cannot be is refused before anything slow is done.
+        head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
-        backend = choose_backend("cpu", say=note) if torch.device(device).type == "cpu" else TORCH
-        self.compiled = torch.device(device).type != "cpu" or backend is not TORCH
-        self.decoding = decoding_copy(self.target, backend)
+        on_cpu = torch.device(device).type == "cpu"
+        backend = choose_backend("cpu", say=note) if on_cpu else TORCH
+        self.compiled = not on_cpu or backend is not TORCH
+        # Training needs unpacked weights.
+        self.decoding = self.target if backend is TORCH else copy.deepcopy(self.target)
+        backend.prepare(self.decoding)
         self.copy, self.copy_name = self._load_copy() if o.copy else (None, None)
         text = self.collect()
         if o.collect_only:
@@ -148,14 +121,13 @@ class Session:
     def _load_copy(self) -> tuple[Transformer, str]:
         """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
         o = self.o
-        copy, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
-        same = replace(copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
+        quantised, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
+        same = replace(quantised.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
         if not same or config["stop_ids"] != self.config["stop_ids"]:
             raise InputError(f"--copy {o.copy}: no copy of {o.checkpoint}: their shapes or stop ids differ")
-        name = identity(copy)
-        if self.decoding is not self.target:
-            self.decoding.backend.prepare(copy)
-        return copy, name
+        name = identity(quantised)
+        self.decoding.backend.prepare(quantised)
+        return quantised, name
 
     # -- collect ---------------------------------------------------------------------------------------------
 
@@ -168,14 +140,14 @@ class Session:
                              " none is left to train on")
         counts = data.counts_of(rows)
         if self.start and not o.draft_vocab:
-            draft_ids = self.start.head.draft_ids.cpu()
+            draft_ids = self.start.draft_ids.cpu()
         elif "draft_vocab" in KINDS[o.kind].options:
             size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
             draft_ids = data.draft_vocabulary(counts, size, vocab_size)
         else:
             draft_ids = torch.arange(vocab_size)
         report = "\n".join([
-            data.text_report(rows, counts, vocab_size), f"{len(held_out)} more conversations are held out",
+            data.text_report(rows, counts), f"held out: {counted(len(held_out), 'more conversation')}",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
         note(report)
@@ -188,7 +160,7 @@ class Session:
         if self.prompts or o.synthesize or self.conversations:
             collector = self._collector()
             collector.from_prompts(self.prompts)
-            collector.synthesize(o.synthesize, o.turns, self.openings)
+            collector.synthesize(o.synthesize, self.openings)
             collector.from_conversations(self.conversations)
             collector.write()
             self.processes.wait()
@@ -203,7 +175,7 @@ class Session:
         if left_out:
             note(lost)
         if cut:
-            note(f"{cut} conversations are cut to {most} tokens (--max-len)")
+            note(f"cut to {most} tokens (--max-len): {counted(cut, 'conversation')}")
         return rows
 
     def _collector(self) -> Collector:
@@ -213,8 +185,11 @@ class Session:
         if tokenizer is None or not tokenizer.has_template:
             raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
         batch = o.decode_batch if self.prompts or o.synthesize else 1
-        longest = min(self.longest, target.args.max_seq_len)
-        engine = open_engine(target, stop_ids, batch, longest, self.compiled, note)
+        engine = Engine(
+            target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
+            compile=self.compiled, say=note,
+            counts=(batch,) if target.embed.weight.is_cuda else None,  # each count would be compiled
+        )
         return Collector(
             engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
             target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,
@@ -225,33 +200,31 @@ class Session:
 
     def prepare(self, text: TrainingText) -> Trainer:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
-        o, kind, begun = self.o, KINDS[self.o.kind], {}
-        learning = training_copy(self.target, self.work, self.processes)
+        o, kind = self.o, KINDS[self.o.kind]
+        learning = training_copy(self.target)
         shape = replace(self.shape, mask_id=text.unused)
+        head = new_head(learning, o.kind, text.draft_ids, shape, o.seed, self.start)
         if self.start:
-            head, taken = begun_head(learning, o.kind, self.start, text.draft_ids, shape, o.seed)
-            begun = {"start": identity(self.start.head), "taken": taken}
-            note(f"{len(taken)} tensors begin as those of {o.start}")
-        else:
-            head = new_head(learning, o.kind, text.draft_ids, shape, o.seed)
+            note(f"{counted(len(own_weights(self.start)), 'tensor')} from {o.start}")
         losses = ACCEPTANCE if o.loss == "lk" else CROSS_ENTROPY
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
-        objective = kind.objective(learning, head, o.steps, losses=losses, compiled=compiled, **begun)
+        objective = kind.objective(
+            learning, head, o.steps, losses=losses, compiled=compiled, start=self.start
+        )
         reads, kept = (learning, objective.aux_layers), {
-            "dtype": self.target.embed.weight.dtype,
-            "reader": Reader(self.copy, self.copy_name) if self.copy else None,
+            "dtype": self.target.embed.weight.dtype, "reader": self.copy,
         }
         if o.cache_features is None:
             features = Features(*reads, room=MEMORY, **kept)
         else:
-            folder = Path(o.cache_features or self.work / "features")
-            features = StoredFeatures(*reads, folder, self.processes, name=identity(self.target), **kept)
+            folder, name = Path(o.cache_features or self.work / "features"), self.copy_name
+            features = StoredFeatures(*reads, folder, self.processes, name or identity(self.target), **kept)
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
             objective, features, text.rows, text.held_out, plan, self.work, processes=self.processes,
-            validator=self._validator(text.held_out),
+            validator=self._validator(text.held_out), copy=self.copy_name,
         )
         if trainer.resume():
             note(f"resumed at step {trainer.step} of {trainer.total}")
@@ -271,8 +244,6 @@ class Session:
     def export(self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict]) -> None:
         """Write the head, its calibration, its model card and its curves to OUT."""
         o, kind, calibration = self.o, KINDS[self.o.kind], None
-        if doubt := doubt_of(log):
-            note(doubt)
         if trainer.validator:
             try:
                 calibration = trainer.validator.calibration(head, note)
@@ -287,9 +258,9 @@ class Session:
         facts = [
             f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
             f" of {args.vocab_size:,}",
-            f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
-            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g},"
-            f" {trainer.seconds / 60:.0f} minutes",
+            f"{kind.method}, {counted(trainer.objective.steps, 'draft step')},"
+            f" {counted(trainer.epoch, 'epoch')}, {counted(trainer.step, 'optimizer step')} of up to"
+            f" {o.batch_tokens:,} tokens, AdamW {o.lr:g}, {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)

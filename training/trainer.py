@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from checkpoint.loading import identity
-from common.cli import no_memory
-from common.errors import InputError, first_line
-from common.files import atomic_path, check_file
+from common.cli import library_errors
+from common.errors import InputError
+from common.files import atomic_path
 from networks.head import Head
 from sampling.noise import seed_of
 from training.batches import batches
@@ -71,33 +71,28 @@ class Plan:
 def save_state(folder: Path, state: dict) -> None:
     """Write FOLDER/state.pt, all of it or nothing. Raises InputError if it cannot be written."""
     path = folder / STATE
-    try:
+    with library_errors(f"{path}: cannot be written; make room there, then run the command to go on"):
         with atomic_path(path) as part, open(part, "wb") as file:
             torch.save(state, file)
-    except (OSError, RuntimeError) as e:
-        # torch.save may replace the system's reason by words of its own.
-        found = e.__context__ if isinstance(e.__context__, OSError) else e
-        reason = getattr(found, "strerror", None) or first_line(found)
-        raise InputError(f"{path}: the state cannot be written ({reason}); make room there, then run the"
-                         " command to go on") from None
 
 
 class Trainer:
     """Trains `objective.head` on rows.
 
-    micro_tokens: padded tokens that are computed at once. Neither it nor the number of processes changes the
-    batches or their gradients, which are sums over all of an optimizer step.
+    copy: identity of the copy that computes the features, if one does. micro_tokens: padded tokens that are
+    computed at once. Neither it nor the number of processes changes the batches or their gradients, which are
+    sums over all of an optimizer step.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
         work: Path, *, processes: Processes | None = None, validator: Validator | None = None,
-        micro_tokens: int = MICRO,
+        micro_tokens: int = MICRO, copy: str | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
         self.processes, self.validator = processes or Processes(), validator
-        self.micro_tokens = micro_tokens
+        self.micro_tokens, self.copy = micro_tokens, copy
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
@@ -128,7 +123,7 @@ class Trainer:
 
     def micro_batches(self, places: list[int]) -> list[list[int]]:
         """Return this process's share of a batch, cut to `micro_tokens`."""
-        mine = [p for i, p in enumerate(places) if self.processes.mine(i)]
+        mine = self.processes.share(places)
         return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
@@ -222,7 +217,7 @@ class Trainer:
             counted = self._count_time(counted)
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._stop(loss, norm, places)
+                self._stop(loss, norm)
             self.updating = True
             lr = self.update()
             self.step, self.in_epoch = self.step + 1, self.in_epoch + 1
@@ -233,18 +228,17 @@ class Trainer:
             if time.time() - self.saved > SAVE_SECONDS and self.in_epoch < len(epoch):
                 self.save()
 
-    def _stop(self, loss: float, norm: float, places: list[int]) -> None:
+    def _stop(self, loss: float, norm: float) -> None:
         """Raise InputError with the numbers of a batch whose loss or gradient is not finite.
 
         The weights before this batch are saved if they are finite.
         """
         if all(bool(p.isfinite().all()) for p in self.parameters.values()):
             self.save()
-        begins = [self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6] for p in places[:3]]
         raise InputError(
             f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch"
-            f" {self.epoch + 1}, batch {self.in_epoch}, answers begin with the ids {begins}). Train with a"
-            " smaller --lr and another --out, or leave these rows out; the last good state leads here again"
+            f" {self.epoch + 1}, batch {self.in_epoch}). Train with a smaller --lr and another --out: the"
+            " last good state leads here again"
         )
 
     # -- validation ------------------------------------------------------------------------------------------
@@ -300,11 +294,10 @@ class Trainer:
         """Settings and data of the run. A resumed run must have the same."""
         data = "".join(row_key(row["ids"]) for row in self.held_out + self.rows)
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
-        reader = self.features.reader
         return {
             **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
             "data": hashlib.sha256(data.encode()).hexdigest(), "target": identity(self.objective.target),
-            "copy": reader.name if reader else None,
+            "copy": self.copy,
         }
 
     def save(self) -> None:
@@ -321,28 +314,18 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the saved state if there is one.
 
-        Raises InputError if it is damaged, or was made with other settings or data; OSError if it cannot be
-        read.
+        Raises InputError if it cannot be read, or was made with other settings or data.
         """
         path, options = self.work / STATE, self.fingerprint
         if not path.exists():
             return False
-        check_file(path)
-        try:
+        with library_errors(f"{path}: cannot be restored; if it is damaged, delete it to start again"):
             state = torch.load(path, map_location=self.objective.device, weights_only=True)
             saved = state["options"]
-            differs = sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n))
-            if not differs:
-                self._restore(state)
-        except OSError:
-            raise
-        except Exception as e:  # torch raises many kinds of errors on damaged files; none helps a user
-            if no_memory(e):
-                raise
-            raise InputError(f"{path}: damaged, or no state of this head; delete it to start again") from None
-        if differs:
-            raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
-                             " use another --out, or delete it")
+            if differs := sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n)):
+                raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
+                                 " use another --out, or delete it")
+            self._restore(state)
         return True
 
     def _restore(self, state: dict) -> None:

@@ -1,20 +1,15 @@
 """The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 from drafters.base import Drafter
-from drafters.dflash import DFlash
+from drafters.block import block_drafter
 from drafters.eagle import Eagle
-from drafters.p_eagle import PEagle
 from engine.autotune import Calibration
 from engine.calibrate import calibrate
 from engine.engine import Engine
-from kernels.backend import TORCH, TorchBackend
 from model import Transformer
-from networks.block import BlockHead
-from networks.eagle import PEagleHead
 from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
@@ -24,21 +19,9 @@ TOKENS = 64  # of an answer
 BATCH = 16  # answers that are decoded together
 
 
-def decoding_copy(target: Transformer, backend: TorchBackend) -> Transformer:
-    """Return the target for decoding: a copy packed for our CPU kernels, on PyTorch the target itself.
-
-    Training needs unpacked weights.
-    """
-    if backend is TORCH:
-        return target
-    twin = copy.deepcopy(target)
-    backend.prepare(twin)
-    return twin
-
-
 def drafter_of(head: Head, shape: TreeShape) -> Drafter:
     """Return a drafter for a head, on a tree of this size as far as its vocabulary and its depth allow."""
-    drafter = DFlash if isinstance(head, BlockHead) else PEagle if isinstance(head, PEagleHead) else Eagle
+    drafter = block_drafter(head) or Eagle
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
     if drafts := getattr(head.args, "drafts", None):
         depth = min(depth, drafts - 1)
@@ -46,7 +29,7 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
 
 
 class Validator:
-    """Decodes prompts (lists of ids) greedily with the current head. target: that of `decoding_copy`."""
+    """Decodes prompts (lists of ids) greedily with the current head. target: prepared for a backend."""
 
     def __init__(self, target: Transformer, prompts: list[list[int]], stop_ids: list[int]):
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
@@ -70,6 +53,5 @@ class Validator:
 
     def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)
-        if self.target.backend:
-            self.target.backend.prepare(twin)
+        self.target.backend.prepare(twin)
         return twin

@@ -3,31 +3,30 @@
 Conversations are decoded side by side, and each is appended to a file of this process when it ends. The file
 is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
 from: another run with the same prompts, settings and target finds it again, and no other run does. An answer
-depends on its place among the prompts, never on the process: several processes take conversations from one
-queue, and a later run writes those that a killed one did not end.
+depends on the settings and its prompt, one to a turn of the model's own on that turn's number, never on the
+process: several processes share the work, and a later run writes what a killed one did not end.
 """
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import writing
 from engine.engine import Engine
 from engine.request import Request
-from model import Transformer
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer, TooLong
 from training.data import Line, extend, of_conversation, read_shards
 from training.processes import Processes
-from training.report import LiveBar, read_log
+from training.report import live_bar, read_log
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
 
@@ -41,20 +40,6 @@ class Written(NamedTuple):
 
 # A conversation on its way yields what is to be decoded, and receives the request when that has ended.
 Steps = Generator[tuple[list[int], Sampling], Request, Written]
-
-
-def open_engine(
-    target: Transformer, stop_ids: list[int], batch: int, longest: int, compiled: bool, say: Callable
-) -> Engine:
-    """Return the engine that decodes `batch` answers together. Raises InputError if they do not fit."""
-    counts = (batch,) if target.embed.weight.device.type == "cuda" else None  # each count would be compiled
-    try:
-        return Engine(
-            target, batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=compiled, say=say,
-            counts=counts,
-        )
-    except ValueError as e:
-        raise InputError(f"--decode-batch {batch} answers of up to {longest} tokens: {e}") from None
 
 
 class Collector:
@@ -85,25 +70,24 @@ class Collector:
 
         A conversation ends where its text no longer fits in `max_prompt_tokens`.
         """
-        for i, messages in enumerate(prompts):
+        for messages in prompts:
             system = [m for m in messages if m["role"] == "system"]
             turns = [m["content"] for m in messages if m["role"] == "user"]
-            self._plan(["prompts", i, messages], self._converse, "prompts", i, system, turns)
+            self._plan(["prompts", messages], self._converse, "prompts", json.dumps(messages), system, turns)
 
-    def synthesize(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
-        """Plan to let the model write both parts of `count` conversations of `turns` user turns.
+    def synthesize(self, count: int, openings: tuple[str, ...] = ()) -> None:
+        """Plan to let the model write both parts of `count` conversations of one turn each.
 
-        The first turns begin with `openings`, one after the other, which lead it to subjects. Raises
+        The user's turns begin with `openings`, one after the other, which lead it to subjects. Raises
         InputError if the chat template has no header for the user's turn.
         """
-        if count and not self.user_header([]):
+        if count and not self.user_header():
             raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model"
                              " cannot write one")
-        self.end = self.user_end()
         for i in range(count):
-            opening, unknown = openings[i % len(openings)] if openings else "", [None] * turns
-            made_of = ["synthesized", i, turns, opening]
-            self._plan(made_of, self._converse, "synthesized", i, [], unknown, opening)
+            opening = openings[i % len(openings)] if openings else ""
+            made_of = ["synthesized", i, 1, opening]
+            self._plan(made_of, self._converse, "synthesized", i, [], [None], opening)
 
     def from_conversations(self, conversations: list[list[dict]]) -> None:
         """Plan to take over conversations of another author."""
@@ -125,18 +109,18 @@ class Collector:
         return Written(rows, "" if rows else "without an answer")
 
     def _converse(
-        self, source: str, number: int, chat: list[dict], turns: list[str | None], opening: str = ""
+        self, source: str, name: int | str, chat: list[dict], turns: list[str | None], opening: str = ""
     ) -> Steps:
         """Answer the user's turns one by one, after the messages of `chat`.
 
-        The target writes turns that are None; the first of them begins with `opening`.
+        The target writes a turn that is None, which begins with `opening`. source, name: tell conversations
+        apart, whose answers are drawn with other seeds.
         """
         rows, row, left_out = [], None, ""
         for i, turn in enumerate(turns):
             try:
                 if turn is None:
-                    seed = seed_of(self.seed, "user", i, number)
-                    turn = yield from self._user_turn(chat, "" if i else opening, seed)
+                    turn = yield from self._user_turn(opening, seed_of(self.seed, "user", i, name))
                 if not turn:
                     unended = turns[i] is None
                     left_out = "without an end of the user's turn" if unended else "with an empty prompt"
@@ -149,7 +133,7 @@ class Collector:
             except InputError as e:
                 left_out = refused(e)
                 break
-            seed = seed_of(self.seed, source, i, number)
+            seed = seed_of(self.seed, source, i, name)
             answer = (yield prompt, Sampling(self.max_new_tokens, self.temperature, seed=seed)).ids
             chat = [*chat, {"role": "assistant", "content": self.tokenizer.decode(answer)}]
             finished, row = extend(row, prompt + answer, len(prompt), len(prompt + answer), source)
@@ -157,14 +141,14 @@ class Collector:
         rows += [row] if row else []
         return Written(rows, "" if rows else left_out)
 
-    def _user_turn(self, chat: list[dict], start: str, seed: int) -> Generator[tuple, Request, str]:
-        """Let the target write the next user turn, which begins with `start`. Return "" if it did not end."""
-        header = self._short(self.user_header(chat) + self.tokenizer.encode(start, bos=False))
+    def _user_turn(self, start: str, seed: int) -> Generator[tuple, Request, str]:
+        """Let the target write a user's turn, which begins with `start`. Return "" if it did not end."""
+        header = self._short(self.user_header() + self.tokenizer.encode(start, bos=False))
         # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
         written = yield header, Sampling(TURN_TOKENS, temperature=0.8, seed=seed)
         turn = start + self.tokenizer.decode(written.ids)
-        if self.end and self.end in turn:
-            return turn.split(self.end, 1)[0].strip()
+        if (end := self.user_end()) and end in turn:
+            return turn.split(end, 1)[0].strip()
         return turn.strip() if written.finish == "stop" else ""  # a cut turn is no question
 
     def _short(self, prompt: list[int]) -> list[int]:
@@ -173,10 +157,13 @@ class Collector:
             raise TooLong(f"has {len(prompt):,} tokens")
         return prompt
 
-    def user_header(self, messages: list[dict]) -> list[int]:
-        """Return the token ids before the text of the user's next turn: the prefix of two different turns."""
-        turns = ([*messages, {"role": "user", "content": text}] for text in ("Apple", "zebra"))
-        a, b = map(self.tokenizer.chat, turns)
+    def _two_turns(self) -> Iterator[list[int]]:
+        """Return the token ids of two different turns of a user."""
+        return (self.tokenizer.chat([{"role": "user", "content": text}]) for text in ("Apple", "zebra"))
+
+    def user_header(self) -> list[int]:
+        """Return the token ids before the text of a user's turn: the prefix of two different turns."""
+        a, b = self._two_turns()
         return a[: common_prefix(a, b)]
 
     def user_end(self) -> str:
@@ -184,7 +171,7 @@ class Collector:
 
         It is "" if a stop id ends the user's turn.
         """
-        a, b = (self.tokenizer.chat([{"role": "user", "content": text}])[::-1] for text in ("Apple", "zebra"))
+        a, b = (ids[::-1] for ids in self._two_turns())
         ids = a[: common_prefix(a, b)][::-1]
         return "" if set(ids) & set(self.stop_ids) else self.tokenizer.decode(ids).strip()
 
@@ -196,7 +183,7 @@ class Collector:
         return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
     def write(self) -> None:
-        """Write the missing conversations that this process takes from the queue."""
+        """Write this process's share of the missing conversations."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.first:
             for path in self.files:  # a line without its end, as a kill leaves it
@@ -204,9 +191,11 @@ class Collector:
         self.processes.wait()
         known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
         self.processes.wait()  # all have read before any writes
+        missing = [talk for talk in self.planned if talk not in known]
+        mine = self.processes.share(missing)
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
-        plan, live, tokens = list(self.planned.items()), {}, 0
-        with LiveBar(total=len(plan), unit="conversation", desc="text") as bar, open(path, "a") as file:
+        live, tokens = {}, 0
+        with live_bar(total=len(mine), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
             def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
                 """Let a conversation go on to what it decodes next, or write it."""
@@ -224,20 +213,15 @@ class Collector:
                     tokens += len(event.ids)
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
-                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+                bar.set_postfix_str(counted(tokens, "token"), refresh=False)
+                bar.update(0)
 
-            for number in self.processes.queue("text", len(plan)):
-                talk, begin = plan[number]
-                if talk in known:
-                    bar.initial += 1  # it takes no time
-                else:
-                    go_on(talk, begin())
-                bar.n = max(bar.n, number + 1 - len(live))  # other processes have taken some of those before
+            for talk in mine:
+                go_on(talk, self.planned[talk]())
                 while not self.engine.free:
                     step()
             while live:
                 step()
-            bar.n = len(plan)
 
     def _lines(self, talk: str, written: Written) -> str:
         """Return a conversation as lines of a file. The last one is marked."""

@@ -18,14 +18,35 @@ from model import KVCaches, Pass, TargetBlock, Transformer, projected
 from networks.head import Head
 from tree import Growth, Tree
 
+MADE_OF = {"attend": ("visible_slots", "visible_before", "reads_length")}  # attributes that use a kernel
+
 
 class CudaBackend(TorchBackend):
     """Our kernels on a GPU (`here.capable`)."""
 
     name = "cuda"
     reads_length = True
+    layer = TritonLinear  # of products with quantised weights
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
     quantised_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
+
+    def without(self, failures: dict[str, str]) -> CudaBackend:
+        """Return a backend that computes these parts by their definitions.
+
+        failures: lines about them, by names of `kernels.gpu.check.PARTS`; others change nothing.
+        """
+        if not failures:
+            return self
+        left_out = [part for part in failures if part != "linear" and part != "move"]
+        names = [name for part in left_out for name in MADE_OF.get(part, (part,)) if hasattr(self, name)]
+        own = {name: getattr(TorchBackend, name) for name in names}
+        if "linear" in failures:
+            own["layer"] = QuantizedLinear
+        if "move" in failures:
+            kinds = self.caches.items()
+            own["caches"] = {k: type(v.__name__, (v,), {"move": KVCaches.move}) for k, v in kinds}
+        name = f"cuda without {', '.join(failures)}"
+        return type("CudaBackend", (CudaBackend,), {**own, "name": name, "failures": failures})()
 
     def prepare(self, *models: nn.Module) -> bool:
         super().prepare(*models)
@@ -38,7 +59,7 @@ class CudaBackend(TorchBackend):
                 if not any(m in ours for m in model.layers.modules()):
                     model.__class__ = FusedTransformer
             for module in ours:
-                module.__class__ = TritonLinear
+                module.__class__ = self.layer
         return True
 
     # -- the parts of a step ------------------------------------------------------------------

@@ -35,6 +35,7 @@ let conversations = sound(store.read("conversations", []));
 let current = null; // a conversation: {id, title, messages: [{role, content, marks, figures, finish, plain}]}
 let running = null; // the answer in progress: {stop, message}
 let edited = null; // the message in the input: {index, unsent}; unsent: words that it displaced
+let method = "none"; // the server's, of --speculate
 let drafts = true; // the server has a drafter
 
 // -- what is shown ---------------------------------------------------------------------------
@@ -43,7 +44,9 @@ let drafts = true; // the server has a drafter
 function say(words, action, act) {
   const button = element("button", { type: "button", onclick: () => { say(null); act?.(); } }, action ?? "Close");
   $("banner").replaceChildren(...(words ? [words, button] : []));
+  const follows = atEnd();
   $("banner").hidden = !words;
+  if (follows) toEnd();
 }
 
 // Fill the input. Words that are not sent outlive a reload.
@@ -128,7 +131,7 @@ function messageNode(message, index) {
         button("Edit", () => edit(index)), button("Delete", () => removeTurn(index)), ...again));
   }
   const { plain } = message;
-  const panels = [new Panel(plain ? "Speculative decoding" : "Answer", message)];
+  const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : "Answer", message)];
   if (plain) panels.push(new Panel("Plain decoding", plain));
   const node = element("article", { class: `message assistant${plain ? " beside" : ""}` },
     element("div", { class: "answers" }, ...panels.map((panel) => panel.node)), ...(plain ? speedup(message) : []),
@@ -365,30 +368,32 @@ async function ask(body, answer, signal, seen) {
       if (choice.finish_reason) answer.finish = choice.finish_reason;
     }
   } catch (error) {
-    if (error.name === "AbortError") answer.finish = "stopped";
+    const cause = signal.reason ?? error;
+    if (cause.name === "AbortError") answer.finish = "stopped";
     else {
-      answer.figures.error = error instanceof TypeError ? "the server has gone" : error.message;
-      if (error instanceof TypeError) watch();
+      answer.figures.error = cause instanceof TypeError ? "the server has gone" : cause.message;
+      if (cause instanceof TypeError) watch();
     }
   }
   answer.figures.waiting = false;
   seen();
 }
 
+// The answer of the server to a short question, null without one.
+function health() {
+  return fetch("health", { cache: "no-store", signal: AbortSignal.timeout(10_000) }).catch(() => null);
+}
+
 // The server does not answer: say so until it does.
-let watching = null;
-function watch() {
+let watching = false;
+async function watch() {
   say("The server does not answer. Trying again ...");
   if (watching) return;
-  watching = setInterval(async () => {
-    try {
-      if (!(await fetch("health", { cache: "no-store" })).ok) return;
-    } catch { return; }
-    clearInterval(watching);
-    watching = null;
-    say(null);
-    about();
-  }, 1000);
+  watching = true;
+  while (!(await health())?.ok) await new Promise((resolve) => setTimeout(resolve, 1000));
+  watching = false;
+  say(null);
+  about();
 }
 
 async function about() {
@@ -398,6 +403,7 @@ async function about() {
     const model = (await response.json()).data[0];
     $("model").textContent = model.id;
     drafts = model.speculation;
+    method = model.method;
     $("drafting").hidden = !drafts;
     if (!current.messages.length) showConversation();
   } catch { watch(); }
@@ -418,10 +424,12 @@ async function reply({ before, words, title, edit }) {
   const system = $("system").value.trim();
   if (system) history.unshift({ role: "system", content: system });
   const body = { messages: history, stream: true, return_speculation: true, ...settings() };
-  const message = { role: "assistant", content: "", marks: [] };
+  const message = { role: "assistant", content: "", marks: [], method };
   if (drafts && $("beside").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
   conversation.messages = [...conversation.messages, message];
   const control = new AbortController();
+  // A machine that sleeps, or a network that is left, ends no stream.
+  const guard = setInterval(async () => { if (!(await health())) control.abort(new TypeError()); }, 5000);
   const old = before.at(-1)?.role === "assistant" && !words ? before : null; // with the answer to replace
   const mine = { stop: () => control.abort(), message, conversation, old };
   running = mine;
@@ -456,6 +464,7 @@ async function reply({ before, words, title, edit }) {
   if (message.plain && message.content && !message.figures.error && !control.signal.aborted) {
     await ask({ ...body, speculate: false }, message.plain, control.signal, () => seen());
   } else if (message.plain) delete message.plain;
+  clearInterval(guard);
   if (running === mine) {
     running = null;
     document.body.classList.remove("running");

@@ -8,7 +8,7 @@ import pytest
 from engine.autotune import TEMPERATURES, Calibration
 from tree import TreeShape
 
-SHAPE = TreeShape(3, 1, 2)
+SHAPE = TreeShape(3, 1, 1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,15 @@
 """Every script runs on a small model and writes what its table shows. Speeds are not tested."""
+import json
 
 import batches
 import charts
+import choice
 import floor
 import hugging_face
 import peers
 import products
 import pytest
-import replay
+import record as recording
 import serving
 import soak
 import startup
@@ -37,6 +39,9 @@ def test_step(calibrated, record, capsys):
     assert all(row["step"] > 0 and row["roof"] > 0 and row["verify"] > 0 for row in rows)
     assert "| none | 2 | 32 | 8/2/4 | 8 |" in (said := capsys.readouterr()).out
     assert "left out: contexts beyond" in said.err
+    run(step, "--shape", "tiny-mixture/2", *how, "--context", 8)
+    alone, tree = record("step")["rows"]
+    assert alone["gigabytes"] < tree["gigabytes"]  # more rows choose more experts
     run(step, "--shape", "tiny", "--modes", "none", "w4a8", *how, "--context", 8)
     assert [row["mode"] for row in record("step")["rows"]] == ["none"] * 2 + ["w4a8"] * 2
 
@@ -63,16 +68,11 @@ def test_floor(calibrated, questions, record):
     assert all(c["texts_equal"] == c["of"] == 2 and c["speedup"] > 0 and c["trees"] for c in cells)
 
 
-def test_replay(calibrated, questions, record, tmp_path, monkeypatch):
-    """Texts are recorded once. A tree that costs more is faster by less."""
-    argv = ["--checkpoint", calibrated, "--questions", questions.parent, "--texts", tmp_path / "texts.json"]
-    argv += ["--repeat", 2, "--max-new-tokens", 12]
-    run(replay, *argv, "--cost", 1.2, 1.5)
-    low, high = record("replay")["costs"]
-    assert low["mean"] > high["mean"] and low["cells"] == 2
-    monkeypatch.setattr(replay, "record_texts", None)
-    run(replay, *argv, "--cost", 1.2)
-    assert record("replay")["costs"] == [low]
+def test_choice(calibrated, record):
+    run(choice, "--checkpoint", calibrated, "--starts", 2, "--texts", 2, "--set", "PRIOR=8")
+    rows = record("choice")["rows"]
+    assert [row["temperature"] for row in rows] == [0.0, 1.0]
+    assert all(0 < row["over the best tree"] < 2 for row in rows)
 
 
 def test_batches(golden, questions, record, capsys):
@@ -143,14 +143,27 @@ def test_soak(golden, questions, record):
     assert (ledger.right, ledger.left, len(ledger.wrong)) == (1, 2, 2)
 
 
+def test_record(calibrated, results):
+    """Plain and drafted text are drawn whole, the latter with its drafted tokens in their colour."""
+    how = ("--checkpoint", calibrated, "--prompt", "what is 3?", "--max-new-tokens", 24)
+    run(recording, *how)
+    first = (results / "record.svg").read_text()
+    run(recording, *how, "--redraw")
+    assert (results / "record.svg").read_text() == first and "the same text" in first
+    found = json.loads((results / "record.json").read_text())
+    plain, drafted = (found["answers"][name] for name in ("none", "eagle3"))
+    assert plain["ids"] == drafted["ids"] and not any(by_head for *_, by_head in plain["pieces"])
+    assert recording.places("ab\nc") == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
 def test_charts(results, monkeypatch):
     """They are drawn from the result files of the repository."""
     read = charts.read
     with monkeypatch.context() as patched:
         patched.setattr(charts, "RESULTS", ROOT / "benchmarks" / "results")
-        records = {name: read(name) for name in (charts.PEERS, "drafters")}
+        records = {"drafters": read("drafters")}
     monkeypatch.setattr(charts, "read", records.__getitem__)
     monkeypatch.setattr(charts, "RESULTS", results)
     results.mkdir()
     assert charts.main() == 0
-    assert sorted(path.name for path in results.iterdir()) == ["drafters.csv", "drafters.png", "overview.png"]
+    assert sorted(path.name for path in results.iterdir()) == ["drafters.csv", "drafters.png"]

@@ -1,31 +1,25 @@
 """Downloads from the hub, without a hub."""
-import types
 from pathlib import Path
 
-import pytest
-from helpers.converting import assert_same, fused, run
-from helpers.refusals import refused
+from helpers.converting import assert_same, fused
 from helpers.sources import target_state, write_source
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
-from checkpoint.source import resolve_source
 
 
 class Hub:
     """Stands for huggingface_hub: a repository with these files. It records which are downloaded."""
 
-    def __init__(self, folder: Path, monkeypatch, error: Exception | None = None):
+    def __init__(self, folder: Path, monkeypatch):
         import huggingface_hub
 
-        self.folder, self.error, self.downloaded = folder, error, []
+        self.folder, self.downloaded = folder, []
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
 
     def model_info(self, repo, timeout):
-        if self.error:
-            raise self.error
         names = [p.name for p in self.folder.iterdir()]
         return type("Info", (), {"siblings": [type("File", (), {"rfilename": n}) for n in names]})
 
@@ -47,37 +41,3 @@ def test_hub_downloads_only_what_is_needed(tmp_path, monkeypatch):
     ]
     assert_same(load_file(out / "model.safetensors"), fused(target_state()))
     assert read_config(out)["name"] == "some-model" and read_config(out)["source"] == "org/some-model"
-
-
-@pytest.mark.parametrize("kind, expected", [
-    ("network", "Name or service not known"), ("missing", "no such public repository"), ("gated", "licence"),
-    ("no weights", "no weights"),
-])
-def test_hub_trouble(tmp_path, capsys, monkeypatch, kind, expected):
-    from huggingface_hub import errors
-
-    response = types.SimpleNamespace(headers={}, request=None)
-    error = {
-        "network": OSError("[Errno -2] Name or service not known"), "no weights": None,
-        "missing": errors.RepositoryNotFoundError("404 Client Error.\nlong text", response=response),
-        "gated": errors.GatedRepoError("403 Client Error.\nlong text", response=response),
-    }[kind]
-    (tmp_path / "repo").mkdir()
-    Hub(tmp_path / "repo", monkeypatch, error)
-    code, err = run(capsys, "--checkpoint", "org/some-model", "--out", tmp_path / "out")
-    assert code == 1 and len(err) == 1, err
-    assert err[0].startswith("error: org/some-model") and expected in err[0], err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["repo"]
-
-
-def test_a_mistyped_folder_is_not_looked_up(tmp_path, monkeypatch):
-    """Where the first part is a folder; elsewhere the nearest local name is in the hub's error."""
-    hub = Hub(tmp_path, monkeypatch, OSError("offline"))
-    (tmp_path / "checkpoints" / "mine-7b").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with refused("checkpoints/mine7b: no such file or folder (did you mean checkpoints/mine-7b?); not looked"
-                 " up on the hub, as checkpoints is a folder here, which holds mine-7b"):
-        resolve_source("checkpoints/mine7b")
-    with refused("checkpoint/mine-7b: no such folder (did you mean checkpoints/mine-7b?), and the hub did"):
-        resolve_source("checkpoint/mine-7b")
-    assert not hub.downloaded

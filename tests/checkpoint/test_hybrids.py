@@ -112,7 +112,7 @@ def test_the_definition_agrees_with_the_kernels(folder):
 
 
 def test_a_text_that_goes_on_is_not_read_again(folder):
-    """A prompt that continues the text of a free place begins there. One that leaves it before begins anew."""
+    """A prompt that continues a free place's text begins there. One that leaves it before begins anew."""
     target, _ = loaded(folder)
     engine = Engine(target, Lookup(), **OPTIONS)
     prompt = torch.randint(0, V, (50,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -211,7 +211,8 @@ def hybrid_gguf(file, state: dict, config, arch: str) -> None:
     w.add_nextn_predict_layers(1)
     for add, value in {
         w.add_context_length: 512, w.add_embedding_length: H, w.add_feed_forward_length: 80,
-        w.add_head_count: 4, w.add_head_count_kv: 2, w.add_key_length: 20, w.add_value_length: 20, w.add_layer_norm_rms_eps: 1e-5,
+        w.add_head_count: 4, w.add_head_count_kv: 2, w.add_key_length: 20, w.add_value_length: 20,
+        w.add_layer_norm_rms_eps: 1e-5,
         w.add_rope_freq_base: 5000.0, w.add_rope_dimension_count: 8, w.add_ssm_conv_kernel: 4,
         w.add_ssm_state_size: 8, w.add_ssm_group_count: keys, w.add_ssm_time_step_rank: values,
         w.add_ssm_inner_size: values * size, w.add_full_attention_interval: 4, w.add_bos_token_id: 1,

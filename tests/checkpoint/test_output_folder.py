@@ -1,9 +1,9 @@
 """Where a conversion writes: what it replaces and keeps, and what it leaves behind after trouble."""
 import errno
-import json
 import os
+import shutil
+import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from checkpoint import writer
 from checkpoint.convert import convert, converted_folder
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
-from common import files
 from common.errors import InputError
 from convert_checkpoint import main
+from drafters import Drafting
 
 
 def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
@@ -33,14 +33,6 @@ def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "target", "target-source"]
 
 
-def test_force_replaces_an_older_format(tmp_path, target):
-    old = json.loads((target / "config.json").read_text()) | {"format": 1}
-    (target / "config.json").write_text(json.dumps(old))
-    with pytest.raises(InputError, match="convert it again"):
-        load_model(target)
-    load_model(convert(write_source(tmp_path / "in", target_state()), target, force=True, quiet=True))
-
-
 def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -52,35 +44,6 @@ def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
         code, err = run(capsys, *argv, "--force")
         assert code == 1 and len(err) == 1
     assert (tmp_path / "mine" / "thesis.txt").exists() and load_model(target)
-
-
-def test_a_failed_replacement_leaves_the_old(tmp_path, target, capsys, monkeypatch):
-    """Also where the system cannot exchange two folders in one step."""
-    monkeypatch.setattr(files.ctypes, "CDLL", lambda name: None)
-    before = (target / "model.safetensors").read_bytes()
-    really = os.replace
-
-    def replace(a, b):
-        if Path(a).name.startswith(".target.tmp"):
-            raise OSError(errno.EIO, "broken disk")
-        really(a, b)
-
-    monkeypatch.setattr(os, "replace", replace)
-    code, err = run(
-        capsys, "--checkpoint", tmp_path / "target-source", "--out", target, "--force", "--dtype", "bf16"
-    )
-    assert code == 1 and len(err) == 1 and "broken disk" in err[0]
-    assert (target / "model.safetensors").read_bytes() == before
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "target-source"]
-
-
-def test_no_space_known_before(tmp_path, capsys, monkeypatch):
-    source = write_source(tmp_path / "in", target_state())
-    usage = writer.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "deep" / "out")
-    assert code == 1 and len(err) == 1 and "no space" in err[0] and "1,000 are free" in err[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
 
 
 @pytest.mark.parametrize("trouble, expected, status", [
@@ -128,19 +91,21 @@ def test_a_head_is_converted_into_its_target_when_it_is_used(tmp_path, target, m
     """One of several processes converts nothing, and says how; a target is no head."""
     head, notes = write_source(tmp_path / "Mine", head_state(), HEAD_CONFIG), []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head}"):
+    with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head} --target"
+                 f" {target}; then name the folder that it writes"):
         converted_folder(head, notes.append, target)
     monkeypatch.delenv("WORLD_SIZE")
+    inside = shutil.copytree(head, target / "eagle3")
+    with refused(f"{inside}: not converted yet; run mv ") as refusal:
+        Drafting("eagle3").folders(target)
+    move, conversion = str(refusal.value).partition("run ")[2].split(" && ")
+    assert subprocess.run(move.split()).returncode == 0 and main(conversion.split()[2:]) == 0
+    assert Drafting("eagle3").folders(target) == {"eagle3": inside}
     for _ in range(2):
         assert converted_folder(head, notes.append, target) == str(target / "mine")
     assert len(notes) == 1 and read_config(target / "mine", "eagle3")
+    config = HEAD_CONFIG | {"norm_output": True}
+    with pytest.raises(InputError, match=r"--recycle raw .*; these are options of convert_checkpoint\.py$"):
+        converted_folder(write_source(tmp_path / "Unclear", head_state(), config), notes.append, target)
     with refused(f"{tmp_path / 'target-source'}: is no draft head"):
         converted_folder(tmp_path / "target-source", notes.append, target)
-
-
-def test_what_cannot_be_read_is_not_what_cannot_be_written(tmp_path):
-    (tmp_path / "in").write_text("secret")
-    for name, words in (("in", "cannot be read"), ("out", "cannot be written")):
-        refusal = pytest.raises(InputError, match=f"{tmp_path / name}: {words}")
-        with refusal, writer.staging(tmp_path / "out", 10):
-            raise PermissionError(13, "Permission denied", str(tmp_path / name))

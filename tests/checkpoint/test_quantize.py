@@ -5,14 +5,12 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.decoding import load
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quantize
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
-from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.engine import Engine
@@ -260,10 +258,9 @@ def test_the_lm_head_beside_int4(golden, tmp_path, capsys):
             edit(out, quantization={"mode": "int4", "group": 32, "lm_head": before})
             again = load_model(out)[0].state_dict()
             assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-    for wrong in ("int3", 3, {}):
-        edit(out, quantization={"mode": "int4", "group": 32, "lm_head": wrong})
-        with pytest.raises(InputError, match=r"quantization\.lm_head is .*; expected 'int8', 'w8a8'"):
-            load_model(out)
+    edit(out, quantization={"mode": "int4", "group": 32, "lm_head": "int3"})
+    with pytest.raises(InputError, match=r"quantization\.lm_head is .*; expected 'int8', 'w8a8'"):
+        load_model(out)
 
 
 @torch.no_grad()
@@ -294,32 +291,6 @@ def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_tokenizer_of_another_model(golden, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("engine.own_text.encode", lambda *_: [1, 10**6])
-    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", *INT4)
-    assert code == 1 and "the tokenizer gives token id 1000000, the model's vocabulary is 0 to" in printed.err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_calibrating_a_mixture_of_experts(experts, tmp_path):
-    """Attention is calibrated, the experts are rounded to nearest."""
-    ids = torch.arange(512).view(2, 256) % 50
-    errors = quantize_folder(experts, tmp_path / "q", Scheme("int4", 32, "int8"), text=ids)
-    for layer in errors:
-        assert layer.of_outputs == layer.name.endswith(("wqkv", "wo")) and 0 < layer.error < 0.15
-    exact, model = load_model(experts)[0], load_model(tmp_path / "q")[0]
-    stack, weight = model.layers[1].mlp.w_down, exact.layers[1].mlp.w_down
-    assert torch.equal(stack.scale, scales(weight, "int4", 32))
-
-
-def test_generate_reads_it(golden, tmp_path):
-    assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
-    model = load(tmp_path / "q", "eagle3", compile=False, tree=TreeShape(8, 2, 4))
-    result = model.generate("Hello", max_new_tokens=12)
-    assert len(result.ids) == 12
-
-
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
     """Is what the command makes of it; what it has from its target stays the target's."""
@@ -336,37 +307,9 @@ def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
     assert all(torch.equal(p, before[name]) for name, p in target.state_dict().items())
 
 
-WRONG = {
-    "another shape": (lambda d: edit(d, intermediate_size=1000), "has shape"),
-    "a type that is not written": (
-        lambda d: change(d, "norm.weight", lambda t: t.double()), "norm.weight is F64, of which"
-    ),
-    "infinite weights": (
-        lambda d: change(d, "layers.0.wo.weight", lambda t: t / 0),
-        "tensor layers.0.wo.weight holds 4,096 numbers that are not finite (nan or infinite); expected none;"
-    ),
-}
-
-
 def edit(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def change(folder, name, function):
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {name: function(state[name])}, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_input_is_one_line_and_leaves_nothing(golden, tmp_path, capsys, what):
-    spoil, message = WRONG[what]
-    shutil.copytree(golden, tmp_path / "in")
-    spoil(tmp_path / "in")
-    code, printed = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
-    assert code == 1 and printed.err.startswith("error: ") and printed.err.count("\n") == 1
-    assert message in printed.err
-    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_lost(golden, tmp_path, capsys):
@@ -379,34 +322,6 @@ def test_nothing_is_lost(golden, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:5000])
     code, printed = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
     assert code == 1 and "damaged" in printed.err and not (tmp_path / "out").exists()
-
-
-def test_other_refusals(golden, tmp_path, capsys):
-    text = golden / "config.json"
-    for flag in (("--text", text), (*INT4, "--calibrate", text), (*INT4, "--method", "gptq")):
-        code, printed = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", *flag)
-        assert code == 1 and "is a head" in printed.err
-    with pytest.raises(InputError, match=r"quantization\.group is 1000; expected 0, 32, 64 or 128"):
-        quantize_folder(golden, tmp_path / "g", Scheme("int4", 1000, None))
-
-
-def test_texts_that_nothing_can_be_compared_on(golden, tmp_path, capsys):
-    (tmp_path / "short.txt").write_text("A cat.")
-    (tmp_path / "binary.txt").write_bytes(bytes([255, 254]))
-    shutil.copytree(golden, tmp_path / "bare")
-    (tmp_path / "bare" / "tokenizer.json").unlink()
-    for checkpoint, text, message in (
-        (golden, "none.txt", "no such file"), (golden, "binary.txt", "cannot be read"),
-        (golden, "short.txt", "are too few"), (tmp_path / "bare", "short.txt", "needs a tokenizer"),
-    ):
-        for flag in (("--text",), (*INT4, "--calibrate")):
-            options = ("--checkpoint", checkpoint, "--out", tmp_path / "out", *flag, tmp_path / text)
-            code, printed = run(capsys, *options)
-            assert code == 1 and message in printed.err and flag[-1] in printed.err
-            assert not (tmp_path / "out").exists()
-    code, printed = run(capsys, "--checkpoint", tmp_path / "bare", "--out", tmp_path / "out", *INT4)
-    assert code == 1 and not (tmp_path / "out").exists()
-    assert "needs a tokenizer; see also --calibrate FILE" in printed.err
 
 
 def test_a_head_of_another_checkpoint_is_not_left_inside(golden, tmp_path, capsys):

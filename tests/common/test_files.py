@@ -1,26 +1,11 @@
 """A file is there whole or not at all, whoever else writes it."""
 import os
 import threading
-from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
 
-from common.cli import one_line
 from common.errors import InputError
-from common.files import (
-    atomic_path,
-    check_file,
-    parse_json,
-    read_bytes,
-    read_json,
-    read_lines,
-    read_text,
-    write_text,
-    writing,
-)
-
-FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+from common.files import atomic_path, check_file, read_bytes, read_json, read_lines, read_text
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -64,22 +49,6 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
     assert not os.path.isfile(os.devnull)
 
 
-@FULL
-def test_a_full_disk_is_named():
-    with pytest.raises(OSError) as error:
-        write_text("/dev/full", "text")
-    assert one_line(error.value) == "/dev/full: no space left on the device; make room and try again"
-    with pytest.raises(OSError) as error, writing("it"), open("/dev/full", "w", buffering=1) as file:
-        file.write("line\n")
-    assert one_line(error.value).startswith("it: no space left")
-    with pytest.raises(OSError) as error, writing("it"):
-        Path("/nowhere/else").read_text()
-    assert "/nowhere/else" in one_line(error.value)  # that has named its own
-    with pytest.raises(OSError) as error, writing("it"):
-        raise OSError("own words")
-    assert one_line(error.value) == "own words"
-
-
 @pytest.mark.parametrize("content, words", [
     (None, "no such file"), (b"{", "cannot be read as JSON"), (b"\xff\xfe", "cannot be read as JSON"),
     (b"[" * 200_000, "cannot be read as JSON"), (b"[1]", "expected a JSON object, found list"),
@@ -102,33 +71,3 @@ def test_texts(tmp_path):
     for read in (read_text, lambda path: list(read_lines(path))):
         with pytest.raises(InputError, match=r"is no UTF-8 \(byte 3\)"):
             read(path)
-
-
-def test_sizes_are_judged_before_anything_is_read(tmp_path):
-    """Also of what has no size, and no end."""
-    with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(1 << 42)
-    with refused(f"--text {tmp_path / 'sparse'}: is 4,398,046,511,104 bytes or more; expected at most 1,024"):
-        read_text(tmp_path / "sparse", 1024, "--text")
-    with refused("/dev/zero: is 1,048,576 bytes or more; expected at most 1,024"):
-        read_bytes("/dev/zero", 1024)
-    with refused(f"{tmp_path}: is a folder; expected a file"):
-        check_file(tmp_path)
-
-
-def test_half_a_character_is_refused():
-    with refused("f: holds \\ud800, half of a character"):
-        parse_json(b'{"a": ["\\ud800"]}', "f")
-    assert parse_json(b'["\\ud83d\\ude00"]', "f") == ["\U0001f600"]
-
-
-def test_a_pipe_is_read_if_the_shell_made_it(tmp_path):
-    """One with a name may wait for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    with refused(f"--text {tmp_path / 'pipe'}: is a pipe; expected a file"):
-        read_text(tmp_path / "pipe", what="--text")
-    read, write = os.pipe()
-    os.write(write, b"some words")
-    os.close(write)
-    assert read_text(f"/dev/fd/{read}") == "some words"
-    os.close(read)

@@ -25,24 +25,15 @@ def written(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
 
 V1 = "3:memory:/elsewhere\n1:cpu,cpuacct:"
 CASES = {
-    "no quota": (8, {"own": "0::/", "cpu.max": "max 100000"}),
     "one": (1, {"own": "0::/", "cpu.max": "100000 100000"}),
-    "a half is one": (1, {"own": "0::/", "cpu.max": "50000 100000"}),
-    "one and a half are two": (2, {"own": "0::/", "cpu.max": "150000 100000"}),
-    "more than there are": (8, {"own": "0::/", "cpu.max": "6400000 100000"}),
     "of a group": (3, {"own": "0::/a/b", "a/b/cpu.max": "300000 100000"}),
     "of the group above": (
         2, {"own": "0::/a/b", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}
     ),
-    "not of another group": (8, {"own": "0::/a", "b/cpu.max": "100000 100000"}),
     "only the top is mounted": (2, {"own": "0::/docker/1234", "cpu.max": "200000 100000"}),
     "version 1": (
         2, {"own": V1 + "/a", "cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}
     ),
-    "version 1, no quota": (
-        8, {"own": V1 + "/", "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-    ),
-    "unreadable": (8, {"own": "0::/", "cpu.max": "what is this"}),
     "no cgroups": (8, {}),
 }
 
@@ -51,16 +42,6 @@ CASES = {
 def test_quotas(eight, tmp_path, case):
     count, files = CASES[case]
     assert processors(*written(tmp_path, files)) == count
-
-
-def test_processors_that_it_may_run_on(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5}, raising=False)
-    assert processors(*written(tmp_path, {"own": "0::/", "cpu.max": "400000 100000"})) == 1
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert processors(*written(tmp_path, {})) == 4  # the quota
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert processors(*written(tmp_path, {})) == 1
 
 
 @pytest.fixture
@@ -80,13 +61,3 @@ def test_the_first_call_decides(counted):
     counted.append(8)  # somebody's own choice
     use_threads()
     assert counted[-1] == 8
-
-
-def test_a_number_that_was_asked_for_stays(counted):
-    lines = []
-    use_threads(2, lines.append)
-    counted.append(8)
-    use_threads()
-    assert counted[-2:] == [2, 8] and not lines
-    use_threads(16, lines.append)
-    assert counted[-1] == 3 and len(lines) == 1 and lines[0].startswith("--threads 16: ")

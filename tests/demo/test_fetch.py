@@ -9,7 +9,9 @@ from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, w
 
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
+from common.tree_shapes import TreeShape
 from demo import fetch as demo
+from engine.autotune import Calibration
 
 
 @pytest.fixture
@@ -46,6 +48,22 @@ def test_demo_fetch_is_idempotent(file, tmp_path, capsys):
     assert demo.main(["--gguf", str(file)]) == 0
     assert load_head(tmp_path / "out" / "eagle3", load_model(tmp_path / "out")[0])
     assert head.read_bytes() == good
+
+
+@pytest.mark.parametrize("content", (None, "{", "{}"), ids=("missing", "cut", "empty"))
+def test_a_lost_calibration_is_restored(file, tmp_path, capsys, content):
+    """Without it the trees are measured anew at every start. One that was measured here stays."""
+    taus = {t: {TreeShape(8, 2, 3): 2.0} for t in (0.0, 1.0)}
+    Calibration(taus, (1.0,)).write(demo.HEAD_SOURCE)
+    assert demo.main(["--gguf", str(file)]) == 0
+    kept = tmp_path / "out" / "eagle3" / "calibration.json"
+    good = kept.read_text()
+    kept.unlink() if content is None else kept.write_text(content)
+    assert demo.main(["--gguf", str(file)]) == 0 and kept.read_text() == good
+    Calibration(taus, (2.0,)).write(kept.parent)
+    capsys.readouterr()
+    assert demo.main(["--gguf", str(file)]) == 0 and kept.read_text() != good
+    assert capsys.readouterr().out.count("is there") == 2
 
 
 def test_another_head_in_its_place_is_replaced(file, tmp_path, capsys):

@@ -3,10 +3,11 @@ import shutil
 
 import pytest
 from helpers.decoding import load
+from helpers.refusals import refused
 
 from common.errors import InputError
-from drafters import Drafting, methods_of
-from engine.autotune import Calibration
+from drafters import Drafting
+from engine.autotune import Calibration, Times
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -33,9 +34,9 @@ def test_a_head_elsewhere(folder, tmp_path):
     (folder / "eagle").rename(tmp_path / "mine")
     found = Drafting("auto", draft=tmp_path / "mine").at(folder, lambda line: None)
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
-    assert Drafting("auto", draft=tmp_path).at(folder, lambda line: None).method == "lookup"
-    with pytest.raises(InputError, match="two different methods"):
-        methods_of("auto+lookup")
+    for other in tmp_path, folder:  # nothing; a target
+        with refused(f"--speculate auto: --draft {other}: is no head; name one"):
+            Drafting("auto", draft=other).at(folder, lambda line: None)
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))
@@ -50,14 +51,16 @@ def test_a_damaged_head_ends_no_start(folder, file):
         load(folder, "eagle3", compile=False)
 
 
-def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder):
-    """Both kinds of steps occur, and the text is that of plain decoding."""
+def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder, monkeypatch):
+    """Both kinds of steps occur, and the text is that of plain decoding. All steps seem to take the same."""
+    add = Times.add
+    monkeypatch.setattr(Times, "add", lambda times, *step: add(times, *step[:-1], 1.0))
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
     sampling = Sampling(60)
     Calibration({t: {TreeShape(8, 2, 3): 2.0} for t in (0.0, 1.0)}, (1.0,)).write(folder / "eagle3")
-    plain, auto = (
-        load(folder, method, compile=False).engine.generate(prompts, sampling) for method in ("none", "auto")
-    )
+    engines = [load(folder, method, compile=False).engine for method in ("none", "auto")]
+    assert [engine.drafter.method for engine in engines] == ["none", "lookup+eagle3"]
+    plain, auto = (engine.generate(prompts, sampling) for engine in engines)
     assert [one.ids for one in plain] == [other.ids for other in auto]
     kinds = {name for request in auto for name in request.trees}
     assert any("/" in name for name in kinds) and any("nodes" in name for name in kinds), kinds

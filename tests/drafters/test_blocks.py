@@ -9,9 +9,7 @@ from helpers.states import paths
 from checkpoint.convert import convert
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.block import BlockDrafter
-from drafters.dflash import DFlash
-from drafters.p_eagle import PEagle
+from drafters.block import BlockDrafter, DFlash, PEagle
 from engine.engine import Engine
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
@@ -56,37 +54,14 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, t
     assert len(steps) > 5 and deep > 1
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
-    target, _ = models
-    tensors, config = published(label, target)
-
-    def written(folder: str, tensors: dict) -> None:
-        write_head(tmp_path / folder, tensors, config)
-        convert(tmp_path / folder, tmp_path / "out", golden, quiet=True)
-
-    for name in sorted(tensors.keys() - {"embed_tokens.weight", "lm_head.weight"}):  # else the target's
-        with pytest.raises(InputError) as refused:
-            written(f"without-{name}", {n: t for n, t in tensors.items() if n != name})
-        assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match=r"more\.weight"):
-        written("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("label,changes,words", (
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
-    ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
-    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id is"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
-    ("dflash", {"block_size": 1}, "drafts nothing"),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}, "sliding win"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask token"),
-    ("p-eagle", {"num_draft_steps": -2}, "num_draft_steps is -2; expected"),
-    ("p-eagle", {"speculators_model_type": "mtp"}, "not supported"),
 ))
 def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes, words):
     tensors, config = published(label, models[0])

@@ -39,14 +39,6 @@ def engine_of(
     return Engine(target, DraftModel(model, shape, rule=rule), **options)
 
 
-@pytest.mark.parametrize("shape, temperature", [(CHAIN, 1.0), (WIDE, 0.0)])
-def test_a_model_that_is_often_wrong_gives_the_plain_text(models, shape, temperature):
-    samplings = [Sampling(60, temperature, seed=s) for s in range(3)]
-    requests = engine_of(models[0], smaller(models[0]), shape, batch=3).generate(PROMPTS, samplings)
-    assert [r.ids for r in requests] == ids(plain(models, batch=3), PROMPTS, samplings)
-    assert sum(len(r.accept_lengths) for r in requests) < 3 * 59  # something was accepted
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_target_itself_is_never_wrong(models, temperature):
     """Every token it drafts is accepted, also with noise, and where a conversation goes on in kept caches: it

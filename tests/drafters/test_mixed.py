@@ -71,18 +71,6 @@ def test_a_confidence_is_found_again():
     assert slope == pytest.approx(0.8, abs=0.04) and shift == pytest.approx(-0.2, abs=0.03)
 
 
-def test_a_tree_with_room_for_both_is_better_than_either(models):
-    """On a text that repeats itself and goes on."""
-    target, head = models
-    prompt, shape = list(b"u:the tide comes in\na:the tide comes in, the tide"), TreeShape(12, 3, 4)
-
-    def tau(drafter: Drafter) -> float:
-        engine = Engine(target, drafter, max_seq_len=300, compile=False)
-        return engine.generate([prompt], Sampling(120))[0].tau
-
-    assert tau(Mixed(Lookup(), Eagle(head, shape), 24)) > max(tau(Lookup()), tau(Eagle(head, shape)))
-
-
 def test_where_one_has_nothing_the_other_drafts_alone(models):
     """Lookup without a match leaves its rows to the head, and gets none of its own."""
     target, head = models

@@ -2,7 +2,6 @@
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from helpers.refusals import refused
 from helpers.states import paths, state_of
 
 from drafters import rest
-from drafters.retrieval import Rest
-from tokens.tokenizer import Tokenizer
+from drafters.rest import Rest
 
 divsufsort = pytest.importorskip("pydivsufsort").divsufsort
 
@@ -80,22 +78,11 @@ def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
 
 
 def test_suffixes_that_point_before_the_store_are_no_places():
-    """A sample of them is judged where a store is opened; of the others nothing may come that is no token."""
+    """A damaged store drafts badly; nothing may come of it that is no token."""
     tokens = torch.arange(20, dtype=torch.int32)
     drafter = Rest(tokens, torch.arange(20, dtype=torch.int32), 64)
     at = torch.tensor([-(2**31), -5, 3, 19, 2**31 - 1])
     assert drafter.follow(at, 2).tolist() == [[-1, -1], [-1, -1], [3, 4], [19, -1], [-1, -1]]
-
-
-def test_more_hits_than_are_counted():
-    """Evenly spread samples: the share of each continuation stays."""
-    rng, store = random.Random(1), []
-    for _ in range(4000):
-        store += [1, 2, rng.choices([3, 4, 5], [6, 3, 1])[0], 9]
-    drafter = drafter_of(store, 9, nodes=4, depth=1, hits=256)
-    tree = drafter.propose(state_of([[0, 1, 2]]), None, None).tree
-    assert tree.tokens[0].tolist() == [2, 3, 4, 5]
-    assert torch.allclose(tree.scores[0, 1:].exp(), torch.tensor([0.6, 0.3, 0.1]), atol=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +95,15 @@ def folder(golden, tmp_path_factory) -> Path:
     files = str(folder / "a.txt"), str(folder / "b.jsonl")
     assert rest.main(["build", "--checkpoint", str(golden), "--out", str(folder / "store"), *files]) == 0
     about = json.loads((folder / "store" / "store.json").read_text())
-    suffixes = (folder / "store" / "suffixes.bin").stat().st_size
     for name, file, content in (
         ("vocabulary", "store.json", json.dumps(about | {"vocab_size": 7}).encode()),
         ("tokenizer", "store.json", json.dumps(about | {"tokenizer": "0" * 64}).encode()),
         ("fewer", "store.json", json.dumps(about | {"suffixes": ["int32"]}).encode()),
-        ("random", "suffixes.bin", random.Random(0).randbytes(suffixes)),
         ("short", "tokens.bin", b"123"),
     ):
         shutil.copytree(folder / "store", folder / name)
         (folder / name / file).write_bytes(content)
     (folder / "empty").mkdir()
-    (folder / "empty.txt").write_text("")
-    (folder / "wrong.jsonl").write_text('{"ids": [99999]}\n')
     return folder
 
 
@@ -145,60 +128,8 @@ def test_a_store_is_built_and_mapped_into_memory(golden, folder):
     ("vocabulary", "{}: made for a vocabulary of 7, the target has 320"),
     ("tokenizer", "{}: made with another tokenizer"),
     ("fewer", "{}/store.json: suffixes is ['int32']; expected"),
-    ("random", "{}: damaged, its suffixes"), ("short", "{}/tokens.bin: is 3 bytes; expected"),
+    ("short", "{}/tokens.bin: is 3 bytes; expected"),
 ])
 def test_stores_that_are_refused(golden, folder, name, words):
     with refused(words.format(folder / name)):
         load(golden, **drafting(folder / name))
-
-
-@pytest.mark.parametrize("files, words", [
-    (["empty.txt"], "no text in there"), (["a.txt", "none.txt"], "none.txt: no such file"),
-    (["wrong.jsonl"], "line 1: ids outside the vocabulary 0..257"),
-])
-def test_texts_that_no_store_is_made_of(golden, folder, tmp_path, capsys, files, words):
-    files = [str(folder / file) for file in files]
-    assert rest.main(["build", "--checkpoint", str(golden), "--out", str(tmp_path / "new"), *files]) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
-    assert words in line and not list(tmp_path.iterdir())
-
-
-def test_a_store_replaces_a_store_with_force_only(golden, folder, tmp_path):
-    """Also one that is damaged; never anything else."""
-    shutil.copytree(folder / "short", tmp_path / "store")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious").write_text("x")
-
-    def make(out: Path, force: bool) -> int:
-        options = ["--checkpoint", str(golden), "--out", str(out), *(["--force"] if force else [])]
-        return rest.main(["build", *options, str(folder / "a.txt")])
-
-    assert make(tmp_path / "store", False) == 1 and make(tmp_path / "store", True) == 0
-    for out in (tmp_path / "mine", tmp_path / "mine" / "new" / ".."):
-        assert make(out, False) == make(out, True) == 1
-    assert (tmp_path / "mine" / "precious").read_text() == "x"
-
-
-def test_what_is_read_of_a_row(golden, tmp_path):
-    tokenizer = Tokenizer.load(golden)
-    rows = [
-        {"prompt": "ab", "completion": "cd"},
-        {"prompt": "xx", "messages": [{"role": "user", "content": "ef"}]}, {"text": " \n"},
-    ]
-    (tmp_path / "a.JSONL").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgh")
-    found = [
-        tokenizer.decode(text) for name in ("a.JSONL", "b.txt")
-        for text in rest.read_ids(tmp_path / name, tokenizer)
-    ]
-    assert [text.removeprefix("<bos>") for text in found] == ["ab", "cd", "ef", "gh"]
-
-
-def test_stores_that_cannot_be_built(golden, folder, tmp_path, monkeypatch):
-    bare = tmp_path / "bare"
-    shutil.copytree(golden, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    with refused(f"{bare}: has no tokenizer"):
-        rest.make_store(bare, [folder / "a.txt"], tmp_path / "store")
-    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with refused("building a store needs the suffix arrays of pydivsufsort: pip"):
-        rest.make_store(golden, [folder / "a.txt"], tmp_path / "store")

@@ -33,15 +33,6 @@ def engine_of(target, drafter, **options) -> Engine:
     return Engine(target, drafter, **options)
 
 
-def decode(engine: Engine, temperature: float = 0.0) -> tuple[list, list[list[int]]]:
-    """(The tokens of all trees, the texts)."""
-    found, seen = [], []
-    samplings = [Sampling(40, temperature, seed=seed) for seed in range(len(PROMPTS))]
-    for event in engine.run(PROMPTS, samplings, found, watch=True):
-        seen += [(len(event.request.ids), event.draft.tokens)] if event.draft else []
-    return sorted(seen), [request.ids for request in found]
-
-
 @pytest.mark.parametrize("reach", (5, 70))
 def test_the_ring_holds_the_last_tokens(models, make, reach):
     """Keys and values of a first layer do not depend on what it attends to, nor do any of DFlash's, which
@@ -143,13 +134,3 @@ def test_caches_are_as_long_as_the_window(models, golden):
     options = {"compile": False, "max_seq_len": 100, "tree": SHAPE}
     assert load(golden, "eagle3", window=100, **options).engine.drafter.kept.reach == 0
     assert load(golden, "lookup+eagle3", window=8, **options).engine.drafter.grown.kept.reach == 8
-
-
-@pytest.mark.kernels
-def test_the_kernels_draft_the_same(golden):
-    """In float32 the trees are those of PyTorch. In bfloat16 the text is in test_text.py."""
-    options = {"batch": 2, "max_seq_len": 300, "dtype": "fp32", "device": "cpu", "tree": SHAPE, "window": 20}
-    fast, slow = (load(golden, "eagle3", compile=c, **options).engine for c in (True, False))
-    invariant = [engine.passes.backend.row_invariant for engine in (fast, slow)]
-    assert invariant == [True, False] and fast.drafter.kept.reach == 20
-    assert decode(fast) == decode(slow)

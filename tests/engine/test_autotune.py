@@ -3,16 +3,7 @@ import random
 
 import pytest
 
-from engine.autotune import (
-    FIRST_REST,
-    FRESH,
-    REHEARSED,
-    TEMPERATURES,
-    Calibration,
-    Far,
-    Times,
-    Tuner,
-)
+from engine.autotune import FIRST_REST, FRESH, REHEARSED, TEMPERATURES, Calibration, Far, Times, Tuner
 from engine.request import Request
 from sampling.options import Sampling
 from tree import TreeShape
@@ -73,7 +64,7 @@ def test_the_fastest_kind_is_taken(seconds, best):
 
 def test_a_hard_text_is_decoded_plainly_and_an_easy_one_with_large_trees():
     hard = Machine(FAST_TREES, ease=0.0).run(150)
-    assert hard[:40].count(None) > 0 and hard[40:].count(None) > 90
+    assert hard[:60].count(None) > 0 and hard[60:].count(None) > 75
     easy = Machine(FAST_TREES | {LARGE: 16e-3}, ease=1.6).run(150)
     assert easy[20:].count(LARGE) > 110
 
@@ -125,32 +116,25 @@ def test_large_trees_are_not_rehearsed_where_they_cannot_pay():
 
     tuner.rehearse(1, False, run)
     assert set(ran) == {None, SMALL, MIDDLE, LARGE} and len(ran) == 4 * REHEARSED
-    assert huge not in tuner.trees(1, False) and LARGE not in tuner.trees(1, False)
 
 
 def test_old_times_follow_the_fresh_ones_and_unknown_ones_the_rows():
     times = Times()
     for shape, seconds in ((None, 1.0), (SMALL, 2.0)):
         times.add(1, False, shape, 10, seconds)
-    assert times.of(1, False, (None, SMALL), 10) == ({None: 1.0, SMALL: 2.0}, set())
+    assert times.of(1, False, (None, SMALL), 10) == {None: 1.0, SMALL: 2.0}
     times.steps += FRESH + 1
     times.add(1, False, None, 10, 3.0)
-    assert times.of(1, False, (None, SMALL), 10) == ({None: 3.0, SMALL: 6.0}, {SMALL})
-    assert times.of(1, False, (None,), 4000)[1] == {None}  # of a much shorter context
+    assert times.of(1, False, (None, SMALL), 10) == {None: 3.0, SMALL: 6.0}
+    times.add(1, False, SMALL, 4000, 9.0)  # at a much longer context, where no plain step has run
+    assert times.of(1, False, (None, SMALL), 4000) == {None: 13.5, SMALL: 9.0}
     alone = Times()
     for shape, seconds in ((None, 1.0), (SMALL, 2.0)):  # four rows for two: a row more is a third
         alone.add(1, False, shape, 10, seconds)
-    guess, stale = alone.of(2, True, (None, SMALL), 10)
-    assert stale == {None, SMALL} and guess == {None: pytest.approx(4 / 3), SMALL: pytest.approx(10 / 3)}
+    guess = alone.of(2, True, (None, SMALL), 10)
+    assert guess == {None: pytest.approx(4 / 3), SMALL: pytest.approx(10 / 3)}
     alone.add(3, False, None, 10, 5.0)
-    assert alone.of(2, False, (None,), 10) == ({None: 3.0}, set())  # between one sequence and three
-
-
-def test_a_kind_that_may_be_faster_is_tried():
-    machine = Machine(FAST_TREES | {LARGE: 17e-3})
-    assert set(machine.tuner.trees(1, False)) == {MIDDLE, LARGE} and machine.run(30).count(MIDDLE) > 20
-    machine.seconds[LARGE] = 5e-3
-    assert machine.run(4 * FRESH)[-20:].count(LARGE) > 10
+    assert alone.of(2, False, (None,), 10) == {None: 3.0}  # between one sequence and three
 
 
 def test_tau_between_temperatures_and_contexts():

@@ -1,19 +1,15 @@
 """--kv fp8 on PyTorch and --kv int8 on the kernels: text, memory, each thing that is done with a cache."""
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.decoding import check_texts, prompts
+from helpers.decoding import check_texts
 
-from common.errors import InputError
 from drafters import Drafting
-from drafters.eagle import Eagle
 from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
-from kernels.gpu import here
 from kernels.packed import ByteCaches
 from model import KVCaches, ModelArgs
 from sampling.options import Sampling
@@ -70,21 +66,6 @@ def test_memory_is_what_the_caches_take(targets):
         assert decoder.cache_bytes == sum(b.nbytes for b in decoder.passes.caches.buffers())
 
 
-def test_a_head_keeps_its_dtype(targets):
-    drafter = targets[0].engine(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).drafter
-    assert isinstance(drafter, Eagle) and type(drafter.caches) is not targets[2]
-
-
-def test_an_engine_goes_on_with_what_it_kept(targets):
-    """A request that begins as an earlier one did reads the rest alone, and gives the text it gives alone."""
-    engine = targets[0].engine(max_seq_len=200)
-    (text,), (more,) = prompts(1, seed=8, shortest=40), prompts(1, seed=9)
-    for prompt in (text, [*text, *more], more, [*text, *more[:3]]):
-        (found,) = engine.generate([prompt], Sampling(20))
-        (alone,) = targets[0].engine(max_seq_len=200).generate([prompt], Sampling(20))
-        assert found.ids == alone.ids
-
-
 def filled(kind: type, seed: int = 1):
     """Caches of three layers with 40 slots, written once with random numbers; and these, as rounded."""
     draw = torch.Generator().manual_seed(seed)
@@ -136,32 +117,3 @@ def test_what_is_too_large_is_the_largest():
     x = torch.tensor([449.0, -1e9, torch.inf, 0.001, 2**-10, torch.nan])
     assert from_bytes(to_bytes(x), x.dtype)[:5].tolist() == [448, -448, 448, 2**-9, 0]
     assert from_bytes(to_bytes(x), x.dtype)[5].isnan()
-
-
-def test_where_there_is_none(monkeypatch):
-    with pytest.raises(InputError, match="--kv fp8: our CPU kernels have int8 caches and none in fp8; take"):
-        Runtime("cpu", kv="fp8").prepare()
-    with pytest.raises(InputError, match=r"--kv fp8: not on this device \(no such dtype\); leave it out"):
-        monkeypatch.setattr(torch, "zeros", lambda *a, **k: SimpleNamespace(item=int, to=unknown))
-        Runtime("cpu", compile=False, kv="fp8").prepare()
-
-
-def unknown(dtype):
-    raise TypeError("no such dtype")
-
-
-@pytest.mark.parametrize("capability, options, fits", [
-    ((7, 5), {}, False), ((7, 5), {"compile": False}, True), ((8, 0), {}, True),
-    ((8, 0), {"kernels": False}, False), ((8, 9), {"kernels": False}, True),
-])
-def test_gpus_that_are_too_old(monkeypatch, capability, options, fits):
-    """Our kernels take 8.0 and later, torch.compile 8.9; PyTorch's operators any."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch, "zeros", lambda *a, **k: torch.ones(1))
-    monkeypatch.setattr(here, "CAN", True)
-    runtime = Runtime("cuda", kv="fp8", **options)
-    if fits:
-        runtime.check_fp8()
-        return
-    with pytest.raises(InputError, match=r"--kv fp8: torch\.compile has fp8 on GPUs .* 8\.9 and"):
-        runtime.check_fp8()

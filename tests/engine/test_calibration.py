@@ -27,9 +27,7 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
         rows = [b for b, n in enumerate(length.tolist()) if n + DEEPEST + 1 < len(texts[b])]
         if not rows:
             break
-        truth = torch.tensor(
-            [texts[b][int(length[b]) + 1 : int(length[b]) + DEEPEST + 2] for b in rows]
-        )
+        truth = torch.tensor([texts[b][int(length[b]) + 1 : int(length[b]) + DEEPEST + 2] for b in rows])
         for k in (2, 4, 10):
             grown = growths[k]
             whole = grown.tokens, grown.scores, grown.parents
@@ -86,8 +84,3 @@ def test_a_damaged_calibration_is_refused(change, tmp_path):
     (tmp_path / "calibration.json").write_text(json.dumps(record))
     with pytest.raises(InputError, match=r"calibration\.json: damaged: \S+ .*; delete it"):
         Calibration.read(tmp_path)
-
-
-def test_answers_that_are_too_short_are_refused(models):
-    with pytest.raises(InputError, match="too short"):
-        calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS, [], tokens=8)

@@ -1,5 +1,4 @@
 """What is compiled once is found again, by the next call, object and process; a compiled step is the step."""
-import os
 import sys
 
 import pytest
@@ -11,10 +10,9 @@ from helpers.drafters import make_drafter
 from helpers.launching import run
 from shapes import random_models
 
-from engine.compile import CompiledFunction, SavedGraph, compile_graph, saved_places
+from engine.compile import CompiledFunction, compile_graph, saved_places
 from engine.engine import Engine
 from engine.passes import SPAN
-from engine.runtime import keep_compiled
 from engine.state import State
 from engine.step import step
 from sampling.options import Sampling
@@ -64,21 +62,6 @@ def test_another_process_finds_it(cache):
     for library in cache.rglob("*.main.so"):  # as a killed compiler leaves them
         library.write_bytes(library.read_bytes()[:20])
     assert said() == 4
-
-
-def test_a_cache_that_can_only_be_read(cache, monkeypatch):
-    """As in somebody else's checkout: it is read, and what is new goes to a folder of our own."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.setattr("engine.runtime.READ_ONLY", found := [])
-    monkeypatch.setattr("engine.runtime.COMPILED", cache / "kept")
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(cache))
-    (cache / "kept").mkdir()
-    with monkeypatch.context() as m:
-        m.setattr("os.access", lambda path, mode: False)
-        keep_compiled()
-        keep_compiled()
-    own = cache / f"eagle-kept-{os.getuid()}"
-    assert found == [cache / "kept"] and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
 
 
 def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
@@ -208,24 +191,3 @@ def test_places_of_another_alignment_have_another_graph(cache, vocabulary, same)
     state = State(3, 40, 4, 0, [], torch.float32, "cpu", vocabulary=vocabulary)
     one, other = (saved_places(add, (state.rows(place, 1),)) for place in (0, 1))
     assert (one == other) == same
-
-
-@pytest.mark.dear
-def test_a_saved_graph_that_fails_is_made_again(cache, monkeypatch):
-    """One line says so; the next process finds the new one."""
-    said: list[str] = []
-    check(CompiledFunction(add, "sum", said.append), Adder())
-
-    class Broken:
-        def __call__(self, args):
-            raise RuntimeError("of another machine")
-
-    find = SavedGraph.find.__func__
-    with monkeypatch.context() as patch:
-        patch.setattr(SavedGraph, "find", classmethod(lambda cls, path: find(cls, path) and Broken()))
-        again: list[str] = []
-        check(CompiledFunction(add, "sum", again.append), Adder())
-    assert "of another machine" in again[0] and again[1].startswith("compiling")
-    found: list[str] = []
-    check(CompiledFunction(add, "sum", found.append), Adder())
-    assert not found

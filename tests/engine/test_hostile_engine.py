@@ -1,8 +1,6 @@
-"""What hostile callers do: engines that nobody warmed up, tiny caches, texts interleaved, Ctrl-C anywhere."""
+"""What hostile callers do: engines that nobody warmed up, tiny caches, Ctrl-C anywhere."""
 import random
-from collections import Counter
 
-import numpy as np
 import pytest
 from helpers.decoding import ids, plain, prompts
 
@@ -11,7 +9,6 @@ from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from engine.autotune import TEMPERATURES, Calibration, Tuner
 from engine.engine import Engine
-from llm import LLM
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -34,14 +31,6 @@ def test_trees_are_chosen_without_a_rehearsal(models, warm, temperature):
         engine.warm_up()  # greedy: steps with noise are not timed
     how = [Sampling(3 + 5 * i, temperature, seed=i) for i in range(9)]
     assert ids(engine, texts, how) == ids(plain(models, batch=4), texts, how)
-
-
-def test_a_late_host_does_not_try_trees_for_ever(models):
-    """On CUDA steps are not timed as they run."""
-    engine = tuned(models, lag=1)
-    engine.generate(prompts(1), Sampling(60))
-    (request,) = engine.generate(prompts(1), Sampling(200))
-    assert len(+Counter({name: n for name, n in request.trees.items() if n > 10})) < 3
 
 
 @pytest.mark.parametrize("kind, room", (("tuned", 2), ("tuned", 8), ("lookup", 2), ("mixed", 3)))
@@ -96,42 +85,3 @@ def test_ctrl_c_anywhere(models, seed):
         for i, request in zip(some, requests):
             assert request.ids == expected[i][: len(request.ids) if request.finish is None else None]
     assert 0 < interrupted < 30
-
-
-def test_a_text_inside_another(golden):
-    """Texts that are asked for while one is read: whole, or RuntimeError. Prompts may be any iterable."""
-    llm = LLM(golden, batch_size=2, compile=False)
-    want = [llm.generate(text, raw=True, max_new_tokens=12).ids for text in ("abc", "xyz")]
-    found, step, left = [[], []], llm.engine.step, iter(range(1000))
-    llm.engine.step = lambda: (next(left), step())[1]  # not for ever
-    try:
-        for events in zip(*(llm.stream(text, raw=True, max_new_tokens=12) for text in ("abc", "xyz"))):
-            for ids, event in zip(found, events):
-                ids += event.ids
-    except RuntimeError:
-        pass
-    assert all(w[: len(f)] == f for f, w in zip(found, want))
-    llm = LLM(golden, batch_size=2, compile=False)
-    ones = llm.generate((text for text in ("abc", "xyz")), raw=True, max_new_tokens=12)
-    assert [one.ids for one in ones] == want
-    assert llm.generate((40, 41), max_new_tokens=3).ids == llm.generate([[40, 41]], max_new_tokens=3)[0].ids
-
-
-def test_a_request_that_cannot_begin_frees_its_place(models, monkeypatch):
-    """Whatever goes wrong: the next one decodes as ever."""
-    engine, expected = tuned(models), ids(plain(models), prompts(1), Sampling(20))
-
-    def fails(*_):
-        raise TypeError("no number")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.state, "begin", fails)
-        with pytest.raises(TypeError, match="no number"):
-            engine.generate(prompts(1), Sampling(20))
-    assert not engine.busy and ids(engine, prompts(1), Sampling(20)) == expected
-
-
-def test_numbers_of_numpy(models):
-    sampling = Sampling(5, np.float32(0.5), np.float32(0.9), min_p=np.float32(0), seed=3)
-    same = Sampling(5, 0.5, 0.9, seed=3)
-    assert ids(plain(models), prompts(1), sampling) == ids(plain(models), prompts(1), same)

@@ -79,14 +79,3 @@ def test_memory_of_a_chunk_grows_with_the_text(path):
         scored = {shape for shape in made.shapes if shape[-1:] == (VOCABULARY,) and shape[0] != VOCABULARY}
         assert scored and all(torch.Size(shape).numel() == VOCABULARY for shape in scored)
     assert sum(long.bytes) < 4.1 * sum(short.bytes) < 4.1 * 20 * width * CHUNK * 8_192
-
-
-def test_a_heads_window_does_not_grow_with_the_text():
-    """What a head makes of a chunk: the difference to what is made without one is the same at any length."""
-    whole, windowed = (
-        [sum(last_chunk(length, False, reach).bytes) for length in (8_192, 32_768)] for reach in (0, 256)
-    )
-    saved = [a - b for a, b in zip(whole, windowed)]
-    of_mask = GROUP * 4 * CHUNK  # bytes of a slot: the target's mask is made once, the head's once
-    assert saved[1] - saved[0] > of_mask * (32_768 - 8_192)
-    assert windowed[1] - windowed[0] < whole[1] - whole[0] - of_mask * (32_768 - 8_192)

@@ -1,4 +1,6 @@
-"""Options of requests, each and all together: drafted text is plain text, and the option matters."""
+"""Options of requests, each and all together: the option matters, outputs fit a JSON schema."""
+import json
+
 import pytest
 import torch
 from helpers.decoding import ids, load, plain, prompts, speculative
@@ -10,8 +12,7 @@ SHAPE = TreeShape(12, 3, 3)
 ASKED = (
     {"min_p": 0.05, "temperature": 0.9}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.8},
     {"repetition_penalty": 1.4}, {"logit_bias": {32: -100, 101: 4, 97: 1.5}},
-    {"top_k": 3, "temperature": 0.9},
-    {"top_p": 0.3, "temperature": 0.9},
+    {"top_k": 3, "temperature": 0.9}, {"top_p": 0.3, "temperature": 0.9},
 )
 
 
@@ -23,15 +24,6 @@ def test_each_option_matters(models, asked):
         ids(plain(models, batch=2), given, [one, usual]) for one in (usual, Sampling(40, seed=1, **asked))
     )
     assert found[0] != without[0] and found[1] == without[1]
-
-
-def test_penalties_are_forgotten_with_the_text(models):
-    decoder, given = speculative(models, SHAPE), prompts(1, seed=23)
-    usual = ids(decoder, given, Sampling(30))
-    ids(decoder, given, Sampling(30, repetition_penalty=1.5, logit_bias={101: 50}, presence_penalty=2))
-    assert ids(decoder, given, Sampling(30)) == usual
-    fresh = ids(speculative(models, SHAPE), given, Sampling(30, presence_penalty=2))
-    assert ids(decoder, given, Sampling(30, presence_penalty=2)) == fresh
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -78,14 +70,28 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert again.ids == whole.ids and again.stop is None
 
 
-def test_events_end_before_the_stop(golden):
-    llm = load(golden, "eagle3", tree=SHAPE, compile=False, batch=2)
-    whole = llm.generate("the sea", raw=True, max_new_tokens=30)
-    requests, texts = [], {}
-    prompt = llm.encode("the sea", raw=True)
-    for event in llm.engine.run([prompt] * 2, [Sampling(30), Sampling(30, stop="e")], requests):
-        texts[event.request] = texts.get(event.request, "") + event.text
-        assert event.drafted <= len(event.ids)
-    first, second = requests
-    assert [*texts.values()] == [whole.text, whole.text.split("e")[0]] == [first.text, second.text]
-    assert first.finish == "length" and second.finish == "stop" and "e" in whole.text
+SCHEMA = json.dumps({
+    "type": "object", "additionalProperties": False, "required": ["word", "count", "more"],
+    "properties": {
+        "word": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "more": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+})
+
+
+def fits(text: str) -> bool:
+    value = json.loads(text)
+    return (
+        value.keys() == {"word", "count", "more"} and len(value["word"]) <= 8 and 0 <= value["count"] <= 99
+        and len(value["more"]) <= 3 and set(value["more"]) <= {"red", "green", "blue"}
+    )
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.5))
+def test_the_output_fits(golden, temperature):
+    model = load(golden, "eagle3", tree=TreeShape(16, 3, 4), compile=False)
+    for seed in range(3):
+        settings = {"max_new_tokens": 230, "temperature": temperature, "seed": seed}
+        result = model.generate(f"number {seed}", json_schema=SCHEMA, **settings)
+        assert result.finish == "stop" and fits(result.text)
+    assert max(result.accept_lengths) > 1

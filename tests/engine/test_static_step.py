@@ -1,8 +1,7 @@
 """What a captured step must be, seen without a GPU: it waits for nothing, and it can be held still."""
-
 import pytest
 import torch
-from helpers.decoding import ids, plain, prompts, speculative
+from helpers.decoding import ids, prompts
 from helpers.drafters import cases, make_drafter
 from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +9,6 @@ from torch.utils._pytree import tree_leaves
 
 from engine.engine import Engine
 from sampling.options import Modes, Sampling
-from tree import TreeShape
 
 aten = torch.ops.aten
 # What brings a number to the host, or has a result whose size only the device knows.
@@ -86,16 +84,3 @@ def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
         assert kept and not changed
         held += 1
     assert held and [r.ids for r in requests] == alone
-
-
-def test_late_steps_are_neither_waited_for_nor_counted(models):
-    """The host reads two steps late, as it does one on a GPU: what runs after the end is not in the books."""
-    texts, sampling = prompts(2, seed=4), Sampling(40)
-    books = []
-    for lag in (0, 2):
-        engine = speculative(models, TreeShape(8, 2, 3), batch=2, lag=lag)
-        found = engine.generate(texts, sampling)
-        books.append([(r.ids, r.accept_lengths, r.trees) for r in found])
-        assert all(sum(r.trees.values()) == len(r.accept_lengths) for r in found)
-    assert books[0] == books[1]
-    assert [ids for ids, _, _ in books[0]] == ids(plain(models, batch=2), texts, sampling)

@@ -1,16 +1,12 @@
 """A machine that cannot have our kernels: one line, and the text of PyTorch alone."""
-import shutil
-
 import pytest
 from helpers.decoding import load
 
 from common.errors import InputError
-from engine.autotune import TEMPERATURES, Calibration, Times
-from engine.own_text import own_text
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels import build, cpu
-from tree import TreeShape
+from quantize import own_text
 
 TREE = {"tree": "8,2,4"}
 
@@ -26,22 +22,9 @@ def failing(error: str):
     return write
 
 
-def not_a_program(folder) -> str:
-    (folder / "text").write_bytes(b"\0")
-    (folder / "text").chmod(0o755)
-    return str(folder / "text")
-
-
-def idle(folder) -> str:
-    """A compiler that does nothing and says that all is well."""
-    return shutil.which("true")
-
-
 MACHINES = {  # what $CXX is, and what is said about it
     "no compiler": (lambda folder: "no-such", "no C++ compiler: the kernels need no-such; install it or set"),
     "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set CXX to a newer one or name"),
-    "no program": (not_a_program, "the kernels cannot be compiled ([Errno 8] Exec format error"),
-    "idle": (idle, "made no library and does not say why; set CXX to another one"),
     "killed": (failing("Killed signal terminated"), "terminated); free some memory and try again"),
 }
 
@@ -69,23 +52,6 @@ def test_one_line_and_the_text_of_pytorch(golden, words):
     assert words in line and line.endswith(". Until then PyTorch decodes alone, which is slower")
     same = load(golden, "eagle3", dtype=dtype, compile=False, **TREE).generate("Hello", max_new_tokens=24)
     assert text.ids == same.ids and text.accept_lengths == same.accept_lengths and text.tau > 1
-
-
-@pytest.mark.parametrize("share, expected", ((1.0, True), (0.0, False)), ids=("drafts are right", "never"))
-def test_trees_or_plain_decoding_are_chosen_there_too(golden, tmp_path, monkeypatch, share, expected):
-    shutil.copytree(golden, tmp_path / "t")
-    shape = TreeShape(2, 0, 1)
-    tau = {shape: 1 + share}
-    Calibration(dict.fromkeys(TEMPERATURES, tau), (1.0,)).write(tmp_path / "t/eagle3")
-    times = {None: 0.010, shape: 0.012}
-    monkeypatch.setattr(Times, "of", lambda self, count, noisy, shapes, context: (
-        {shape: times[shape] for shape in shapes}, set()
-    ))
-    llm = load(tmp_path / "t", "eagle3", compile=False)
-    llm.engine.warm_up()
-    text = llm.generate("Hello", max_new_tokens=24)
-    assert (shape.name in text.trees) == expected
-    assert text.ids == load(golden, compile=False).generate("Hello", max_new_tokens=24).ids
 
 
 @pytest.mark.parametrize("words", ["no compiler"], indirect=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.heads import layer_shapes
+from helpers.heads import layer_shapes, plain_layer, rms
 from model import Transformer
 
 LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
@@ -104,37 +104,12 @@ class Reference:
         self.ids = ids if offsets is None else ids + offsets
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        size = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
-        return x / size * self.t[f"{name}.weight"]
+        return rms(x, self.t[f"{name}.weight"])
 
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [n, heads, hd] at these positions [n]."""
-        frequency = self.config["rope_theta"] ** (-torch.arange(0, HD, 2) / HD)
-        angle = (positions[:, None] * frequency).repeat(1, 2)[:, None]
-        turned = torch.cat((-x[..., HD // 2 :], x[..., : HD // 2]), -1)
-        return x * angle.cos() + turned * angle.sin()
-
-    def heads(self, x: Tensor, layer: int, part: str) -> Tensor:
-        p = f"layers.{layer}.self_attn.{part}"
-        x = (x @ self.t[f"{p}_proj.weight"].T).view(len(x), -1, HD)
-        return x if part == "v" else self.norm(x, f"{p}_norm")
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, at: Tensor, key_at: Tensor, sees: Tensor
-    ) -> Tensor:
-        """Rows `queries` at `at` read rows `keys` at `key_at`, as far as sees [queries, keys] says."""
-        q = self.rotated(self.heads(queries, layer, "q"), at)
-        k = self.rotated(self.heads(keys, layer, "k"), key_at).repeat_interleave(HEADS // KV, 1)
-        v = self.heads(keys, layer, "v").repeat_interleave(HEADS // KV, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / HD**0.5
-        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-        out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-        return out @ self.t[f"layers.{layer}.self_attn.o_proj.weight"].T
-
-    def mlp(self, x: Tensor, layer: int) -> Tensor:
-        p, x = f"layers.{layer}.mlp.", self.norm(x, f"layers.{layer}.post_attention_layernorm")
-        inner = F.silu(x @ self.t[p + "gate_proj.weight"].T) * (x @ self.t[p + "up_proj.weight"].T)
-        return inner @ self.t[p + "down_proj.weight"].T
+    def layer(self, i: int, x: Tensor, read: Tensor, **seen) -> Tensor:
+        """Layer i, see `plain_layer`."""
+        p = f"layers.{i}."
+        return plain_layer(lambda n: self.t.get(p + n), x, read, HD, self.config["rope_theta"], **seen)
 
     def features(self, ids: list[int]) -> Tensor:
         """Of all tokens but the last, side by side [n, states * H]."""
@@ -154,14 +129,10 @@ class Reference:
         context = self.norm(self.features(ids) @ self.t["fc.weight"].T, "hidden_norm")
         nested = self.config.get("dflash_config") or self.config
         x = self.target.embed.weight[[ids[-1]] + [nested["mask_token_id"]] * (size - 1)]
-        at, key_at = torch.arange(n, n + size), torch.arange(n + size)
-        sees = torch.ones(size, n + size, dtype=torch.bool)
-        if nested.get("causal"):
-            sees = key_at <= at[:, None]
+        sees = None if nested.get("causal") else torch.ones(size, n + size, dtype=torch.bool)
         for i in range(LAYERS):
             read = self.norm(x, f"layers.{i}.input_layernorm")
-            x = x + self.attend(i, read, torch.cat((context, read)), at, key_at, sees)
-            x = x + self.mlp(x, i)
+            x = self.layer(i, x, read, keys=torch.cat((context, read)), sees=sees)
         x = self.norm(x, "norm")
         return x if "DSpark" in self.config["architectures"][0] else x[1:]
 
@@ -170,8 +141,6 @@ class Reference:
         features = torch.cat((self.features(ids), self.t["mask_hidden"][0].expand(masks, -1)))
         x = features @ self.t["fc.weight"].T
         embedded = self.target.embed.weight[ids[1:] + [self.config["ptd_token_id"]] * masks]
-        at = torch.arange(n + masks)
-        sees = at <= at[:, None]
         for i in range(LAYERS):
             if i == 0:
                 read = torch.cat((
@@ -179,8 +148,7 @@ class Reference:
                 ), -1)
             else:
                 read = self.norm(x, f"layers.{i}.input_layernorm")
-            x = x + self.attend(i, read, read, at, at, sees)
-            x = x + self.mlp(x, i)
+            x = self.layer(i, x, read)
         return self.norm(x, "norm")[n - 1 :]
 
     def children(self, row: Tensor, before: int, noise: Tensor | None = None) -> Tensor:

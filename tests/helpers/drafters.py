@@ -6,20 +6,17 @@ import torch
 
 from checkpoint.folder import check_args
 from drafters.base import Drafter
-from drafters.dflash import DFlash
+from drafters.block import DFlash, PEagle
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle, StaticEagle
-from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
-from drafters.medusa import Medusa
+from drafters.medusa import Hydra, Medusa
 from drafters.mixed import Mixed
-from drafters.p_eagle import PEagle
-from drafters.retrieval import Rest
+from drafters.rest import Rest
 from model import Transformer
 from networks.head import Head
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads, MultiTokenArgs
+from networks.medusa import HydraHeads, MedusaHeads, MultiTokenArgs
 from training.heads import HeadShape, new_head
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 

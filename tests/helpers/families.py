@@ -49,9 +49,7 @@ TARGETS = {
         "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "one file"
     ),
     "yarn RoPE": ("Llama", {"rope_parameters": YARN}, "one file"),
-    "yarn RoPE with its options": (
-        "Llama", {"rope_parameters": YARN | YARN_OPTIONS}, "one file"
-    ),
+    "yarn RoPE with its options": ("Llama", {"rope_parameters": YARN | YARN_OPTIONS}, "one file"),
     "Mistral": ("Mistral", {"rope_parameters": ROPE, "sliding_window": None}, "sharded"),
     "Qwen2": ("Qwen2", {"rope_parameters": ROPE}, "sharded"),
     "Qwen2.5 tied": ("Qwen2", {"rope_parameters": ROPE, "tie_word_embeddings": True}, "one file"),

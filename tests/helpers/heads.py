@@ -1,9 +1,14 @@
-"""Random EAGLE heads in their published layouts."""
+"""Random EAGLE heads in their published layouts, and a layer as the papers write it."""
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
 
 from helpers.families import H, V
 
@@ -80,3 +85,43 @@ def write_head(folder: Path, state: dict, config: dict) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
     return folder
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm, written plainly."""
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x [n, heads, hd] at these positions [n]."""
+    half = x.shape[-1] // 2
+    angle = (positions[:, None] * theta ** (-torch.arange(half) / half)).repeat(1, 2)[:, None]
+    return x * angle.cos() + torch.cat((-x[..., half:], x[..., :half]), -1) * angle.sin()
+
+
+def plain_layer(
+    get: Callable[[str], Tensor | None], residual: Tensor, read: Tensor, hd: int, theta: float = 1e4,
+    keys: Tensor | None = None, sees: Tensor | None = None,
+) -> Tensor:
+    """One layer as the papers write it, on published tensors: get(name), None if there is no such one.
+
+    read [n, ...]: the normed input. keys [m, ...]: the rows that it attends to, `read` the last of them; else
+    `read` alone. sees [n, m] bool: causal if left out.
+    """
+    keys = read if keys is None else keys
+    at, own = torch.arange(len(keys)), torch.arange(len(keys))[-len(read) :]
+    sees = at <= own[:, None] if sees is None else sees
+
+    def heads(x: Tensor, part: str) -> Tensor:
+        x = F.linear(x, get(f"self_attn.{part}_proj.weight"), get(f"self_attn.{part}_proj.bias"))
+        x, norm = x.view(len(x), -1, hd), get(f"self_attn.{part}_norm.weight")
+        return x if norm is None else rms(x, norm)
+
+    q, k, v = rotated(heads(read, "q"), own, theta), rotated(heads(keys, "k"), at, theta), heads(keys, "v")
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / hd**0.5
+    out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, float("-inf")).softmax(-1), v).flatten(1)
+    x = residual + out @ get("self_attn.o_proj.weight").T
+    m = rms(x, get("post_attention_layernorm.weight"))
+    gate, up = m @ get("mlp.gate_proj.weight").T, m @ get("mlp.up_proj.weight").T
+    return x + (F.silu(gate) * up) @ get("mlp.down_proj.weight").T

@@ -21,9 +21,7 @@ OURS = {"exchange"}
 MOST = 2000  # changes of one action; more is a mistake of the test
 
 
-def kills(
-    action: Callable[[], object], prepare: Callable[[], object], each: int = MOST
-) -> Iterator[str]:
+def kills(action: Callable[[], object], prepare: Callable[[], object], each: int = MOST) -> Iterator[str]:
     """Run `action` in a child that is killed before its first change of the disk, then in one that is killed
     before its second and so on, until one comes to its end. Yields what was about to be done each time.
 

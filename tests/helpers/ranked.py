@@ -45,9 +45,7 @@ MODES = {
 }
 
 
-def texts(
-    target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **sampling
-) -> list[list[int]]:
+def texts(target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **sampling) -> list[list[int]]:
     """What a target goes on with after each of the prompts."""
     engine = Engine(target, drafter, batch=2, max_seq_len=80, compile=False)
     return [request.ids for request in engine.generate(PROMPTS, Sampling(tokens, **sampling))]

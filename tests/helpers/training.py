@@ -48,9 +48,9 @@ def users(*turns: str) -> list[dict]:
     return [{"role": "user", "content": turn} for turn in turns]
 
 
-def write_prompts(file: Path) -> Path:
-    """Write 24 prompts."""
-    turns = [f"question {i}: what is {i} and {i * i}?" for i in range(24)]
+def write_prompts(file: Path, count: int = 24) -> Path:
+    """Write so many prompts."""
+    turns = [f"question {i}: what is {i} and {i * i}?" for i in range(count)]
     file.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
     return file
 

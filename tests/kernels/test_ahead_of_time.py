@@ -23,15 +23,18 @@ HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2, Qwen2.5-7B, Qwen3-14B; siz
 }
 
 
-def attend(capability, dtype, heads, rows, old=False, early=False, float8=False, window=False):
+def attend(
+    capability, dtype, heads, rows, old=False, early=False, float8=False, window=False, given=()
+):
     nkv, group, hd, norm = HEADS[heads]
     tall, keys, warps, stages = attention.tiles(rows * group, dtype, SHARED[capability], hd)
     held = torch.uint8 if float8 else dtype
+    given = dict(given) or {"T": ANY, "M": ANY}
     given = {
         "qkv": dtype, "cos": F32, "sin": F32, "q_norm": dtype, "k_norm": dtype,
         "k": held, "v": held, "length": I64, "local": BOOL, "oldest": I64, "out": dtype, "parts": F32,
         "marks": F32,
-        "arrived": I32, "T": ANY, "M": ANY, "S": "i32", "eps": "fp32", "scale": "fp32", "HEADS": nkv,
+        "arrived": I32, **given, "S": "i32", "eps": "fp32", "scale": "fp32", "HEADS": nkv,
         "GROUP": group, "HEAD": hd, "HALF": next_power_of_2(hd // 2), "VALUES": next_power_of_2(hd),
         "ROWS": tall, "KEYS": keys,
         "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old, "WINDOWED": window,
@@ -51,7 +54,7 @@ def attend(capability, dtype, heads, rows, old=False, early=False, float8=False,
 def test_attention(capability, heads, rows, old):
     made = attend(capability, BF16, heads, rows, old)
     assert made.shared <= SHARED[capability] and made.on_tensor_cores
-    little = capability == 86 or (capability, heads) == (100, "qwen2.5")  # seven query heads share keys
+    little = capability == 86 or heads == "qwen2.5"  # seven query heads share keys
     assert made.spilled <= (16 if little else 0)
 
 
@@ -95,6 +98,8 @@ def test_programmatic_launch():
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
+REQUESTS, ROW = {"temperature": F32, "top_k": I64, "top_p": F32}, {"T": ANY, "V": "i32"}
+CHUNKS = {"CHUNK": sampling.SORTED, "CHUNKS": 63}
 OTHERS = {
     "rank": (ranking.best_kernel, {
         "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
@@ -134,16 +139,28 @@ OTHERS = {
         "key": I64, "positions": I64, "temperature": F32, "out": F32, "W": ANY, "V": "i32",
         "CHUNK": sampling.CHUNK,
     }, 4),
-    "restrict": (sampling.restrict_kernel, {
-        "logits": F32, "temperature": F32, "top_k": I64, "top_p": F32, "out": F32, "T": ANY, "V": "i32",
-        "CHUNK": 1024,
-    }, 16),
+    "sort": (sampling.sort_kernel, {"logits": F32, **REQUESTS, "order": I32, **ROW, **CHUNKS}, 8),
+    "weigh": (sampling.weigh_kernel, {"order": I32, **REQUESTS, "mass": I64, **ROW, **CHUNKS, "WIDE": 64}, 8),
+    "bar": (sampling.bar_kernel, {
+        "order": I32, "mass": I64, **REQUESTS, "bars": I32, **ROW, **CHUNKS, "WIDE": 64,
+    }, 8),
+    "cut": (sampling.cut_kernel, {"logits": F32, "bars": I32, "out": F32, "V": "i32", "CHUNK": 2048}, 4),
 }
 
 
 @pytest.mark.parametrize("capability", THREE)
+@pytest.mark.parametrize("one", (False, *dear(True)))
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_others(capability, name):
+def test_the_others(capability, name, one):
+    """one: all integers are 1, for which Triton compiles a kernel of its own."""
     kernel, given, warps = OTHERS[name]
+    if one:
+        given = {name: 1 if kind == ANY else kind for name, kind in given.items()}
     made = compile_for(capability, kernel, given, warps)
     assert made.shared <= SHARED[capability] and made.spilled == 0
+
+
+@pytest.mark.dear
+def test_attention_of_one_row():
+    made = attend(90, BF16, "llama", 1, given={"T": 1, "M": 1})
+    assert made.shared <= SHARED[90] and made.on_tensor_cores and made.spilled == 0

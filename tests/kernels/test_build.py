@@ -1,39 +1,13 @@
 """Building and loading the library of the CPU kernels: what goes wrong is one line and leaves nothing."""
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from common.errors import InputError
-from kernels import build, cpu
+from kernels import build
 from kernels.isa import choose
-
-
-def test_an_interrupted_build_leaves_nothing(monkeypatch, tmp_path):
-    """Neither files nor compilers at work."""
-    started = []
-
-    class Interrupted(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            started.append(self)
-
-        def wait(self, timeout=None):
-            if len(started) > 1 and started[1] is not None:  # the version was asked for first
-                started[1] = None
-                raise KeyboardInterrupt
-            return super().wait(timeout)
-
-    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
-    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cpu.CpuBackend.load()
-    assert not list(tmp_path.glob("cache/*")) and len(started) > 2
-    assert all(process.poll() is not None for process in started if process)
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +21,6 @@ def cached(built, tmp_path, monkeypatch):
     """The same in a cache of its own."""
     monkeypatch.setattr(build, "CACHE", tmp_path)
     return Path(shutil.copy(built, tmp_path))
-
-
-@pytest.mark.kernels
-def test_a_library_in_a_read_only_checkout_is_used(cached, monkeypatch):
-    """Nothing is compiled, and no other place is looked for."""
-    monkeypatch.setattr(build, "writable", lambda kept: pytest.fail("a place to write to"))
-    assert build.build_library(choose(), pytest.fail) == cached
 
 
 @pytest.mark.kernels

@@ -1,10 +1,5 @@
 """Which instruction set is chosen."""
-import platform
-import subprocess
-import sys
-
 import pytest
-from helpers.launching import run
 from helpers.refusals import refused
 
 from kernels import isa
@@ -41,17 +36,6 @@ def test_the_best_one_is_chosen(monkeypatch, features, best):
     assert isa.choose().name == best == isa.available()[0] and isa.available()[-1] == "portable"
 
 
-def test_intel_widens_pairs_sooner_than_it_multiplies_them(monkeypatch):
-    """Only where it has no tiles; and either can be named."""
-    on(monkeypatch, ZEN4, isa.INTEL)
-    assert isa.choose().name == "avx512vnni" and isa.choose("avx512bf16").name == "avx512bf16"
-    on(monkeypatch, SAPPHIRE_RAPIDS, isa.INTEL)
-    assert isa.choose().name == "amx"
-    monkeypatch.undo()
-    monkeypatch.setattr(isa, "_cpuinfo", lambda *names: "GenuineIntel")
-    assert isa.maker() == isa.INTEL
-
-
 def test_another_one_can_be_named(monkeypatch):
     on(monkeypatch, ZEN4)
     assert isa.choose("avx2").name == "avx2"
@@ -76,32 +60,3 @@ def test_tiles_that_linux_refuses(monkeypatch):
     assert isa.choose().name == isa.available()[0] == "avx512bf16"
     with refused("--isa amx: Linux refuses this process the tiles (it grants them from 5.16 on); choose "):
         isa.choose("amx")
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
-def test_linux_is_asked_for_tiles():
-    """In a process of its own: permission stays. A processor without tiles is never granted them."""
-    code = "from kernels import isa; print(isa._tiles_granted(), 'amx_tile' in isa.features())"
-    assert run(sys.executable, "-c", code) in ("True True\n", "False True\n", "False False\n")
-
-
-@pytest.mark.parametrize("says, best", (
-    ("hw.optional.neon: 1\nhw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_BF16: 1\n"
-     "hw.optional.arm.FEAT_I8MM: 1\nhw.optional.arm.FEAT_SME: 0\n", "neoni8mm"),  # as an M2
-    ("hw.optional.neon: 1\nhw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_BF16: 0\n"
-     "hw.optional.arm.FEAT_I8MM: 0\n", "neondot"),  # as an M1
-    ("hw.optional.floatingpoint: 1\nhw.optional.neon: 1\n", "neon"),  # macOS 11
-    ("", "portable"), (None, "portable"),
-))
-def test_macos(monkeypatch, says, best):
-    def sysctl(command, **options):
-        if says is None:
-            raise FileNotFoundError(command[0])
-        assert command == ["/usr/sbin/sysctl", "hw.optional"]
-        return subprocess.CompletedProcess(command, 0, says)
-
-    monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr("subprocess.run", sysctl)
-    isa._sysctl.cache_clear()
-    assert isa.choose().name == best
-    isa._sysctl.cache_clear()

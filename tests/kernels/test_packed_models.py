@@ -14,7 +14,6 @@ from engine.engine import Engine
 from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
 from kernels.packed import PackedEagle3Head, PackedLinear, PackedTransformer
-from kernels.quantized import QuantizedStack, scales, to_stored
 from model import MLP, ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
@@ -112,28 +111,6 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert not choose_backend("cpu").prepare(odd)
     assert isinstance(odd.layers[0].mlp, MLP) and isinstance(odd.layers[0].wo, PackedLinear)
     assert len(Engine(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
-
-
-@pytest.mark.compile
-@pytest.mark.dear
-def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
-    """Attention and norms on the kernels, experts in fp8 in PyTorch: in float32 PyTorch's text."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    target, _ = random_models("tiny-mixture", torch.float32, "cpu", None)
-    for layer in target.layers:
-        weight, stack = layer.mlp.w_down, QuantizedStack(tuple(layer.mlp.w_down.shape), "fp8", 0)
-        stack.scale.data = scales(weight, "fp8")
-        stack.weight.data = to_stored(weight, stack.scale, "fp8")
-        del layer.mlp.w_down
-        layer.mlp.w_down = stack
-
-    def decode(compile):
-        decoder = Engine(target, max_seq_len=80, compile=compile)
-        return decoder.generate([list(range(3, 20))], Sampling(30))[0].ids
-
-    expected = decode(False)
-    assert not choose_backend("cpu").prepare(target) and isinstance(target.layers[0].wo, PackedLinear)
-    assert decode(True) == decode(False) == expected
 
 
 @pytest.mark.parametrize("mode", (None, "int8", "w8a8", "int4", "w4a8"))

@@ -7,10 +7,9 @@ import torch
 from common.errors import InputError
 from kernels.backend import TORCH
 from kernels.quantized import Scheme
-from kernels.tp import Part, Ranks, Share, agreed
-from model import ModelArgs, Transformer
+from kernels.tp import Part, Ranks, Share
+from model import ModelArgs
 from sampling.noise import gumbel, seed_keys
-from tree import Tree, link
 
 ARGS = ModelArgs(
     vocab_size=50, hidden_size=32, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=3,
@@ -24,9 +23,7 @@ def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Sh
 
 @pytest.mark.parametrize("args, count, scheme, words", [
     (ARGS, 4, None, "4 ranks: 3 key/value heads for 6 query heads can be dealt to at most 3, or to a mult"),
-    (replace(ARGS, num_heads=9), 6, None, "6 ranks: 3 key/value heads for 9 query heads"),
     (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: an MLP of 4 inner values, 2 of which stay"),
-    (ARGS, 2, Scheme("w8a8", 0, None), "2 ranks: an MLP of 96 inner values, 64 of which stay together"),
     (ARGS, 2, Scheme("int4", 32, None), None),
     (replace(ARGS, head_dim=8), 2, Scheme("w4a8", 32, None),
      "2 ranks: w4a8 takes 32 inputs together, rank 0 would have the inputs 0 to 16 of attention's output"),
@@ -85,28 +82,3 @@ def test_the_best_token_without_the_logits_of_the_others(noisy):
     ranks = Together(1, seen)
     assert torch.equal(TORCH.draw(Part(parts[1], 17, ranks), noise, depth), want)
     assert all(x.shape == (2, B, T) for x in seen), "two numbers for each row are exchanged"
-
-
-def test_the_tree_is_the_first_ranks():
-    """Told in one exchange; each part then lies in one piece, as GPU kernels read it."""
-    class Told(Ranks):
-        """Rank 0 says what `theirs` is; this one has another tree."""
-
-        def first(self, x):
-            sent.append(x)
-            return sent[0]
-
-    def drafted(tokens: list[int], parents: list[int]) -> Tree:
-        parent = torch.tensor([parents, [0] * 4])
-        return Tree(torch.tensor([tokens, [9, 8, 7, 6]]), parent, *link(parent, 3))
-
-    sent, target = [], Transformer(ARGS)
-    target.ranks = Told(1, 2, "")
-    theirs, own = drafted([1, 2, 3, 4], [0, 0, 1, 2]), drafted([1, 2, 3, 5], [0, 0, 0, 1])
-    for tree in (theirs, own):
-        told, distribution = agreed(target, tree, None)
-        assert distribution is None
-        for name in ("tokens", "parent", "depth", "ancestors"):
-            found, want = getattr(told, name), getattr(theirs, name)
-            assert torch.equal(found, want) and found.dtype == want.dtype and found.is_contiguous(), name
-    assert len(sent) == 2 and not torch.equal(*sent)

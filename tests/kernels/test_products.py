@@ -142,12 +142,3 @@ def test_a_forked_process_has_threads_of_its_own(multiply):
         os._exit(0 if torch.equal(multiply(), expected) else 1)
     torch.set_num_threads(1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_pytorch_has_one_thread_while_ours_have_all(kernels):
-    torch.set_num_threads(3)
-    with pytest.raises(KeyboardInterrupt), kernels.threads():
-        assert torch.get_num_threads() == 1
-        raise KeyboardInterrupt
-    assert torch.get_num_threads() == 3
-    torch.set_num_threads(1)

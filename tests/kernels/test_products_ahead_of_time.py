@@ -10,7 +10,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from helpers.ahead_of_time import SHARED, compile_for, dear, devices
+from helpers.ahead_of_time import (
+    SHARED,
+    compile_for,
+    dear,
+    devices,
+    overwritten_registers,
+    unguarded_writes,
+)
 
 from kernels.gpu import products
 
@@ -21,13 +28,13 @@ WEIGHTS = {"int8": (torch.int16, 0)} | {f"int4/{group}": (torch.uint8, group) fo
 
 
 @cache
-def compiled(capability, dtype, kind, rows, choice, even=True):
+def compiled(capability, dtype, kind, rows, choice, even=True, count="any i32"):
     stored, group = WEIGHTS[kind]
     tile = products.tile_rows(rows, dtype, group)
     chosen = products.tiles(tile, dtype, group)[choice]
     given = {
         "x": dtype, "weight": stored, "scale": BF16 if group else F32, "bias": dtype, "onto": dtype,
-        "out": dtype, "parts": F32, "arrived": I32, "M": "any i32", "N": "i32", "K": "i32", "WIDTH": "i32",
+        "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32", "K": "i32", "WIDTH": "i32",
         "GROUP": group, "PAIRS": True, "BIASED": False, "ADDED": True, "EVEN": even,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": tile, **chosen.kwargs,
     }
@@ -62,6 +69,31 @@ def test_bfloat16(capability, kind, rows, choice):
         resident, threads = chosen.kwargs["RESIDENT"], 32 * chosen.num_warps
         assert resident * (made.shared + 1024) <= SHARED[90] + 1024
         assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
+        # Each product ends before its inputs are overwritten: none is in flight then.
+        assert set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass)) == {"0x0"}
+        assert not overwritten_registers(made.sass) and not unguarded_writes(made.ptx)
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("kind", ("int8", "int4/64"))
+def test_one_row(kind):
+    """Triton compiles a kernel of its own where an integer is 1."""
+    made, _ = compiled(90, BF16, kind, 1, 0, count=1)
+    assert made.shared <= SHARED[90] and made.spilled == 0 and made.on_tensor_cores
+
+
+def test_what_is_looked_for_in_machine_code():
+    """A product in flight whose input is overwritten, and shared memory that is."""
+    def code(wait: str) -> str:
+        loop = ("LDS.64 R58, [R2]", "HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR16], R24, gsb0",
+                f"WARPGROUP.DEPBAR.LE gsb0, {wait}", "@!P0 BRA 0x0010")
+        return "\n".join(f"/*{16 + 16 * i:04x}*/ {x} ; /* 0x{i:016x} */" for i, x in enumerate(loop))
+
+    assert overwritten_registers(code("0x1")) == ["LDS.64 R58, [R2]"]
+    assert not overwritten_registers(code("0x0"))
+    product, write = "wgmma.mma_async.sync a;", "st.shared.b32 [a], b;"
+    assert unguarded_writes("\n".join((product, write))) == [write]
+    assert not unguarded_writes("\n".join((write, product, "bar.sync 0;", write)))
 
 
 @pytest.mark.dear

@@ -95,9 +95,7 @@ def test_scores():
 
 BAD = [
     {"temperature": -1}, {"temperature": math.nan}, {"temperature": 1e7}, {"top_p": 0}, {"top_p": 1.5},
-    {"top_p": math.nan}, {"top_k": -1}, {"top_k": 2**31}, {"max_new_tokens": 0},
     {"min_p": -0.1}, {"min_p": math.nan}, {"presence_penalty": 2.1}, {"frequency_penalty": math.inf},
-    {"repetition_penalty": 0}, {"repetition_penalty": -1}, {"logit_bias": {-1: 1}}, {"logit_bias": {1: 101}},
     {"logit_bias": {1: math.nan}}, {"logit_bias": 5}, {"logit_bias": {"x": 1}}, {"stop": ["a", ""]},
     {"stop": [3]}, {"stop": ["a"] * (MOST_STOPS + 1)}, {"logprobs": 21}, {"logprobs": -1},
 ]
@@ -107,9 +105,3 @@ BAD = [
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)
-
-
-def test_one_stop_and_a_mapping_are_taken():
-    request = Sampling(stop="###", logit_bias={5: 1, 2: -3.5})
-    assert request.stop == ("###",) and request.logit_bias == ((2, -3.5), (5, 1.0))
-    assert hash(request) == hash(Sampling(stop=["###"], logit_bias=[(2, -3.5), (5, 1)]))

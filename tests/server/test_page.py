@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed"),
 ]
 expect = sync_api.expect
+PHONE = {"width": 360, "height": 640}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_an_answer_with_its_figures_and_its_tree(page):
     for panel in panels.all():
         expect(panel.locator(".figures")).to_contain_text("tokens/s")
     expect(panels.first.locator(".figures")).to_contain_text("τ")
-    expect(panels.locator("h2")).to_have_text(["Speculative decoding", "Plain decoding"])
+    expect(panels.locator("h2")).to_have_text(["Speculative decoding (eagle3)", "Plain decoding"])
     expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
     expect(page.locator(".speedup")).to_contain_text("texts equal")
     expect(page.locator("#model")).to_have_text("golden")
@@ -170,7 +171,7 @@ def test_a_phone_in_the_dark_by_keyboard(page):
     light = back()
     press(page, "Dark or light")
     dark = back()
-    page.set_viewport_size({"width": 360, "height": 640})
+    page.set_viewport_size(PHONE)
     page.reload()
     assert back() == dark != light
     write(page, "small")
@@ -236,16 +237,34 @@ def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
         fill(page, most=1900, temperature=2)
         write(page, "long", wait=False)
         expect(page.locator(".assistant .figures")).to_contain_text("tokens/s", timeout=30_000)
+        page.set_viewport_size(PHONE)
         server.end(signal.SIGKILL)
         expect(page.locator("#banner")).to_contain_text("does not answer")
         expect(page.locator(".assistant .figures")).to_contain_text("the server has gone")
     with serving(golden, tmp_path / "two", *options):
         expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
+        press(page, "Conversations")
         fill(page, most=5)
+        press(page, "Conversations")
         press(page, "Regenerate")
         ended(page)
         expect(page.locator(".assistant .figures")).to_contain_text("tokens")
         assert page.locator(".assistant .failed").count() == 0
+
+
+def test_a_stream_that_falls_silent_ends(page):
+    """A machine that sleeps closes no connection: no question is answered, and no token comes."""
+    fill(page, most=280, temperature=2)
+    page.route("**/health", lambda route: route.abort())
+    page.route("**/chat/completions", lambda route: None)
+    write(page, "long", wait=False)
+    expect(page.locator("#banner")).to_contain_text("does not answer", timeout=15_000)
+    assert page.get_by_label("Message", exact=True).input_value() == "long"
+    page.unroute("**/health"), page.unroute("**/chat/completions")
+    expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
+    page.keyboard.press("Enter")
+    ended(page)
+    expect(page.locator(".figures")).to_contain_text("tokens/s")
 
 
 def test_conversations_while_an_answer_runs(page):
@@ -383,7 +402,7 @@ def test_a_first_visit_and_an_export(page):
 
 def test_a_server_without_drafts_offers_none(browser, golden, tmp_path):
     page = browser.new_context().new_page()
-    with serving(golden, tmp_path / "log", "--port", str(free_port())) as server:
+    with serving(golden, tmp_path / "log", "--port", str(free_port()), "--speculate", "none") as server:
         page.goto(server.url)
         expect(page.locator(".welcome")).to_contain_text("without drafts")
         expect(page.locator("#drafting")).to_be_hidden()

@@ -11,7 +11,7 @@ from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
 from server.metrics import Metrics
-from server.protocol import CompletionBody, Refusal
+from server.protocol import CompletionBody
 from server.worker import Job, Worker
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
@@ -58,7 +58,7 @@ def test_bodies_are_bounded_in_time_and_together(monkeypatch):
 class Engine:
     """An engine of one place. score: of the token that each step emits; None: steps wait for another rank."""
 
-    batch, free, busy = 1, 1, True
+    batch, free, busy, fallbacks = 1, 1, True, ["the step cannot be captured"]
 
     def __init__(self, score: Score | None):
         self.score, self.steps = score, threading.Event()
@@ -92,19 +92,6 @@ def test_no_json_can_hold_scores_that_are_no_numbers(number):
     assert event.finish == "length" if number == -1.0 else event.status == 500 and "nan" in event.message
 
 
-def test_no_job_waits_for_a_rank_that_is_lost():
-    worker, received = submitted(Engine(None))
-    assert worker.engine.steps.wait(30)
-    worker.stop_if_lost()
-    assert received.empty()  # nothing is lost yet
-    worker.is_lost = lambda: True
-    worker.stop_if_lost()
-    refusal = received.get(timeout=30)
-    assert refusal.status == 503 and "another rank of this server has died" in refusal.message
-    with pytest.raises(Refusal, match="has died"):
-        worker.submit(Job([1], Sampling(4)))
-
-
 @pytest.mark.parametrize("body, schema", (
     ({}, None), ({"response_format": {"type": "text", "schema": {"a": 1}}}, None),
     ({"response_format": {"type": "json_object"}}, {"type": "object"}),
@@ -112,9 +99,14 @@ def test_no_job_waits_for_a_rank_that_is_lost():
     ({"response_format": {"type": "json_object", "schema": None}}, {"type": "object"}),
     ({"response_format": {"type": "json_schema", "schema": {"a": 1}}}, {"a": 1}),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"a": 1}),
-    ({"json_schema": {"a": 1}}, {"a": 1}), ({"guided_json": {"a": 1}}, {"a": 1}),
-    ({"structured_outputs": {"json": {"a": 1}}}, {"a": 1}),
-), ids=range(10))
+    *((field, {"a": 1}) for given in ({"a": 1}, '{"a": 1}') for field in (
+        {"json_schema": given}, {"guided_json": given}, {"structured_outputs": {"json": given}})),
+), ids=range(13))
 def test_the_schema_of_the_output_wherever_a_client_has_it(body, schema):
     found = CompletionBody(prompt="x", **body).schema_text
     assert (found and json.loads(found)) == schema
+
+
+def test_metrics_name_what_a_gpu_does_without():
+    text = Worker(Engine(None), Metrics("x", 1, 1)).metrics.text().decode()
+    assert 'eagle_fallback{model_name="x",reason="the step cannot be captured"} 1.0' in text

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from helpers.serving import serving
 
-import serve
-
 pytestmark = pytest.mark.slow
 OPTIONS = (
     "--speculate", "eagle3", "--tree", "8,2,3", "--slots", "3", "--max-seq-len", "300", "--dtype", "fp32"
@@ -77,10 +75,3 @@ def test_a_rank_that_dies_ends_the_server(golden, tmp_path, busy):
         assert printed.count("error: rank 0 of 2 has lost another one") == 1
         assert "decoding failed" not in printed
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-
-
-@pytest.mark.parametrize("ranks, seconds", [("1", 30), ("2", 20)])
-def test_requests_end_before_torchrun_kills(monkeypatch, ranks, seconds):
-    """It does so 30 seconds after it has sent SIGTERM."""
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    assert serve.parser().parse_args(["--checkpoint", "one"]).grace == seconds

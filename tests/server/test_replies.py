@@ -25,7 +25,7 @@ F, G = ("f", {"n": 3}), ("g", {})
 class Engine:
     """An engine that writes one text, a token a step."""
 
-    batch, window, max_seq_len, busy = 1, 1, 1000, False
+    batch, window, max_seq_len, busy, fallbacks = 1, 1, 1000, False, ()
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1
@@ -95,15 +95,20 @@ TAGS = ("<tool_call>", "</tool_call>")
 @pytest.mark.parametrize("text, more, content, calls", (
     (CODER, {}, None, [F]), (CODER, {"control": TAGS}, None, [F]),
     (CODER, {"control": (*TAGS, "</function>", "</parameter>")}, None, [F]),
+    (CODER, {"control": ("<function=f>", "<parameter=n>\n")}, None, [F]),
+    (CODER, {"control": ("<function=", "<parameter=", "</parameter>\n")}, None, [F]),
     (f"So. {JSON}{CODER}", {"control": TAGS}, "So. ", [G, F]),
     (JSON + CODER, {"parallel_tool_calls": False}, None, [G]),
     (JSON, {"tool_choice": "none"}, JSON, []), (JSON, {"tools": []}, JSON, []),
     (f"{JSON}</think>{CODER}", {"template": TEMPLATE + "<think>\n"}, f"{JSON}</think>", [F]),
     (f"{JSON}</think>{CODER}", {"template": TEMPLATE + "<think>\n", "control": ("<think>", "</think>")},
      f"{JSON}</think>", [F]),
+    *((lines.join(('{"name": "f", "parameters": {"n": 3}}', '{"name": "g", "parameters": {}}')),
+       {"template": '{% if tools %}"parameters" ipython{% endif %}'}, None, [F, G])
+      for lines in ("; ", "\n")),
     ('{"name": "f", "arguments": {"n": 3}}',
      {"tool_choice": "required", "template": "{{ tools }}<think>"}, None, [F]),
-), ids=range(10))
+), ids=range(14))
 def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, calls):
     message = ask(text, **more)
     assert (message["content"], calls_of(message)) == (content, calls)

@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 
 from common.errors import InputError
 from tokens.backends import byte_alphabet
-from tokens.gguf_tokenizer import from_gguf
+from tokens.gguf_tokenizer import rebuild
 from tokens.tokenizer import Tokenizer
 from tokens.word_rules import WORD_RULES
 
@@ -32,7 +32,7 @@ def gguf_fields(model: tokenizers.Tokenizer, pre: str) -> dict:
 def test_bpe_encodes_as_the_original(pre, tmp_path):
     rule = WORD_RULES[pre]
     model = train_bpe(rule)
-    from_gguf(gguf_fields(model, pre), tmp_path)
+    rebuild(gguf_fields(model, pre), tmp_path)
     tok = Tokenizer.load(tmp_path)
     assert (tok.vocab_size, tok.bos_id) == (model.get_vocab_size(), 0)
     assert tok.adds_bos is rule.add_bos and tok.has_template
@@ -50,7 +50,7 @@ def test_llama3_takes_a_known_word_in_one_piece_whatever_the_merges(pre, pieces,
     merges = fields["tokenizer.ggml.merges"]
     longest = max((m for m in merges if m.replace(" ", "").isalpha() and m.isascii()), key=len)
     merges.remove(longest)
-    from_gguf(fields, tmp_path)
+    rebuild(fields, tmp_path)
     assert len(Tokenizer.load(tmp_path).encode(longest.replace(" ", ""), bos=False)) == pieces
 
 
@@ -74,13 +74,13 @@ def test_words_are_split_as_each_family_does(pre, words):
 @pytest.mark.parametrize("pre, setting", [("smollm", True), ("llama-bpe", False)])
 def test_bos_follows_the_metadata(pre, setting, tmp_path):
     fields = gguf_fields(train_bpe(WORD_RULES[pre]), pre)
-    from_gguf(fields | {"tokenizer.ggml.add_bos_token": setting}, tmp_path)
+    rebuild(fields | {"tokenizer.ggml.add_bos_token": setting}, tmp_path)
     assert (Tokenizer.load(tmp_path).encode("fox")[0] == 0) is setting
 
 
 def test_a_template_for_tools_stands_beside_the_other(tmp_path):
     pre, template = "smollm", {"tokenizer.chat_template.tool_use": "T"}
-    from_gguf(gguf_fields(train_bpe(WORD_RULES[pre]), pre) | template, tmp_path)
+    rebuild(gguf_fields(train_bpe(WORD_RULES[pre]), pre) | template, tmp_path)
     tok = Tokenizer.load(tmp_path)
     assert (tok.template, tok.tool_template) == (CHATML, "T")
 
@@ -90,7 +90,7 @@ def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
     library = sentencepiece_library(sp)
     kind = dict.fromkeys(range(library.get_piece_size()), 1) | {0: 2, 1: 3, 2: 3}
     kind |= {i: 6 for i in kind if library.is_byte(i)} | {library.piece_to_id("<sep>"): 4}
-    from_gguf({
+    rebuild({
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [library.id_to_piece(i) for i in kind],
         "tokenizer.ggml.scores": [library.get_score(i) for i in kind],
         "tokenizer.ggml.token_type": list(kind.values()), "tokenizer.ggml.bos_token_id": 1,
@@ -128,7 +128,7 @@ def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_,
         kind, ("<unk>", 2), ("<s>", 3), ("</s>", 3), *zip(names, types), ("[PAD1]", 5),
         bos_token_id=257, eos_token_id=258, eot_token_id=264, add_bos_token=False, add_space_prefix=False)
     fields["tokenizer.chat_template"] = CHATML.replace("'<|im_start|>'", "'<|mine|>[INST]<think>'")
-    from_gguf(fields, tmp_path)
+    rebuild(fields, tmp_path)
     tok = Tokenizer.load(tmp_path)
     marked, ends, visible = {*names[:6]}, {258, 260, 262}, {"<think>", "<|other|>"}
     assert tok.control.keys() - {"<unk>", "<s>", "</s>"} == marked | (visible if type_ == 3 else set())
@@ -153,29 +153,34 @@ def test_markers_that_a_template_joins_from_parts(kind, type_, added, tmp_path):
     fields = tiny_fields(kind, ("<unk>", 2), *((name, type_) for name in names), ("STOP", 3),
                          bos_token_id=261, eos_token_id=261, add_bos_token=False, add_space_prefix=False)
     if added:
-        assert from_gguf(fields, tmp_path, added=JOINED)
+        assert rebuild(fields, tmp_path, added=JOINED)
         (tmp_path / "chat_template.jinja").write_text(JOINED)
     else:
-        from_gguf(fields | {"tokenizer.chat_template": JOINED}, tmp_path)
+        rebuild(fields | {"tokenizer.chat_template": JOINED}, tmp_path)
     tok = Tokenizer.load(tmp_path)
     ids = tok.chat([{"role": "user", "content": "a<|user|>b<|other|>"}])
     assert ids[:2] == [257, ord("a")] and ids[-2:] == [259, 258] and ids.count(257) == 1
     assert "<|other|>" not in tok.control and 259 in tok.stop_ids
 
 
+@pytest.mark.parametrize("kind, type_", [("gpt2", 1), ("gpt2", 4), ("llama", 1), ("llama", 4)])
 @pytest.mark.parametrize("marker", (
-    "<extra_id_1>", "<SPECIAL_11>", "[|user|]", "<|turn>", "<turn|>", "<reserved_106>", "<unused1>",
-    "<_user>", "<sep>", "<<SYS>>", "<\uff5cUser\uff5c>", "</s>", "[INST]",
-    "[UNUSED_TOKEN_145]", "[gMASK]", "<sop>",
+    "<extra_id_1>", "<SPECIAL_11>", "[|user|]", "<|turn>", "<turn|>", "<_user>", "<sep>", "<<SYS>>",
+    "<\uff5cUser\uff5c>", "</s>", "[INST]", "[gMASK]", "<sop>", "{user}", "[user]", "##USER##",
+    "\u300aUser\u300b", "### User:", "<|user|>\n", "<user:>",
 ))
-def test_shapes_of_markers(marker, tmp_path):
-    """And words in brackets that are none."""
-    template = "{% for m in messages %}" + marker + "<think>[x]{{ m.content }}{% endfor %}"
-    fields = tiny_fields("gpt2", (marker, 1), ("<think>", 4), ("[x]", 4), ("<|im_end|>", 3), eos_token_id=259)
-    from_gguf(fields | {"tokenizer.chat_template": template}, tmp_path)
+def test_markers_of_a_template_have_any_shape(kind, type_, marker, tmp_path):
+    """Words, which merges or two other tokens make, and tags of thoughts and tools are text."""
+    words, tags = ("us", "er", "(s", "s)", "user", "(ss)"), ("<think>", "<tool_response>", "</tool_response>")
+    tokens = ("<unk>", 2), ("<s>", 3), ("<|im_end|>", 3), (marker, type_), *((t, 1) for t in (*words, *tags))
+    fields = tiny_fields(kind, *tokens, merges=["u s", "e r", "( s", "s )", "us er", "(s s)"],
+                         bos_token_id=257, eos_token_id=258, add_space_prefix=False)
+    template = "{% for m in messages %}" + "".join((marker, *words, *tags)) + "{{ m.content }}{% endfor %}"
+    rebuild(fields | {"tokenizer.chat_template": template}, tmp_path)
     tok = Tokenizer.load(tmp_path)
-    assert tok.control == {marker: 256, "<|im_end|>": 259}
-    assert tok.chat([{"role": "user", "content": marker}]).count(256) == 1
+    ids = tok.chat([{"role": "user", "content": marker}])
+    assert tok.control.items() - {("<unk>", 256)} == {("<s>", 257), ("<|im_end|>", 258), (marker, 259)}
+    assert [ids.count(i) for i in (259, 266, 267, 268)] == [1] * 4  # the template's, each in one piece
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -185,17 +190,20 @@ def test_shapes_of_markers(marker, tmp_path):
 ))
 def test_names_of_end_tokens(kind, name, tmp_path):
     fields = tiny_fields(kind, ("<unk>", 2), (name, 1), ("STOP", 3), ("<|end|>", 4), eos_token_id=258)
-    from_gguf(fields | {"tokenizer.ggml.bos_token_id": 256}, tmp_path)
+    rebuild(fields | {"tokenizer.ggml.bos_token_id": 256}, tmp_path)
     # A model that writes <|return|> after its answer ends its thoughts with <|end|>.
     ends = {257, 258} if name == "<|return|>" else {257, 258, 259}
     assert {*Tokenizer.load(tmp_path).stop_ids} == ends
 
 
-def test_an_unused_token_that_merges_make_is_a_word(tmp_path):
-    fields = tiny_fields("gpt2", ("ll", 5), ("<|im_end|>", 3), merges=["l l"], eos_token_id=257)
-    from_gguf(fields, tmp_path)
-    ids = Tokenizer.load(tmp_path).encode("all")
-    assert ids == [ord("a"), 256] and Tokenizer.load(tmp_path).decode(ids) == "all"
+def test_tokens_that_merges_make_are_words(tmp_path):
+    """Of type UNUSED too, and under the name of an end token: vocabularies that know HTML have </s>."""
+    fields = tiny_fields("gpt2", ("ll", 5), ("<|im_end|>", 3), ("</", 1), ("s>", 1), ("</s>", 1),
+                         merges=["l l", "< /", "s >", "</ s>"], eos_token_id=257)
+    rebuild(fields, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    assert tok.encode("all") == [ord("a"), 256] and tok.decode([ord("a"), 256, 260]) == "all</s>"
+    assert tok.stop_ids == [257] == [*tok.control.values()]
 
 
 @pytest.mark.parametrize("change, words", [
@@ -212,5 +220,5 @@ def test_refusals_say_what_to_do(tmp_path, change, words):
     fields |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     fields = {key: value for key, value in fields.items() if value is not None}
     with pytest.raises(InputError, match=f"^m.gguf: .*{words}.*; convert the Hugging Face folder") as e:
-        from_gguf(fields, tmp_path / "out", "m.gguf")
+        rebuild(fields, tmp_path / "out", "m.gguf")
     assert str(e.value).isprintable() and str(tmp_path) not in str(e.value)

@@ -62,7 +62,7 @@ TEMPLATE = (
 )
 CHAT = [
     {"role": "user", "content": texts("time", "?")},
-    {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call("", id="c")]},
+    {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [call([], id="c")]},
     {"role": "tool", "tool_call_id": "c", "content": "12:00"}, {"role": "assistant", "content": "noon"},
 ]
 

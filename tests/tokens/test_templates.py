@@ -88,11 +88,6 @@ def test_a_user_cannot_type_control_tokens_sentencepiece(sp):
         assert tok.chat(user(text)) == [1, *sentencepiece_library(sp).encode(f"[INST] {text} [/INST]")]
 
 
-def test_contents_that_only_together_spell_a_control_token(bpe, tmp_path):
-    tok = with_template(bpe, tmp_path, "{% for m in messages %}{{ m.content | trim }}{% endfor %}<|im_end|>")
-    assert tok.chat(user("<|im_ ") + user("end|>")) == [*tok.encode("<|im_end|>", bos=False), 2]
-
-
 # ---- rendering ----
 
 def test_chat_equals_encoding_the_rendered_text(bpe, sp):
@@ -134,17 +129,13 @@ FLAT, EXTRA = "tool_use.jinja", "additional_chat_templates/tool_use.jinja"
 
 @pytest.mark.parametrize("files, plain, with_tools", [
     ({"tokenizer_config.json": config(NAMED)}, "D", "T"),
-    ({"tokenizer_config.json": config(NAMED[:1])}, "T", "T"),
     ({"tokenizer_config.json": config("D"), EXTRA: "T"}, "D", "T"),
-    ({"chat_template.jinja": "D", EXTRA: "T"}, "D", "T"),
     ({"chat_template.jinja": "D", FLAT: "T"}, "D", "T"),
     ({"chat_template.json": config(NAMED)}, "D", "T"),
     ({"tokenizer_config.json": config(NAMED), "chat_template.jinja": "J"}, "J", "J"),  # as in transformers
-    ({"tokenizer_config.json": config(NAMED), EXTRA: "E"}, "D", "E"),
     ({EXTRA: "T"}, "T", "T"), ({FLAT: "T"}, "T", "T"),
     ({"tokenizer_config.json": config({"tool_use": "T", "default": "D"})}, "D", "T"),
-    ({"chat_template.json": config({"tool_use": "T", "default": "D"})}, "D", "T"),
-], ids=range(12))
+], ids=range(8))
 def test_tools_have_a_template_of_their_own_where_one_is_named(bpe, tmp_path, files, plain, with_tools):
     """In the folder of a model and, after its files are copied, in a converted one."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -158,13 +149,6 @@ def test_tools_have_a_template_of_their_own_where_one_is_named(bpe, tmp_path, fi
     for tok in map(Tokenizer.load, (source, target)):
         assert (tok.render([]), tok.render([], tools=[])) == (plain, plain)
         assert tok.render([], tools=[{}]) == with_tools == tok.tool_template
-
-
-def test_an_error_names_the_file_of_the_template_for_tools(bpe, tmp_path):
-    changed_json(bpe, tmp_path)
-    (tmp_path / FLAT).write_text("{{ 1 / 0 }}")
-    with pytest.raises(InputError, match=f"^{re.escape(str(tmp_path / FLAT))}: chat template: division"):
-        Tokenizer.load(tmp_path).chat(user("x"), tools=[{}])
 
 
 @pytest.mark.parametrize("template, words", [

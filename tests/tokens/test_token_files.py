@@ -12,6 +12,7 @@ from helpers.tokenizers import CHATML, write_byte_tokenizer
 
 from common.errors import InputError
 from tokens.backends import byte_alphabet
+from tokens.grammar import Grammars
 from tokens.tokenizer import Tokenizer, copy_files
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -23,8 +24,9 @@ def special(**tokens: str) -> dict:
     return {name[1:]: {"content": token, "special": True} for name, token in tokens.items()}
 
 
-def folder_of(tmp_path, config: dict, added: dict[str, bool] | None = None, **files: dict):
-    """A folder whose ids 0 to 255 are bytes. added: more tokens of its tokenizer.json, and whether special.
+def folder_of(tmp_path, config: dict, added: dict[str, bool | None] | None = None, **files: dict):
+    """A folder whose ids 0 to 255 are bytes. added: more tokens of its tokenizer.json, and whether special;
+    None: it is one of the vocabulary.
 
     config: its tokenizer_config.json. files: others, by name.
     """
@@ -32,8 +34,9 @@ def folder_of(tmp_path, config: dict, added: dict[str, bool] | None = None, **fi
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokens = {"<|endoftext|>": True} | (added or {})
-    content["added_tokens"] = [
-        {"id": 256 + n, "content": t, "special": s, **flags} for n, (t, s) in enumerate(tokens.items())]
+    content["added_tokens"] = [{"id": 256 + n, "content": t, "special": special, **flags}
+                               for n, (t, special) in enumerate(tokens.items()) if special is not None]
+    content["model"]["vocab"] |= {t: 256 + n for n, t in enumerate(tokens) if None in tokens.values()}
     config = {"eos_token": "<|endoftext|>", "chat_template": CHATML} | config
     for name, data in {"tokenizer": content, "tokenizer_config": config, **files}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
@@ -58,7 +61,17 @@ def folder_of(tmp_path, config: dict, added: dict[str, bool] | None = None, **fi
     ({}, {}, {"added_tokens": {START: 257, END: 258},
               "special_tokens_map": {"eos_token": END, "additional_special_tokens": [START]}},
      21, "bc", {START, END}),
-    # A list changes no flag of a token that the encoder has.
+    # Names under any key make tokens special, and so do lists: tokens of the vocabulary too.
+    ({}, {"start_token": START, "image_token": END}, {}, 21, "bc", {START, END}),
+    ({}, {"image_token": END, "sep_token": START}, {}, 21, "bc", {START, END}),
+    ({START: False, END: False}, {"cls_token": START, "mask_token": {"content": END}}, {}, 21, "bc",
+     {START, END}),
+    ({START: False, END: False}, {"extra_special_tokens": {"a": START, "b": END}}, {}, 21, "bc",
+     {START, END}),
+    ({START: None, END: None}, {"additional_special_tokens": [START, END]}, {}, 21, "bc", {START, END}),
+    ({START: None, END: None}, {"pad_token": END, "add_eos_token": False}, {}, 43, f"{START}bc", {END}),
+    ({}, {"sep_token": END}, {"added_tokens": {START: 257, END: 258}}, 21, f"{START}bc", {END}),
+    # A list changes no flag of an added token of the encoder.
     ({START: False, END: False}, {"additional_special_tokens": [START, END]}, {}, 21, f"{START}b{END}c",
      set()),
     # A name that no file gives an id.
@@ -86,15 +99,6 @@ def test_special_tokens_map_or_tokenizer_config(tmp_path, config, special_map, e
     assert tok.stop_ids == {END: [258, 256], "<|endoftext|>": [256, 258]}[eos]
 
 
-def test_an_id_that_two_files_give_to_two_tokens(tmp_path):
-    """The encoder's file wins; the other token comes after the last one, as the library numbers it."""
-    decoder = special(i256=START, i65=END, i300="<|far|>")
-    tok = Tokenizer.load(folder_of(tmp_path, {"added_tokens_decoder": decoder}))
-    assert tok.control == {"<|endoftext|>": 256, "<|far|>": 300, END: 301, START: 302}
-    assert (tok.vocab_size, tok.highest, tok.decode([256, 65, 299, 300])) == (303, 302, "A")
-    assert tok.encode(f"a{END}<|far|>", parse_special=True) == [97, 301, 300]
-
-
 @pytest.mark.parametrize("config", [
     {"eos_token": "<sep>", "added_tokens_decoder": {}}, {"eos_token": "<sep>", "added_tokens_decoder": None},
     {"added_tokens_decoder": {"3": {"content": "<sep>", "special": True}}},
@@ -116,12 +120,13 @@ def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
 def test_special_tokens_that_only_their_names_give_to_sentencepiece(sp, tmp_path):
     """They come after the last one. The text after them has one space, however it begins."""
     copy_files(sp, tmp_path)
-    names = {"eos_token": END, "pad_token": "<pad>", "additional_special_tokens": [START, "<sep>"]}
+    names = {"eos_token": END, "pad_token": "<pad>", "cls_token": {"content": ""},
+             "additional_special_tokens": [START, "<sep>"]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     tok = Tokenizer.load(tmp_path)
     assert {END: 520, "<pad>": 521, START: 522}.items() < tok.control.items() and tok.vocab_size == 523
-    assert tok.stop_ids == [520, 2] and "<sep>" not in tok.control
+    assert tok.stop_ids == [520, 2] and tok.control["<sep>"] == 3
     for text in ("the fox", " the fox"):
         ids = tok.encode(f"a {END}{text}", parse_special=True)
         assert ids == tok.encode("a ") + [520] + tok.encode("the fox", bos=False)
@@ -147,6 +152,9 @@ def test_ids_with_gaps(tmp_path):
     assert (tok.vocab_size, tok.highest, tok.stop_ids) == (311, 310, [260])
     stream = tok.stream()
     assert [stream.push([i]) for i in (310, 261, 301)] == ["hello", "<think>", "hell"]
+    guide = Grammars(tok, 512, tok.stop_ids).guide('{"enum": ["hello"]}')
+    guide.take(tok.encode('"hello"'))
+    assert tok.encode('"hello"')[1] == 310 and guide.error is None
 
 
 @pytest.mark.parametrize("config, model", [

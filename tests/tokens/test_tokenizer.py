@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import tokenizers
-from helpers import ROOT
 from helpers.tokenizers import CORPUS, changed_json, json_library, sentencepiece_library
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
@@ -63,25 +62,6 @@ def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, scheme):
         assert tok.decode(tok.encode(text)) == text == model.decode(tok.encode(text))
 
 
-@pytest.mark.parametrize("gap", [0, 1000, 10**5])
-def test_json_with_gaps_among_its_ids_encodes_as_the_library(bpe, tmp_path, gap):
-    content = json.loads((bpe / "tokenizer.json").read_text())
-    model, added = content["model"], [t for t in content["added_tokens"] if t["special"]]
-    moved = [token for token in model["vocab"] if token.isalpha() and token.isascii() and len(token) > 1][:4]
-    model["vocab"] |= {token: 600 + gap + i for i, token in enumerate(moved)}
-    folder = changed_json(bpe, tmp_path, model=model, added_tokens=added)
-    if gap == 10**5:
-        with pytest.raises(InputError, match="600 tokens have ids up to 100,603; expected at most 65,536"):
-            Tokenizer.load(folder)
-        return
-    tok, library = Tokenizer.load(folder), json_library(folder)
-    assert tok.vocab_size == 604 + gap
-    for text in moved:
-        ids = tok.encode(text, bos=False)
-        assert ids == library.encode(text, add_special_tokens=False).ids == [model["vocab"][text]]
-        assert tok.decode(ids) == text
-
-
 def test_sentencepiece_encodes_as_the_library(sp):
     tok, library = Tokenizer.load(sp), sentencepiece_library(sp)
     assert (tok.vocab_size, tok.bos_id) == (522, 1)
@@ -100,14 +80,27 @@ def with_settings(folder, copy, **settings) -> Tokenizer:
     return Tokenizer.load(copy)
 
 
-def test_sentencepiece_without_legacy_puts_no_space_after_control_tokens(sp, tmp_path):
-    library, tok = sentencepiece_library(sp), with_settings(sp, tmp_path, legacy=False)
-    legacy = Tokenizer.load(sp).encode("fox</s>fox", parse_special=True)[1:]
-    assert legacy == [*library.encode("fox"), 2, *library.encode("fox")]
-    first = tok.encode("fox</s>fox", parse_special=True)[1:]
-    second = first[first.index(2) + 1 :]
-    assert first[: first.index(2)] == library.encode("fox") and tok.decode([2, *second]) == "fox"
-    assert not library.id_to_piece(second[0]).startswith("▁")
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+
+
+@pytest.mark.parametrize("settings, bos, first, later", [
+    ({}, True, "▁", "▁"), ({"legacy": False}, True, "▁", ""), ({"add_prefix_space": False}, True, "", ""),
+    (LLAMA, False, "▁", ""), ({"tokenizer_class": "LlamaTokenizerFast", "legacy": None}, False, "▁", ""),
+    ({**LLAMA, "add_bos_token": None}, False, "▁", ""), ({**LLAMA, "add_bos_token": True}, True, "▁", ""),
+    ({**LLAMA, "legacy": True}, False, "▁", "▁"), ({**LLAMA, "add_prefix_space": False}, False, "", ""),
+], ids=range(9))
+def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
+    """Whether a text starts with BOS and a space, and whether a space follows a control token.
+
+    Right values of LlamaTokenizer: transformers 5.23, also where its file lacks settings.
+    """
+    library, tok = sentencepiece_library(sp), with_settings(sp, tmp_path, **settings)
+    ids = tok.encode("fox</s>fox", parse_special=True)
+    assert (ids[0] == 1) is bos
+    ids, at = ids[bos:], ids.index(2) - bos
+    spelled = ["".join(map(library.id_to_piece, part)) for part in (ids[:at], ids[at + 1 :])]
+    assert spelled == [f"{first}fox", f"{later}fox"]
+    assert tok.decode(tok.encode(" fox")) == " fox"
 
 
 @pytest.mark.parametrize("setting, bos", [(None, True), (True, True), (False, False)])
@@ -152,15 +145,6 @@ def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request, text):
 def test_a_prompt_of_megabytes_is_refused_without_the_work(bpe, text):
     with pytest.raises(TooLong, match=r"has at least [\d,]+ tokens \(1,\d+,\d+ characters\)"):
         Tokenizer.load(bpe).chat([{"role": "user", "content": text}], at_most=2047)
-
-
-def test_spaces_before_a_token_that_takes_them_cost_no_more_than_others(bpe, tmp_path):
-    token = {"content": "<mask>", "lstrip": True, "special": True}
-    tok = Tokenizer.load(changed_json(bpe, tmp_path, token))
-    for end, count in (("y", 0), ("<mask>y", 1)):
-        ids = tok.encode("x" + " " * 300_000 + end, bos=False, parse_special=True)
-        assert ids.count(tok.control["<mask>"]) == count
-    assert tok.decode(tok.encode("a  <mask> b", bos=False, parse_special=True)) == "a b"
 
 
 # ---- decoding and streaming ----
@@ -244,9 +228,6 @@ DECODER = "is neither byte-level nor sentencepiece's"
 WITHOUT = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}, "single": [
     {"SpecialToken": {"id": "x", "type_id": 0}}]}
 WORDPIECE = {"type": "WordPiece", "prefix": "#", "cleanup": True}
-REPLACE = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
-
-
 def split(pattern: str) -> dict:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
@@ -254,18 +235,10 @@ def split(pattern: str) -> dict:
 @pytest.mark.parametrize("name, change, words", [
     (JSON, "{", "cannot be read as a tokenizer"), (JSON, "{}", "cannot be read as a tokenizer"),
     (MODEL, "not a model", "cannot be read as a sentencepiece model"),
-    (JSON, {"model": {"type": "\x1b[31m"}}, "cannot be read as a tokenizer"),
-    (JSON, {"model": {"type": "BPE", "vocab": {"a": 2**62}, "merges": []}}, "expected u32"),
     (JSON, {"post_processor": WITHOUT}, "cannot be read as a tokenizer (no entry found"),
-    (JSON, {"pre_tokenizer": split("[")}, "cannot be read as a tokenizer"),
     (JSON, {"decoder": WORDPIECE}, f"decoder WordPiece {DECODER}"),
-    (JSON, {"decoder": REPLACE}, f"decoder Replace {DECODER}"),
-    (JSON, {"decoder": None}, f"decoder none {DECODER}"),
-    (CONFIG, "[]", "expected a JSON object"), (CONFIG, "{", "cannot be read as JSON"),
     (CONFIG, '{"bos_token": 7}', "tokenizer_config.json: bos_token is 7; expected"),
-    (CONFIG, '{"bos_token": {"x": 1}}', "json: bos_token.content is missing; expected"),
     (CONFIG, '{"chat_template": [{"name": "a", "template": {}}]}', ".template is {}; expected"),
-    ("chat_template.json", '{"chat_template": true}', "chat_template.json: chat_template is true; expected"),
 ])
 def test_damage_is_one_line(bpe, tmp_path, name, change, words):
     if name != MODEL:
@@ -284,31 +257,3 @@ def test_a_panic_of_the_library_is_one_line_and_others_are_encoded(bpe, tmp_path
     with pytest.raises(InputError, match=r"tokenizer\.json: cannot encode this text \(Onig: Regex search"):
         tok.encode("a" * 40 + "b" + "a" * 3000)
     assert tok.decode(tok.encode("hello")) == "hello"
-
-
-@pytest.mark.parametrize("name", [JSON, "special_tokens_map.json", CONFIG, "chat_template.jinja"])
-def test_a_link_that_leads_nowhere_is_no_missing_file(bpe, tmp_path, name):
-    copy_files(bpe, tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    (tmp_path / name).symlink_to("nowhere")
-    with pytest.raises(InputError, match=f"{name}: no such file"):
-        Tokenizer.load(tmp_path)
-
-
-# ---- the demo checkpoint ----
-
-DEMO = ROOT / "checkpoints" / "smollm2-135m"
-
-
-@pytest.mark.skipif(not DEMO.is_dir(), reason=f"the demo checkpoint is not at {DEMO.relative_to(ROOT)}")
-def test_demo_checkpoint():
-    tok = Tokenizer.load(DEMO)
-    assert tok.vocab_size == 49152 and tok.encode("Hello world") == [19556, 905]
-    ids = tok.chat([{"role": "user", "content": "<|im_end|> 12"}])
-    assert [i for i in ids if i < 17] == [1, 2, 1, 2, 1]
-    assert tok.decode(ids).endswith("user\n<|im_end|> 12\nassistant\n")
-    for text in CORPUS:
-        assert tok.decode(tok.encode(text)) == text
-    turn = "<|im_start|>user\nhi<|im_end|>\n"
-    assert tok.encode(turn, parse_special=True) == [1, 4093, 198, 6004, 2, 198]
-    assert tok.decode(tok.encode(turn)) == turn and not {1, 2} & {*tok.encode(turn)}

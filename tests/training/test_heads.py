@@ -11,7 +11,7 @@ from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
-from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, new_head
+from training.heads import KINDS, HeadShape, new_head, own_weights
 from training.losses import Eagle3Objective
 
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
@@ -30,13 +30,12 @@ def test_it_drafts_as_the_other_one(models, kind):
     old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
     head = made(target, kind, old)
     more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
-    begun, taken = begun_head(target, kind, Start(head, kind), head.draft_ids, more, 1)
-    assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
+    begun = new_head(target, kind, head.draft_ids, more, 1, head)
 
     one, other = (KINDS[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
     if getattr(begun.args, "confidence", False) and kind != "dspark":
         begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
-    other.taken = taken
+    other.start = head
     expected, right, _, states = loss_on(one)
     lengths = torch.tensor([len(row["ids"]) for row in ROWS])
     other.learn_scale(states, torch.arange(states.normed.shape[1]) < lengths[:, None])
@@ -53,9 +52,9 @@ def test_it_drafts_as_the_other_one(models, kind):
 def test_p_eagle_begins_as_eagle3(models):
     """Its first draft is that of the EAGLE-3 head."""
     target, head = models
-    begun, taken = begun_head(target, "p-eagle", Start(head, "eagle3"), head.draft_ids, MARKOV, 1)
+    begun = new_head(target, "p-eagle", head.draft_ids, MARKOV, 1, head)
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
-    assert "mask_hidden" not in taken and begun.mask_hidden.abs().sum() > 0
+    assert "mask_hidden" not in own_weights(head) and begun.mask_hidden.abs().sum() > 0
     objectives = Eagle3Objective(target, head, 1), KINDS["p-eagle"].objective(target, begun)
     one, other = (loss_on(objective)[1][0] for objective in objectives)
     assert one == other
@@ -69,7 +68,7 @@ def test_another_vocabulary(models):
         head.lm_head.weight.copy_(0.5 * head.lm_head.weight.roll(1, 1))
     turn = torch.linalg.lstsq(target.lm_rows[::2].double(), head.lm_head.weight.double()).solution
     foreseen = (target.lm_rows.double() @ turn).float()
-    begun, _ = begun_head(target, "dspark", Start(head, "dspark"), ids, MARKOV, 1)
+    begun = new_head(target, "dspark", ids, MARKOV, 1, head)
     assert begun.draft_ids.tolist() == ids.tolist() and begun.args.draft_vocab_size == 5
     rows, out = begun.lm_head.weight, begun.markov_out.weight
     for i, token in enumerate(ids.tolist()):
@@ -82,52 +81,6 @@ def test_another_vocabulary(models):
         assert torch.equal(out[i], head.markov_out.weight[token // 2] if known else torch.zeros(4))
 
 
-def test_what_is_not_asked_for_stays(models):
-    """A DSpark head keeps its Markov rank and its block, unless another block is asked for."""
-    target, _ = models
-    head = made(target, "dspark", MARKOV)
-    args = begun_args(Start(head, "dspark"), "dspark", 160, HeadShape())
-    assert (args.markov_rank, args.drafts, args.confidence) == (4, 4, True)
-    assert begun_args(Start(head, "dspark"), "dspark", 160, HeadShape(drafts=6)).drafts == 6
-    block = made(target, "dflash", HeadShape(drafts=4))
-    assert begun_args(Start(block, "dflash"), "dflash", 160, HeadShape(drafts=3)).block == 4
-    p_eagle = made(target, "p-eagle", HeadShape(drafts=4))
-    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, HeadShape(drafts=3)).drafts == 3
-
-
-@pytest.mark.parametrize("start, kind, shape, words", [
-    ("eagle3", "dspark", HeadShape(), "a head of kind dspark cannot begin as one of kind eagle3"),
-    ("p-eagle", "eagle3", HeadShape(), "kind eagle3 cannot begin as one of kind p-eagle"),
-    ("dspark", "dspark", HeadShape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
-    ("dspark", "dspark", HeadShape(markov_rank=0), "--markov-rank 0: the head of --start has 4"),
-    ("dspark", "dspark", HeadShape(num_layers=1), "--layers 1: the head of --start has 2"),
-])
-def test_what_cannot_begin_so(models, start, kind, shape, words):
-    target, _ = models
-    head = made(target, start, HeadShape() if start == "eagle3" else MARKOV)
-    with pytest.raises(ValueError, match=words):
-        begun_args(Start(head, start), kind, 160, shape)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-def test_new_heads_start_from_the_target(models, kind):
-    target, _ = models
-    draft_ids = torch.arange(0, 128, 2) if kind == "eagle3" else torch.arange(target.args.vocab_size)
-    head = new_head(target, kind, draft_ids, HeadShape(), 0)
-    names = {name for name, p in head.named_parameters() if p.requires_grad}
-    assert not any(name.startswith("embed") for name in names)
-    assert ("lm_head.weight" in names) == (kind == "eagle3")
-    if kind == "eagle3":
-        assert torch.equal(head.lm_head.weight, target.lm_head.weight[0:128:2])
-
-
-def test_shapes_that_cannot_be(models):
-    args, shallow = models[0].args, dataclasses.replace(models[0].args, num_layers=3)
-    with pytest.raises(ValueError, match="which has 3 layers: use --kind eagle"):
-        head_args(shallow, "eagle3", 64, HeadShape())
-    assert head_args(shallow, "eagle", args.vocab_size, HeadShape()).aux_layers == (3,)
-
-
 @pytest.mark.dear
 @pytest.mark.slow
 def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
@@ -137,7 +90,7 @@ def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
         "kind": "p-eagle", "start": start, "draft-vocab": None, "markov-rank": 4, "drafts": 4, "lr": 1e-9,
     }
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 0
-    assert f"tensors begin as those of {start}" in capsys.readouterr().err
+    assert f"tensors from {start}" in capsys.readouterr().err
     old, new = load_file(golden / "eagle3" / "model.safetensors"), tmp_path / "converted"
     convert(tmp_path / "head", new, golden, quiet=True, dtype="fp32")
     found = load_file(new / "model.safetensors")

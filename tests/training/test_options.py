@@ -7,42 +7,24 @@ import pytest
 from helpers.training import options, users
 
 import train
-from checkpoint.quantizing import quantize_folder
 from kernels.backend import TORCH
-from kernels.quantized import Scheme
 
 FILES = {
-    "file": b"", "text.jsonl": b'{"text": "no chat"}\n', "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
+    "file": b"", "one.jsonl": b'{"prompt": "what?"}\n',
+    "text.jsonl": b'{"text": "no chat"}\n', "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
     "no-utf8/a.jsonl": b"\xff\xfe\n",
 }
 REFUSED = {  # what the error says: the options that are changed; {} is the folder of FILES
     "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
-    "{}/nowhere: no such file or folder": {"checkpoint": "{}/nowhere"},
     "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
-    "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
-    "--device cuda:9": {"device": "cuda:9"},
-    "--out /: is mounted": {"out": "/"},
-    "--prompts {}/none: no such file": {"prompts": "{}/none"},
-    "--prompts {}/file: holds no prompts": {"prompts": "{}/file"},
+    "--out {}: holds files that no run with its state in {}-work has written": {"out": "{}"},
+    "{}/none: no such file": {"prompts": "{}/none"},
     "line 1: no conversation": {"conversations": "{}/text.jsonl"},
-    "--openings {}/file: holds no lines": {"openings": "{}/file"},
-    "--shards {}/empty: holds no shards": {"shards": "{}/empty"},
     "is no row of this target's token ids and answers; --shards takes": {"shards": "{}/log", "prompts": None},
-    "cannot be read": {"shards": "{}/no-utf8", "prompts": None},
     "--max-prompt-tokens plus --max-new-tokens 1000040: the target has 1024": {"max-prompt-tokens": 10**6},
-    "--draft-vocab 321: the target has 320": {"draft-vocab": 321},
     "that are left out: 24 longer than --max-prompt-tokens 3": {"max-prompt-tokens": 3, "synthesize": 0},
-    "fewer than two different prompts": {"limit": 1, "synthesize": 0},
-    "--limit belongs to --prompts; leave it out": {"limit": 3, "prompts": None, "synthesize": 4},
-    "--states belongs to heads from nothing": {"states": 3, "start": "{}"},
-    "{}/empty: holds no config.json": {"start": "{}/empty"},
-    "--layers: not for --kind eagle3; leave it out": {"layers": 2},
     "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
-    "--start: not for --kind eagle; leave it out": {"kind": "eagle", "start": "{}"},
-    "40 states of a target of 8 layers": {"kind": "dflash", "states": 40},
     "--max-new-tokens 2: must be at least 3": {"max-new-tokens": 2},
-    "--ema 1.0: must be 0 to 0.99999": {"ema": 1},
-    "--short-epochs 3: there are 2 epochs": {"short-epochs": 3},
 }
 
 
@@ -78,22 +60,6 @@ def test_bad_input_is_one_line(golden, prompt_file, folder, tmp_path, capsys, wo
     line = error_of(capsys, options(golden, prompts, tmp_path, **changes))
     assert line.startswith("error: ") and words.replace("{}", str(folder)) in line, line
     assert not (tmp_path / "head").exists()
-
-
-def test_targets_and_copies_that_cannot_be_used(golden, prompt_file, tmp_path, capsys):
-    """Before any text is written."""
-    quantize_folder(golden, tmp_path / "int8", Scheme("int8", 0, "int8"))
-    argv = options(tmp_path / "int8", prompt_file, tmp_path)
-    assert "is quantised already; name the checkpoint before" in error_of(capsys, argv)
-    other = shutil.copytree(golden, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"stop_ids": [7]}))
-    argv = options(golden, prompt_file, tmp_path, copy=other)
-    assert f"--copy {other}: no copy of {golden}: their shapes or stop ids" in error_of(capsys, argv)
-    shutil.copytree(golden, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer_config.json"))
-    argv = options(tmp_path / "bare", prompt_file, tmp_path)
-    assert "chats need a tokenizer and a chat template" in error_of(capsys, argv)
-    assert not list(tmp_path.glob("head*/data/*"))
 
 
 def test_what_a_template_refuses_is_left_out(golden, tmp_path, capsys):

@@ -1,6 +1,4 @@
-"""Shards of text that the target writes: several turns, user turns of its own, several processes."""
-from types import SimpleNamespace
-
+"""Shards of text that the target writes: several turns, where a user's turn ends, killed writers."""
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
@@ -12,8 +10,7 @@ from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.processes import Processes
-from training.writing import Collector, open_engine
+from training.writing import Collector
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
@@ -23,7 +20,7 @@ SETTINGS = {
 
 def collector(golden, folder, **changes) -> Collector:
     target, _ = load_model(golden)
-    engine = open_engine(target, SETTINGS["stop_ids"], 1, 200, False, print)
+    engine = Engine(target, max_seq_len=200, stop_ids=SETTINGS["stop_ids"], compile=False)
     return Collector(engine, Tokenizer.load(golden), folder, **SETTINGS | changes)
 
 
@@ -54,17 +51,6 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
     for name, end in (("vicuna", "ASSISTANT:"), ("llama2", "[/INST]")):
         c.tokenizer = with_template(golden, tmp_path_factory.mktemp(name), TEMPLATES[name])
         assert c.user_end() == end
-    c.max_prompt_tokens = 10**6
-    c.synthesize(1)
-    (begin,) = c.planned.values()
-    steps, texts = begin(), (b" What is two? [/INST] Two.", b" It is two.")
-    next(steps)
-    steps.send(SimpleNamespace(ids=list(texts[0]), finish="length"))
-    with pytest.raises(StopIteration) as end:
-        steps.send(SimpleNamespace(ids=list(texts[1]), finish="length"))
-    (row,) = end.value.value.rows
-    text = bytes(i for i in row["ids"] if i < 256)
-    assert b"What is two?" in text and text.endswith(b" It is two.") and b" Two." not in text
 
 
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
@@ -95,64 +81,10 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     assert list(map(bytes, before)) == prompts
 
 
-@pytest.mark.slow
-def test_user_turns_of_its_own(golden, tmp_path):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    c = collector(golden, tmp_path, max_new_tokens=8)
-    assert c.user_header([]) == list(b"u:") and c.user_header(messages) == list(b"u:a\na:b\nu:")
-    c.synthesize(24, turns=2, openings=("Write", "Sum"))
-    c.write()
-    rows = read_rows(c)
-    assert rows and any(len(r["answers"]) == 2 for r in rows)
-    begins = {bytes(r["ids"]).split(b":")[1][:3] for r in rows}
-    assert begins == {b"Wri", b"Sum"} and all(r["source"] == "synthesized" for r in rows)
-
-
-def test_a_template_without_a_header_for_the_user(golden, tmp_path, tmp_path_factory):
-    c, bare = collector(golden, tmp_path), "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    c.tokenizer = with_template(golden, tmp_path_factory.mktemp("bare"), bare)
-    with pytest.raises(InputError, match="--synthesize: the chat template puts nothing before a user's turn"):
-        c.synthesize(1)
-    assert not list(tmp_path.iterdir())
-
-
-class Counter:
-    """A store of torch.distributed, for processes that are not there."""
-
-    def __init__(self):
-        self.taken = 0
-
-    def add(self, name: str, number: int) -> int:
-        self.taken += number
-        return self.taken
-
-
 def written_by(c: Collector, prompts: list) -> Collector:
     c.from_prompts(prompts)
     c.write()
     return c
-
-
-def test_conversations_are_shared_between_processes(golden, tmp_path):
-    """Whoever is free takes the next one, and what it holds does not depend on who that is."""
-    prompts, store = [users(f"question {i}") for i in range(10)], Counter()
-    alone = written_by(collector(golden, tmp_path / "alone"), prompts)
-    both = [Processes(rank, 2, store=store) for rank in (0, 1)]
-    for processes in both:
-        processes.wait = lambda: None
-    parts = [collector(golden, tmp_path / "shared", processes=processes) for processes in both]
-    for part in parts:
-        part.from_prompts(prompts)
-    others = [next(both[1].queue("text", 10)) for _ in range(3)]
-    assert others == [0, 1, 2]  # which the second process does not write
-    parts[0].write()
-    with pytest.raises(InputError, match="written are not here; --out must lie on a disk"):
-        parts[0].read(320)
-    store.taken = 0  # as when the same command goes on
-    parts[1].write()
-    assert [path.stem[-2:] for path in parts[1].files] == ["-0", "-1"]
-    assert [len(path.read_text().splitlines()) for path in parts[1].files] == [7, 3]
-    assert read_rows(parts[0]) == read_rows(parts[1]) == read_rows(alone)
 
 
 def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
@@ -177,9 +109,9 @@ def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
     again = written_by(collector(golden, tmp_path / "killed"), prompts)
     assert read_rows(again) == read_rows(alone) and len(decoded) == 7 - 4
     written_by(collector(golden, tmp_path / "killed"), prompts[::-1])
-    assert len(decoded) == 3 + 7
+    assert len(decoded) == 3  # in any order
     before = left.read_bytes()
     more = written_by(collector(golden, tmp_path / "killed"), [*prompts, users("one more")])
-    assert len(decoded) == 3 + 7 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
+    assert len(decoded) == 3 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
     written_by(collector(golden, tmp_path / "killed", seed=1), prompts)
-    assert len(decoded) == 3 + 7 + 1 + 7
+    assert len(decoded) == 3 + 1 + 7

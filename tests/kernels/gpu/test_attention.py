@@ -3,38 +3,16 @@ import pytest
 import torch
 from helpers.ahead_of_time import dear
 
-from kernels.backend import Sight
-from kernels.float8 import Float8Caches, from_bytes, to_bytes
-from kernels.gpu import attention
-from kernels.gpu.cache import Float8LayerCache, Float8LayerCaches, LayerCache, LayerCaches, move_slots
+from kernels.backend import TORCH
+from kernels.float8 import Float8Caches
+from kernels.gpu import attention, check
+from kernels.gpu.cache import Float8LayerCaches, LayerCaches, move_slots
 from kernels.gpu.launch import counters
-from model import Block, KVCaches, ModelArgs, Pass, inverse_frequencies, rope_table
-from tree import visible_slots
+from model import KVCaches, ModelArgs
 
-DTYPES = [(torch.float32, 2e-6)]
+DTYPES = [torch.float32]
 if torch.cuda.is_available():  # the interpreter multiplies 16-bit numbers in its own way
-    DTYPES += [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
-
-
-def case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm=False, window=0, layers=2, slots=200):
-    draw = torch.Generator().manual_seed(B * 1000 + T * 10 + M)
-    args = ModelArgs(32, nh * hd, 32, layers, nh, nkv, hd, qk_norm=norm, windows=(window,) * layers)
-    block = Block(args).to(dtype)
-    if norm:
-        block.q_norm.weight.data = torch.rand(hd, generator=draw).to(dtype) + 0.5
-        block.k_norm.weight.data = torch.rand(hd, generator=draw).to(dtype) + 0.5
-    qkv = torch.randn(B, T, (nh + 2 * nkv) * hd, generator=draw).to(device, dtype)
-    kv = torch.randn(layers, 2, B, nkv, slots, hd, generator=draw).to(device, dtype)
-    length = torch.tensor(lengths, device=device)
-    local = torch.rand(B, T, M, generator=draw) < 0.4
-    local[:, torch.arange(T), M - T + torch.arange(T)] = True  # a row sees itself
-    return args, block.to(device), qkv, kv, length, local.to(device)
-
-
-def seen_by(length, local, window):
-    """What `attention.attend` is told of a window."""
-    sight = Sight(None, length, local)
-    return (sight.within(window) if window else sight)[1:]
+    DTYPES += [torch.bfloat16, torch.float16]
 
 
 CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
@@ -54,60 +32,35 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
 
 
 @pytest.fixture
-def attend(device, monkeypatch):
-    """attend(dtype, sizes, kind, hold): the kernel's result, the definition's over caches of this kind, the
-    caches that each has written, and the definition over other caches. hold: numbers to what is stored.
-    """
+def made(device, monkeypatch):
+    """made(dtype, sizes, float8): the case of these sizes; all counters are zeros after it."""
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
-
-    def both(dtype, sizes, kind, hold=lambda kv: kv):
-        args, block, qkv, kv, length, local = case(device, dtype, *sizes)
-        sees = seen_by(length, local, sizes[-1])
-        T, M, kv = qkv.shape[1], local.shape[2], hold(kv)
-        own, slots = length[:, None] + M - T + torch.arange(T, device=device), torch.arange(kv.shape[4])
-        inverse = inverse_frequencies(args).to(device)
-        shared = Pass(args, inverse, own + 3, own, visible_slots(slots.to(device), length, local))
-        norms = (block.q_norm.weight, block.k_norm.weight) if args.qk_norm else (None, None)
-        angles, mine = rope_table(args, inverse, own + 3), kv.clone()
-        found, again = (
-            attention.attend(qkv, *angles, *norms, args.norm_eps, mine, 1, *sees) for _ in range(2)
-        )
-        assert torch.equal(found, again)
-        want = kind(kv, 1).attend(block, qkv, shared)
-        assert torch.equal(mine[0], kv[0])  # another layer's
-        return found, want, mine, kv, lambda other: LayerCache(other, 1).attend(block, qkv, shared)
-
-    return both
+    yield lambda dtype, sizes, float8=False: check.attention(device, dtype, *sizes, float8=float8)
+    assert not counters(torch.empty(0, device=device).device, 1).any()
 
 
-@pytest.mark.parametrize("dtype, limit", DTYPES)
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", CASES)
-def test_attention(attend, dtype, limit, sizes):
-    found, want, mine, kv, _ = attend(dtype, sizes, LayerCache)
-    torch.testing.assert_close(found, want, rtol=limit, atol=limit)
-    torch.testing.assert_close(mine, kv, rtol=limit, atol=limit)
+def test_attention(made, backend, dtype, sizes):
+    """The same numbers each time, and those of the definition."""
+    case = made(dtype, sizes)
+    check.check(case, backend)
+    assert check.difference(case.run(backend), case.run(backend), 0) is None
 
 
-@pytest.mark.parametrize("dtype, limit", DTYPES)
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
-def test_attention_over_float8(attend, dtype, limit, sizes):
-    """Numbers that are rounded like those of the definition, or to the next one, if they were nearly so."""
-    found, want, mine, kv, defined = attend(dtype, sizes, Float8LayerCache, to_bytes)
-    steps = (mine.int() - kv.int()).abs()
-    assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
-    near = limit if torch.equal(mine, kv) else 0.1
-    torch.testing.assert_close(found, want, rtol=near, atol=near)
-    exact = defined(from_bytes(kv, dtype))
-    assert (found - exact).abs().max() > 10 * limit or dtype != torch.float32  # its own keys are rounded
-
-
-def test_counters_are_zeros_again(device):
-    """After passes whose keys are split among programs."""
-    args, _, qkv, kv, length, local = case(device, torch.float32, 1, 1, 4, 2, 16, 1, [190])
-    cos, sin = rope_table(args, inverse_frequencies(args).to(device), length[:, None])
-    attention.attend(qkv, cos, sin, None, None, 0.0, kv, 0, length, local)
-    used = counters(qkv.device, 1)
-    assert not used.any()
+def test_attention_over_float8(made, backend, dtype, sizes):
+    """Keys and values are rounded like those of the definition, or to the next number, if nearly so."""
+    case = made(dtype, sizes, True)
+    (found, held), (wanted, kept) = case.run(backend), case.run(TORCH)
+    other = torch.cat([(a != b).float().flatten() for a, b in zip(held, kept)])
+    assert other.mean() < 1e-3 and check.difference(held, kept, 0.13) is None
+    assert check.difference(found, wanted, 0.1 if other.any() else check.LIMITS[dtype]) is None
+    if dtype == torch.float32:  # its own keys are rounded, too
+        assert check.difference(found, made(dtype, sizes).run(TORCH)[0], 1e-4) is not None
 
 
 def test_move_in_a_cache_of_gigabytes(device):

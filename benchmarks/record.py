@@ -1,0 +1,141 @@
+"""Record an answer with and without drafting, and draw both as terminals that write in real time.
+
+    python benchmarks/record.py --checkpoint DIR [--prompt TEXT] [--redraw]
+
+Both answers are decoded in turns, after a warm-up; of each the run of median length is kept, with the time
+stamp of every token. Writes benchmarks/results/NAME.json, and NAME.svg beside it: a picture that plays
+without scripts. --redraw: draw that result file again.
+"""
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import textwrap
+from html import escape
+from pathlib import Path
+
+import bench  # first: it makes the modules below importable
+from bench import positive
+
+from common.errors import InputError
+from common.files import write_text
+from llm import LLM
+
+PROMPT = "How does photosynthesis work? Explain it in simple words."
+METHODS = {"none": "plain decoding", "eagle3": "EAGLE-3"}
+TURNS = 5
+COLUMNS, LINES = 60, 20  # of a terminal
+WIDE, HIGH, LEFT, TOP = 7.2, 17, 16, 84  # pixels: of a character, of a line, left of the text and above it
+TICK, REST = 0.2, 5.0  # seconds between two counts of tokens, and for which the end stays in view
+INK, DRAFTED, FAINT, GROUND = "#e6edf3", "#7ee787", "#8b949e", "#0d1117"
+
+
+def record(llm: LLM, prompt: str, tokens: int) -> dict:
+    """Return an answer: ids, pieces [seconds since the prompt, text, whether drafted] and tau."""
+    ids, pieces, text = [], [], ""
+    for event in llm.stream(prompt, max_new_tokens=tokens):
+        request = event.request
+        for i, token in enumerate(event.ids):
+            ids.append(token)
+            before, text = text, llm.tokenizer.decode(ids)
+            pieces.append([round(request.last - request.began, 4), text[len(before):], i < event.drafted])
+    return {"ids": ids, "pieces": pieces, "tau": round(request.tau, 2), "rate": request.tokens_per_second}
+
+
+def places(text: str) -> list[tuple[int, int]]:
+    """Return line and column of each character, with lines broken between words."""
+    found, line = [], 0
+    for paragraph in text.split("\n"):
+        rows = textwrap.wrap(paragraph, COLUMNS, drop_whitespace=False) or [""]
+        found += [(line + y, x) for y, row in enumerate(rows) for x in range(len(row))]
+        line += len(rows)
+        found.append((line - 1, len(rows[-1])))  # the line's end
+    return found
+
+
+def words(
+    x: float, y: float, text: str, colour: str, times: tuple[float, ...] = (), size: int = 12
+) -> str:
+    """Return a piece of text. times: when it appears and goes, in parts of the whole; none: it stays."""
+    play = ""
+    if times:
+        keys, values = ";".join(f"{t:.4f}" for t in (0, *times)), ";".join("010"[: len(times) + 1])
+        play = (f'<animate attributeName="opacity" calcMode="discrete" keyTimes="{keys}" values="{values}"'
+                ' dur="DURATION" repeatCount="indefinite"/>')
+    wide = f'textLength="{len(text) * WIDE * size / 12}"'  # whatever the reader's font is
+    return f'<text x="{x}" y="{y}" fill="{colour}" font-size="{size}" {wide}>{escape(text)}{play}</text>'
+
+
+def terminal(left: float, title: str, answer: dict, end: str, total: float) -> list[str]:
+    """Return the elements of one terminal. end: what is said once all is written. total: seconds."""
+    pieces = answer["pieces"]
+    last, elements = pieces[-1][0], [words(left, 46, title, INK, size=15)]
+    cells = iter(places("".join(text for _, text, _ in pieces)))
+    for seconds, text, drafted in pieces:
+        for line, some in itertools.groupby(zip(text, cells), lambda pair: pair[1][0]):
+            some = list(some)
+            shown = "".join(c for c, _ in some).rstrip()
+            column = some[0][1][1] + len(shown) - len(shown := shown.lstrip())
+            if line < LINES and shown:
+                place = round(left + column * WIDE, 1), TOP + line * HIGH
+                elements.append(words(*place, shown, DRAFTED if drafted else INK, (seconds / total,)))
+    for i in range(int(last / TICK) + 1):
+        now = i * TICK
+        count = sum(seconds <= now for seconds, *_ in pieces)
+        seen = now / total, min(now + TICK, last) / total
+        elements.append(words(left, 64, f"{now:.1f} s: {count} tokens", FAINT, seen))
+    done = f"{last:.1f} s: {len(pieces)} tokens, {answer['rate']:.0f} a second{end}"
+    return [*elements, words(left, 64, done, DRAFTED, (last / total,))]
+
+
+def draw(found: dict) -> str:
+    """Return the picture of a record as SVG."""
+    plain, drafted = (found["answers"][name] for name in METHODS)
+    total = max(answer["pieces"][-1][0] for answer in (plain, drafted)) + REST
+    panel, height = LEFT + COLUMNS * WIDE, TOP + LINES * HIGH + 26
+    ratio = plain["pieces"][-1][0] / drafted["pieces"][-1][0]
+    same = "the same text" if plain["ids"] == drafted["ids"] else "another text"
+    ends = {"none": "", "eagle3": f", {ratio:.2f} x as fast, {same}"}
+    machine = f"{found['device']}, {found['isa']}, {found['threads']} threads, {found['date']}"
+    parts = [
+        words(LEFT, 22, f"{found['model']}: {found['prompt']}", FAINT),
+        words(LEFT, height - 12, f"In real time. Green: drafted. {machine}", FAINT),
+    ]
+    for i, (name, title) in enumerate(METHODS.items()):
+        parts += terminal(LEFT + i * (panel + LEFT), title, found["answers"][name], ends[name], total)
+    body = "\n".join(parts).replace("DURATION", f"{total:.2f}s")
+    box = f'viewBox="0 0 {2 * panel + 2 * LEFT:.0f} {height}" font-family="monospace"'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<rect width="100%" height="100%" rx="8"'
+            f' fill="{GROUND}"/>\n{body}\n</svg>\n')
+
+
+def action(o) -> None:
+    """Record, unless there is a record, and draw."""
+    file = bench.RESULTS / f"{o.name}.json"
+    if not o.redraw:
+        llms = {name: LLM(o.checkpoint, speculate=name, batch_size=1) for name in METHODS}
+        runs = {name: [] for name in METHODS}
+        for _ in range(TURNS + 1):
+            for name, llm in llms.items():
+                runs[name].append(record(llm, o.prompt, o.max_new_tokens))
+        if len(runs["none"][0]["ids"]) < 2:
+            raise InputError("--prompt: its answer is one token, which shows no speed")
+        answers = {n: sorted(r[1:], key=lambda a: a["pieces"][-1][0])[TURNS // 2] for n, r in runs.items()}
+        about = {"model": Path(o.checkpoint).name, "prompt": o.prompt}
+        bench.write(o.name, bench.describe(o) | about | {"answers": answers})
+    write_text(file.with_suffix(".svg"), draw(json.loads(file.read_text())))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse a command line and run it. Returns the exit status."""
+    p = bench.options(__doc__, "record")
+    p.add_argument("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
+    p.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
+    p.add_argument("--max-new-tokens", type=positive, default=192, metavar="N", help="default 192")
+    p.add_argument("--redraw", action="store_true", help="draw the result file again")
+    return bench.run(p, action, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The step of decoding compared with itself: by definitions, on our kernels, compiled, and captured.
+
+`checked` is called for each target on a GPU. It adds two parts to those of `kernels.gpu.check`.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn as nn
+
+from drafters.eagle import Eagle
+from engine.engine import Engine
+from engine.passes import Passes
+from kernels.backend import TorchBackend
+from kernels.gpu.check import PARTS, Case, Sizes, failures, main
+from model import ModelArgs, Transformer
+from networks.eagle import Eagle3Head
+from networks.head import HeadArgs
+from sampling.options import Modes
+from tree import TreeShape
+
+VOCABULARY, WIDTH, TOKENS, REPLAYS = 1000, 256, 70, 3
+MODES = Modes(noisy=True)
+
+
+def checked(
+    backend: TorchBackend, model: Transformer, float8: bool, say: Callable[[str], None]
+) -> TorchBackend:
+    """Return a backend without the parts that fail on this GPU at a target's sizes.
+
+    float8: of its caches. say: gets a line about each part.
+    """
+    command = sys.executable, "-m", "engine.check"
+    return backend.without(failures(Sizes.of(model, float8), say, [*PARTS, *STEPS], command))
+
+
+def _prepared(s: Sizes, backend: TorchBackend) -> Passes:
+    """Return passes of a small target with these heads and an EAGLE-3 head, both random, amid two texts."""
+    nh, nkv, hd = s.heads
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": nh,
+        "num_kv_heads": nkv, "head_dim": hd,
+    }
+    target = Transformer(ModelArgs(num_layers=2, qk_norm=s.norm, **shape))
+    head = Eagle3Head(HeadArgs(
+        num_layers=1, draft_vocab_size=VOCABULARY, target_hidden_size=WIDTH, aux_layers=(0, 1, 2), **shape
+    ))
+    draw = torch.Generator().manual_seed(1)
+
+    def fill(module: nn.Module) -> None:
+        for x in module.parameters():
+            x.copy_(torch.randn(x.shape, generator=draw) * (x.shape[-1] ** -0.5 if x.ndim > 1 else 1))
+
+    fill(target), fill(head)
+    head.use_target(target)
+    target.requires_grad_(False).to(s.device), head.requires_grad_(False).to(s.device)
+    backend.prepare(target, head)
+    drafter = Eagle(head, TreeShape(*s.tree))
+    passes = Engine(target, drafter, batch=2, max_seq_len=4 * TOKENS, compile=backend.name != "torch").passes
+    state = passes.state
+    for x in (*passes.caches, *drafter.caches):
+        for held in (x.k[:, : passes.slots], x.v[:, : passes.slots]):
+            held.copy_(torch.randn(held.shape, generator=draw))
+    state.features.copy_(torch.randn(state.features.shape, generator=draw))
+    state.tokens.copy_(torch.randint(VOCABULARY, state.tokens.shape, generator=draw))
+    state.key.copy_(torch.tensor([[1, 2], [3, 4]]))
+    values = {"length": TOKENS, "limit": 3 * TOKENS, "n_new": 1, "done": 0, "temperature": 1}
+    for name, value in values.items():
+        state.get_buffer(name).fill_(value)
+    return passes
+
+
+def poison(device: torch.device) -> None:
+    """Give back the memory that torch keeps, and fill what it gets anew with bytes that are no number."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    for size in range(9, 21):
+        _ = [torch.full((1 << size,), 0xFF, dtype=torch.uint8, device=device) for _ in range(8)]
+
+
+def _steps(s: Sizes, captured: bool) -> Iterator[Case]:
+    def run(backend: TorchBackend) -> list:
+        """Steps from one state, between them a step of another kind, and freed memory that is written."""
+        passes, found = _prepared(s, backend), []
+        if not captured:
+            passes.captured = None
+        rows, span = passes.rows(0, 2), passes.span(2 * TOKENS)
+        buffers = [*passes.state.buffers(), *passes.caches.buffers(), *passes.drafter.caches.buffers()]
+        first = [x.clone() for x in buffers]
+        for _ in range(REPLAYS):
+            for x, kept in zip(buffers, first):
+                x.copy_(kept)
+            tree, path = passes.step(rows, span, passes.drafter, MODES)
+            state = passes.state
+            found += [x.clone() for x in (*tree, path, state.tokens, state.length, state.out, state.n_new)]
+            passes.step(rows, span, passes.plain, MODES)
+            poison(passes.device)
+        if passes.fallbacks[len(backend.failures) :]:
+            raise AssertionError(passes.fallbacks[-1])
+        return found
+
+    yield Case(f"2 sequences, a tree of {s.tree[0]}", run, 1e-3, guards=False)
+
+
+STEPS = {"compiled step": lambda s: _steps(s, False), "captured step": lambda s: _steps(s, True)}
+
+if __name__ == "__main__":
+    main(PARTS | STEPS)

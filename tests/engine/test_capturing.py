@@ -1,0 +1,198 @@
+"""Captured calls, on a stand-in for torch's CUDA graphs: what they keep, and what is done if one fails."""
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers.decoding import ids
+from helpers.drafters import make_drafter
+from shapes import random_models
+
+from engine import compile as compiling
+from engine.compile import CapturedCalls, CompiledFunction
+from engine.engine import Engine
+from engine.memory import free_memory
+from engine.passes import CUBLAS_WORKSPACE
+from kernels.backend import TORCH
+from sampling.options import Sampling
+
+GPU = torch.device("cuda:1")
+
+
+class Graph:
+    """A graph that knows the calls made while it was captured, and keeps nothing alive."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+class FakeCuda:
+    """Stands in for torch.cuda. fails: captures raise this error."""
+
+    def __init__(self):
+        self.fails, self.streams, self.captured, self.collecting = None, [], [], []
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream):
+        self.collecting.append(gc.isenabled())
+        self.captured.append(stream)
+        yield
+        if self.fails:
+            raise self.fails
+
+    def Stream(self, device):
+        self.streams.append(device)
+        return self
+
+    def wait_stream(self, other): ...
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph", fake.graph)
+    monkeypatch.setattr("torch.cuda.Stream", fake.Stream)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: fake)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda where: contextlib.nullcontext())
+    compiling._stream.cache_clear()
+    yield fake
+    compiling._stream.cache_clear()
+
+
+def test_a_capture_keeps_its_inputs_and_nothing_collects_during_it(cuda):
+    held, lines = torch.ones(3), []
+    calls, seen = CapturedCalls(GPU, lines.append), weakref.ref(held)
+
+    def call(x=held):
+        return x + 1
+
+    for _ in range(3):
+        found = calls(("step",), call)
+    del call, held
+    assert found.tolist() == [2.0] * 3 and seen() is not None, "a replay reads memory that was given away"
+    assert cuda.collecting == [False] and gc.isenabled() and not lines
+
+
+def test_one_stream_for_each_device(cuda):
+    for _ in range(3):
+        CapturedCalls(GPU)(("step",), lambda: None)
+    CapturedCalls(torch.device("cuda:0"))
+    assert cuda.streams == [GPU, torch.device("cuda:0")]
+
+
+def test_what_cannot_be_captured_is_called(cuda):
+    """One line says so; sequences are held still while it is tried, and not afterwards."""
+    lines, still = [], []
+
+    @contextlib.contextmanager
+    def held():
+        still.append(True)
+        yield
+        still.append(False)
+
+    cuda.fails, made = RuntimeError("operation not permitted\nmore"), []
+    calls = CapturedCalls(GPU, lines.append)
+    for _ in range(2):
+        calls(("step", 1), lambda: made.append(still[-1]), held)
+    assert made == [True] * 3 + [False] * 2 and still == [True, False]
+    assert lines == ["the step cannot be captured and is launched each time (operation not permitted)"]
+    cuda.fails = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError):
+        calls(("prefill", 1), lambda: None, held)
+    assert still[-1] is True or ("prefill", 1) not in calls.graphs
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
+    lines = []
+    monkeypatch.setattr(compiling.SavedGraph, "make", lambda *a: 1 / 0)
+    monkeypatch.setattr(compiling, "saved_places", lambda *a: ("nowhere",))
+    double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
+    assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 3
+
+
+def test_caches_are_free_when_nobody_holds_the_engine():
+    """Not only once garbage is collected: until then their memory counts as used."""
+    target, head = random_models("tiny", torch.float32, "cpu", None)
+    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(target, drafter, batch=2, max_seq_len=200, compile=False)
+        ids(engine, [[1, 2, 3]] * 2, [Sampling(4)] * 2)
+        caches = weakref.ref(engine.passes.caches[0].k)
+        del engine
+        assert caches() is None
+    finally:
+        gc.enable()
+
+
+class Replays:
+    """Calls as `CapturedCalls` makes them, of which only the keys count."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def __call__(self, key, call, still):
+        self.keys.add(key)
+        return call()
+
+
+def test_ready_is_ready(monkeypatch):
+    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing."""
+    target, head = random_models("tiny", torch.float32, "cpu", None)
+    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
+    monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
+    engine = Engine(target, drafter, batch=2, max_seq_len=200, chunks=(64, 128))
+    engine.passes.captured, made = Replays(), []
+
+    def make(function, args, path):
+        made.append("make")
+        return lambda args: function(*args)
+
+    monkeypatch.setattr(compiling.SavedGraph, "find", lambda path: made.append("find"))
+    monkeypatch.setattr(compiling.SavedGraph, "make", make)
+    engine.warm_up(Sampling(), every_length=True)
+    assert made.count("make") == 8, made  # with and without drafts, each chunk: for one sequence and for two
+    made.clear()
+    known = set(engine.passes.captured.keys)
+    first = engine.admit([1, 2, 3], Sampling(30))
+    while not first.ids:
+        engine.step()
+    second = engine.admit(list(range(1, 66)), Sampling(4))
+    assert second.place == 1
+    while second.here:
+        engine.step()
+    assert not made and engine.passes.captured.keys == known
+
+
+def test_memory_that_torch_holds_in_reserve_is_free(monkeypatch):
+    for name, bytes in (("memory_reserved", 70), ("memory_allocated", 50)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, bytes=bytes: bytes)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (100, 1000))
+    assert free_memory(GPU) == 120
+
+
+@pytest.mark.parametrize("room, fits", ((1, True), (-1, False)))
+def test_passes_need_memory_beside_the_caches(monkeypatch, room, fits):
+    """Logits and noise of the tree, as they are computed and restricted, activations, cuBLAS' workspaces."""
+    target, head = random_models("tiny", torch.float32, "cpu", None)
+    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
+    passes = Engine(target, drafter, batch=2, max_seq_len=200, compile=False).passes
+    tree = 2 * drafter.shape.nodes + passes.window
+    least = passes.cache_bytes + 4 * 2 * tree * target.args.vocab_size + 2 * CUBLAS_WORKSPACE
+    beside = passes._pass_bytes()
+    assert least - passes.cache_bytes < beside < least
+    monkeypatch.setattr("engine.passes.free_memory", lambda device: passes.cache_bytes + beside + room)
+    passes.on_cuda = True
+    refused = pytest.raises(ValueError, match=r"need .* GB and passes 0\.1 GB")
+    with contextlib.nullcontext() if fits else refused:
+        width = len(drafter.aux_layers) * target.args.hidden_size
+        passes._check_memory(max(passes.extra, passes.chunks[-1]) + 1, 2 * passes.unread * width * 4)

@@ -1,0 +1,237 @@
+"""Kernels against their definitions, as a GPU checks itself; and that this check sees what is wrong."""
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+from helpers.ahead_of_time import dear
+
+from engine import check as steps
+from engine.check import STEPS
+from engine.compile import SavedGraph
+from kernels.backend import TORCH
+from kernels.gpu import attention, check, growing, products, sampling
+from kernels.gpu.backend import CudaBackend
+from kernels.gpu.cache import LayerCaches
+from kernels.gpu.check import PARTS, Sizes
+from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
+from model import KVCaches, ModelArgs, Transformer
+
+ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
+
+
+@pytest.fixture
+def sizes(device, monkeypatch) -> Sizes:
+    monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
+    monkeypatch.setattr(sampling, "SORTED", 128)  # so that there are several chunks
+    layers = ("int8", 0, 40, 256), ("int4", 64, 40, 256)
+    return Sizes(device, "float32", (4, 2, 16), True, 40, False, 300, layers, (20, 3, 4), ROWS, LENGTHS, 3)
+
+
+def failed(sizes: Sizes, *names: str) -> dict[str, str]:
+    """The errors of parts by name."""
+    lines: list[str] = []
+    check.run(sizes, {}, names, PARTS | STEPS, lines.append)
+    records = [json.loads(line) for line in lines]
+    assert records[-1] == {"ended": True}
+    return {record["part"]: record["error"] for record in records if "error" in record}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_is_right(sizes, part):
+    assert not failed(sizes, part)
+
+
+@pytest.mark.parametrize("part", ("attend", "move"))
+def test_caches_in_float8(sizes, part):
+    assert not failed(sizes._replace(float8=True), part)
+
+
+def test_a_kernel_that_is_wrong_at_one_length(sizes, monkeypatch):
+    right = attention.attend
+
+    def wrong(qkv, *rest):
+        out = right(qkv, *rest)
+        return out + (rest[7] == 64).any() * 0.1
+
+    monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
+    (error,) = failed(sizes, "attend", "rank").values()
+    assert error.startswith("1 x 1 rows of 1 after (64,) tokens: 64 of 64 numbers differ, by up to 0.1")
+
+
+def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
+    right = growing.accept
+
+    def wrong(*arguments):
+        path, count = right(*arguments)
+        torch.as_strided(path, (1,), (1,), path.storage_offset() + path.numel()).zero_()
+        return path, count
+
+    monkeypatch.setattr(growing, "accept", wrong)
+    assert failed(sizes, "accept") == {"accept": "the tree 20/3/4: writes outside its results"}
+
+
+def test_a_kernel_that_leaves_a_result_unwritten(sizes, monkeypatch):
+    monkeypatch.setattr(growing, "emit", lambda tokens, count, *rest: count.new_empty(count.shape))
+    assert "numbers differ" in failed(sizes, "emit")["emit"]
+
+
+def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
+    right, calls = products.linear, iter(range(10**6))
+    monkeypatch.setattr(products, "linear", lambda *a: right(*a) + (next(calls) == 2) * 1e-6)
+    assert failed(sizes, "linear") == {"linear": "int8 40 x 256, 1 rows: repeated, it gives other numbers"}
+
+
+@pytest.fixture
+def small(sizes, monkeypatch) -> Sizes:
+    monkeypatch.setattr(steps, "VOCABULARY", 100)
+    monkeypatch.setattr(attention, "programs_at_once", lambda device: 1)
+    return sizes._replace(tree=(6, 2, 3))
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list:
+    """Stands in for compilers: the functions that a compiled graph goes through."""
+    changes = []
+
+    def make(function, args, path):
+        return lambda args: changes[0](function(*args)) if changes else function(*args)
+
+    monkeypatch.setattr(steps, "REPLAYS", 2)
+    monkeypatch.setattr(SavedGraph, "make", make)
+    monkeypatch.setattr(SavedGraph, "find", lambda path: None)
+    return changes
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """captured(calls): makes passes run calls through `calls(key, call, still)`, as `CapturedCalls`."""
+    prepared = steps._prepared
+
+    def by(calls):
+        def prepare(sizes, backend):
+            passes = prepared(sizes, backend)
+            passes.captured = None if backend is TORCH else partial(calls, passes)
+            return passes
+
+        monkeypatch.setattr(steps, "_prepared", prepare)
+
+    return by
+
+
+def test_steps_are_right(small, compiled):
+    assert not failed(small, *STEPS)
+
+
+def test_a_compiled_step_that_is_wrong(small, compiled):
+    compiled.append(lambda result: (result[0]._replace(tokens=result[0].tokens + 1), result[1]))
+    assert "12 of 12 numbers differ, by up to 1" in failed(small, "compiled step")["compiled step"]
+
+
+def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
+    """It is right at first."""
+    results = {}
+
+    def replay(passes, key, call, still):
+        if key in results and results[key][0].scores is not None:  # not a plain step's
+            results[key][0].scores.fill_(float("nan"))
+            return results[key]
+        return results.setdefault(key, call())
+
+    captured(replay)
+    found = failed(small, "captured step", "accept")
+    assert list(found) == ["captured step"] and "numbers differ, by up to nan" in found["captured step"]
+
+
+def test_a_step_that_cannot_be_captured(small, compiled, captured):
+    def refuse(passes, key, call, still):
+        passes.fallbacks.append("the step cannot be captured")
+        return call()
+
+    captured(refuse)
+    assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
+
+
+CHILD = """
+import json, os, sys
+sys.stdin.read()
+for part in sys.argv[1:]:
+    print(json.dumps({"part": part}), flush=True)
+    %s
+print(json.dumps({"ended": True}))
+"""
+DEATHS = {
+    "if part == 'rank': os.abort()": "the process died of SIGABRT",
+    "if part == 'rank': sys.exit('CUDA error: an illegal address')":
+        "the process ended: CUDA error: an illegal address",
+    "if part == 'rank': import time; time.sleep(60)": "no end after 3 s",
+    "if part == 'rank': print(json.dumps({'part': part, 'error': '3 rows: wrong'}))": "3 rows: wrong",
+}
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "COMPILED", tmp_path)
+    monkeypatch.setattr(check, "SECONDS", 3)
+    return tmp_path
+
+
+@pytest.mark.parametrize("does, error", DEATHS.items())
+def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
+    """It is left out, the others are checked; the result is kept for the next process."""
+    lines: list[str] = []
+    asked = partial(check.failures, sizes, lines.append, ("move", "rank", "draw"))
+    found = asked((sys.executable, "-c", CHILD % does))
+    assert found == {"rank": f"the GPU path does without 'rank', which is slower: {error}"}
+    assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
+
+
+def test_a_check_that_does_not_start(sizes, place):
+    """All parts are left out, and checked again by the next process."""
+    command = sys.executable, "-c", "import sys; sys.exit('no memory')"
+    found = check.failures(sizes, lambda line: None, ("move", "rank"), command)
+    assert list(found) == ["move", "rank"] and not list(place.rglob("*.json"))
+    assert "the check does not start (the process ended: no memory)" in found["move"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
+def test_a_target_is_checked(place, monkeypatch):
+    """In a real process: at the target's sizes, whatever can be computed here."""
+    monkeypatch.setattr(check, "SECONDS", 300)
+    monkeypatch.setattr(steps, "PARTS", ("advance", "accept", "unknown"))
+    monkeypatch.setattr(steps, "STEPS", ())
+    target, lines = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16)), []
+    backend = steps.checked(CudaBackend(), target, False, lines.append)
+    assert list(backend.failures) == ["unknown"] and backend.name == "cuda without unknown"
+    assert lines[1:] == ["the GPU path does without 'unknown', which is slower: 'unknown'"]
+    sizes = Sizes.of(target, True)
+    assert sizes.heads == (2, 1, 16) and sizes.dtype == "float32" and sizes.float8
+    assert ("int8", 0, 96, 32) in sizes.layers
+
+
+def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
+    first = check.place_of(sizes)
+    others = [check.place_of(sizes._replace(dtype="bfloat16"))]
+    monkeypatch.setattr("triton.__version__", "0")
+    others.append(check.place_of(sizes))
+    assert check.place_of(sizes) == others[-1] and len({first, *others}) == 3
+
+
+@pytest.mark.parametrize("part", (*dear(*(set(PARTS) - {"rank", "attend"})), "rank", "attend"))
+def test_a_backend_without_a_part(part):
+    """It has the definition in place of the kernel, and another name: saved graphs are not shared."""
+    backend = CudaBackend().without({part: "a line"})
+    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16))
+    quantize_linears(target, Scheme("int8", 0, None))
+    backend.prepare(target)
+    ours = {
+        "attend": backend.reads_length, "move": target.Caches.move is LayerCaches.move,
+        "linear": type(target.layers[0].wo) is not QuantizedLinear,
+    }
+    ours |= {name: getattr(type(backend), name) is not getattr(type(TORCH), name) for name in PARTS
+             if name not in ours}
+    assert [name for name, kernel in ours.items() if not kernel] == [part]
+    assert backend.name == f"cuda without {part}" and backend.failures == {part: "a line"}
+    assert part != "move" or target.Caches.move is KVCaches.move
+    assert CudaBackend().without({}).name == "cuda"
