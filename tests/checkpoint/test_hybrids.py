@@ -2,20 +2,23 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import gguf
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.decoding import alone, check_texts, decode, ids, requests
+from helpers.drafters import make_drafter
 from helpers.families import LAYERS, H, V
 from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
+from checkpoint.families import model_fields
 from checkpoint.folder import read_config
-from checkpoint.hybrid import GGUF_MTP, GGUF_NAMES, GGUF_WHOLE
+from checkpoint.hybrid import GGUF_MTP, GGUF_NAMES, GGUF_WHOLE, hybrid_fields
 from checkpoint.loading import load_head, load_model, shares_of
 from common.errors import InputError
 from drafters.draft_model import DraftModel
@@ -27,6 +30,7 @@ from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.choose import choose_backend
 from networks.hybrid import Hybrid
+from quantize import main as quantize
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -166,6 +170,50 @@ def test_mtp_layer(folder, tmp_path):
         torch.testing.assert_close(head.fuse(feature), rms(feature, "model.norm.weight"))
         torch.testing.assert_close(head.logits(expected), expected @ state["lm_head.weight"].T)
     assert read_config(folder / "mtp")["aux_layers"] == [LAYERS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dflash", "dspark", "p-eagle", "medusa", "hydra++"])
+def test_text_with_other_heads(folder, name):
+    target, _ = load_model(folder)
+    drafter = make_drafter(name, target, None, None, lambda *models: None)
+    choose_backend("cpu").prepare(target, drafter.network)
+    made = requests(4, seed=5)
+    engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
+    check_texts(decode(engine, made, random.Random(1)), alone((target, None), made, max_seq_len=240), made)
+
+
+@pytest.mark.parametrize("mode", ["int8", "w8a8"])
+def test_quantised_text(folder, tmp_path, mode):
+    """Drafted text is plain text; the MTP layer is quantised with its target."""
+    quantize(["--checkpoint", str(folder), "--out", str(tmp_path / mode), "--mode", mode])
+    target, head = loaded(tmp_path / mode)
+    made = requests(4, seed=5)
+    engine = Engine(target, Eagle(head, TreeShape(12, 3, 4)), batch=2, **OPTIONS | {"max_seq_len": 240})
+    check_texts(decode(engine, made, random.Random(1)), alone((target, None), made, max_seq_len=240), made)
+
+
+PUBLISHED = {  # of Qwen3.6-27B, as far as it says something about text
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5_text",
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 17408, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24,
+    "num_hidden_layers": 64, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 248320, "partial_rotary_factor": 0.25, "image_token_id": 248056,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}
+
+
+def test_a_published_config():
+    rest, fields = hybrid_fields(Path("x"), PUBLISHED)
+    assert fields["delta_layers"] == [1, 1, 1, 0] * 16 and fields["rotary_dim"] == 64
+    assert fields["delta_heads"] == 48 and model_fields(Path("x"), rest)["rope_base"] == 1e7
 
 
 REFUSED = {
