@@ -160,11 +160,12 @@ class Passes:
     def _check_shapes(self, drafters: list[Drafter]) -> None:
         """Raise ValueError if the target does not take a tree, or a chunk of a prompt, of such a size."""
         rows, levels = self.target.most_rows, self.target.most_levels
-        for shape in (one.shape for one in drafters) if rows else ():
-            if shape.nodes > rows or shape.window - 1 > levels:
+        for one in drafters if rows else ():
+            nodes, deep = one.shape.nodes + one.extra_rows, one.shape.window - 1
+            if nodes > rows or deep > levels:
                 raise ValueError(
-                    f"a tree of {shape.nodes} nodes on {shape.window - 1} levels: a target with gated delta"
-                    f" nets takes at most {rows} nodes on {levels} levels; give a smaller --tree"
+                    f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"
+                    f" {rows} nodes on {levels} levels; draft a smaller one"
                 )
         if rows and self.chunks[-1] > rows:
             raise ValueError(f"chunks of {self.chunks[-1]} prompt tokens: this target takes at most {rows}")

@@ -228,13 +228,16 @@ class Paths:
     """The paths of the rows of a pass, the same in every layer.
 
     Row 0 is the root of a tree, or the first of a chain; rows lie in consecutive slots after the committed
-    tokens. tap_slots [B, T, taps]: the slots of the last tokens of each path, below 0 before the text.
+    tokens. tap_slots [B, T, taps]: the slots of the last tokens of each path, below 0 before the text. start
+    [B]: boundaries of the states. Raises RuntimeError if one is beyond those of the rows.
     """
 
-    def __init__(self, shared: Pass, taps: int):
+    def __init__(self, shared: Pass, taps: int, start: Tensor):
         slots, positions = shared.slots, shared.positions
         T = slots.shape[1]
         self.length, self.positions = slots[:, 0], positions
+        if bool(((start > base(self.length)) & (self.length > 0)).any()):
+            raise RuntimeError("a pass goes back before the state of a text: tokens must be read in order")
         self.local = shared.visible.gather(2, slots[:, None].expand(-1, T, -1))
         depth = positions - self.length[:, None]
         self.chain = bool((depth == torch.arange(T, device=depth.device)).all())
@@ -301,7 +304,7 @@ class DeltaCache(nn.Module):
         if projected.shape[1] > MOST_ROWS and self.inputs.shape[1] == RING:
             raise ValueError(f"a pass of {projected.shape[1]} rows over delta nets: at most {MOST_ROWS}")
         inputs, gate, step, decay = projected.split(block.widths, dim=-1)
-        paths = shared.made("paths", lambda: Paths(shared, block.taps.shape[1]))
+        paths = shared.made("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
         self.put(self.inputs, shared.slots, inputs)
         last = []
         for slots in paths.tap_slots.unbind(-1):

@@ -195,7 +195,8 @@ def test_quantised_text(folder, tmp_path, mode):
 
 PUBLISHED = {  # of Qwen3.6-27B, as far as it says something about text
     "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5_text",
-    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044,
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+    "dtype": "bfloat16", "eos_token_id": 248044,
     "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
     "initializer_range": 0.02, "intermediate_size": 17408, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
@@ -239,6 +240,7 @@ def test_what_these_targets_do_not_do(folder):
     target, head = loaded(folder)
     for make, words in {
         lambda: Engine(target, Eagle(head, TreeShape(120, 7, 12)), **OPTIONS): "at most 96 nodes on 16",
+        lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
         lambda: Engine(target, chunks=(128,), **OPTIONS): "at most 96",
         lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
         lambda: shares_of(read_config(folder), 2): "cannot be dealt",
@@ -338,3 +340,15 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
             for key in ("name", "source", "sha256", "stop_ids", "bos_id", "intermediate_size"):
                 config.pop(key, None)
         assert configs[0] == configs[1]
+
+
+def test_a_pass_that_goes_back_is_refused(folder):
+    """A state cannot be taken back: it would be wrong, silently."""
+    target, _ = loaded(folder)
+    engine = Engine(target, **OPTIONS)
+    engine.generate([[5] * 80], Sampling(4))
+    assert int(engine.passes.caches.deltas[0].start[0]) == 64
+    at = torch.arange(40, 42)[None]
+    visible = torch.arange(42) <= at[..., None]
+    with pytest.raises(RuntimeError, match="read in order"), torch.no_grad():
+        target(at, at, at, visible, engine.passes.caches)
