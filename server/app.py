@@ -275,8 +275,9 @@ def make_app(
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody):
-        if (most := max(body.tokens, default=0)) >= tokenizer.vocab_size:
-            raise Refusal(400, f"tokens: {most} is no token, there are 0 to {tokenizer.vocab_size - 1}")
+        count = max(tokenizer.vocab_size, server.worker.engine.target.args.vocab_size)
+        if (most := max(body.tokens, default=0)) >= count:
+            raise Refusal(400, f"tokens: {most} is no token, there are 0 to {count - 1}")
         return {"prompt": b"".join(map(server.tokens.bytes_of, body.tokens)).decode("utf-8", "replace")}
 
     @app.get("/tokenizer_info")

@@ -76,8 +76,11 @@ def tokenizer_settings(folder: Path) -> dict:
 
     special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
     encoder = encoder_of(folder)
-    is_llama = encoder == "tokenizer.model" and config.get("tokenizer_class", "").startswith("LlamaTokenizer")
+    kind = config.get("tokenizer_class", "") if encoder == "tokenizer.model" else ""
+    is_llama = kind.startswith("LlamaTokenizer")
     config = (DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
+    if kind.startswith("CodeLlamaTokenizer"):  # it has no older form
+        config["legacy"] = False
     decoder, settings = config.get("added_tokens_decoder"), config | special
     if decoder is not None:
         added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})

@@ -217,6 +217,7 @@ def test_tokenize_and_back(server):
     assert found == {"tokens": list(b"the sea"), "count": 7, "max_model_len": 300}
     assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the sea"}
     assert server.post("/detokenize", tokens=[104, 257]).json()["prompt"].startswith("h<")  # a control token
+    assert server.post("/detokenize", tokens=[104, 319]).json()["prompt"] == "h"  # only the model has it
     chat = server.post("/tokenize", messages=MESSAGES).json()
     assert bytes(chat["tokens"]) == b"u:tell me something\na:"
     assert "chat_template" in server.get("/tokenizer_info").json()

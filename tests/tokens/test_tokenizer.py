@@ -88,7 +88,8 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer"}
     (LLAMA, False, "▁", ""), ({"tokenizer_class": "LlamaTokenizerFast", "legacy": None}, False, "▁", ""),
     ({**LLAMA, "add_bos_token": None}, False, "▁", ""), ({**LLAMA, "add_bos_token": True}, True, "▁", ""),
     ({**LLAMA, "legacy": True}, False, "▁", "▁"), ({**LLAMA, "add_prefix_space": False}, False, "", ""),
-], ids=range(9))
+    ({"tokenizer_class": "CodeLlamaTokenizer", "legacy": True}, True, "▁", ""),
+], ids=range(10))
 def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
     """Whether a text starts with BOS and a space, and whether a space follows a control token.
 
