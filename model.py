@@ -73,12 +73,27 @@ class ModelArgs:
     zero_centred: Flag = False  # norms multiply by 1 + weight
     output_norms: Flag = False  # outputs of attention and of the MLP are normed, too
     query_scalar: number(above=0, high=1e6) | None = None  # scores are over its square root; None: head_dim
+    # For `networks.hybrid`: heads of gated delta nets (nv, and nk of q and k) and their sizes (dk, dv).
+    delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention; (): neither
+    delta_heads: whole(0, 2**16) = 0
+    delta_key_heads: whole(0, 2**16) = 0
+    delta_key_dim: whole(0, 2**16) = 0
+    delta_value_dim: whole(0, 2**16) = 0
+    delta_taps: whole(0, 64) = 0  # tokens that a short convolution reads
+    rotary_dim: whole(0, 2**16) = 0  # numbers of a head that turn: the first of pairs (j, j + hd/2); 0: all
+    shared_expert_size: whole(0, 2**22) = 0  # inner size of the expert that all rows use; 0: there is none
 
     @classmethod
     def from_config(cls, config: dict):
         """Take the fields of this class out of a config.json that was checked (`checkpoint.folder`)."""
         names = {f.name for f in fields(cls)}
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
+
+    @property
+    def delta_width(self) -> int:
+        """The width of q, k and v of a delta net side by side."""
+        keys = 2 * self.delta_key_heads * self.delta_key_dim
+        return keys + self.delta_heads * self.delta_value_dim
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """The factor of embeddings, rounded to their dtype."""
@@ -138,6 +153,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
         usual = replace(args, local_rope_base=None)
         local = replace(usual, rope_base=args.local_rope_base, rope_scaling=None)
         return torch.stack((inverse_frequencies(usual), inverse_frequencies(local)))
+    if args.rotary_dim:  # the other pairs stand still
+        turning = inverse_frequencies(replace(args, head_dim=args.rotary_dim, rotary_dim=0))
+        return F.pad(turning, (0, (args.head_dim - args.rotary_dim) // 2))
     # On the CPU, whatever device modules are being made on: see `blank`.
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
     freq = 1.0 / (args.rope_base ** exponents)
@@ -289,7 +307,7 @@ class KVCaches(nn.ModuleList):
     def rows(self, first: int, count: int) -> KVCaches:
         """Return the caches of the sequences first ... first + count - 1: views."""
         return type(self)(
-            _with_buffers(cache, {name: x.narrow(0, first, count) for name, x in cache._buffers.items()})
+            with_buffers(cache, {name: x.narrow(0, first, count) for name, x in cache._buffers.items()})
             for cache in self
         )
 
@@ -309,12 +327,16 @@ class KVCaches(nn.ModuleList):
         entries = self.entries(slots)
         return [x[place, :entries] for x in self.buffers()]
 
+    def reusable(self, place: int, same: int) -> int:
+        """Return how many of the first `same` tokens of a sequence need not be read again."""
+        return same
+
     def entries(self, slots: int) -> int:
         """Return how many entries of a buffer's second dimension hold `slots` slots."""
         return slots
 
 
-def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
+def with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
     """Return the same module over other buffers."""
     other = copy.copy(module)
     other._buffers = buffers
@@ -354,7 +376,8 @@ class Pass:
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
         self._positions = args, inv_freq, positions
-        self.slots, self.visible = slots, visible
+        self.slots, self.positions, self.visible = slots, positions, visible
+        self._made: dict[str, object] = {}
         self._angles: tuple[Tensor, Tensor] | None = None
         self._seen: dict[int, object] = {0: visible}
         self._bias: dict[int, Tensor] = {}
@@ -367,6 +390,12 @@ class Pass:
         if self._angles is None:
             self._angles = table(*self._positions)
         return self._angles
+
+    def made(self, name: str, make: Callable):
+        """Return make(), made once."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def seen(self, window: int):
         """Return `visible` of layers with this window, made once."""
@@ -528,7 +557,11 @@ class Block(nn.Module):
         inputs: what attention reads if it is not x, [B, T, input_size].
         """
         qkv = self.project(x if inputs is None else inputs)
-        return self.finish(x, cache.attend(self, qkv, shared))
+        return self.finish(x, self.attend(cache, qkv, shared))
+
+    def attend(self, cache: KVCache, qkv: Tensor, shared: Pass) -> Tensor:
+        """Output of `project` -> what `wo` reads."""
+        return cache.attend(self, qkv, shared)
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values of what this layer reads [B, T, input_size]: [B, T, (nh + 2*nkv)*hd]."""
@@ -594,6 +627,8 @@ class Transformer(nn.Module):
 
     backend, whole, ranks = None, False, None
     Caches = KVCaches
+    most_rows = most_levels = None  # of a pass, and of a tree below its root; None: unlimited
+    keeps_state = False  # beside keys and values: only texts that are read in order may be in a pass
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -638,7 +673,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Take the residual stream x [B, T, H] through all layers; returns what `through` does."""
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
-            return _finish(layer, x, caches[i].attend(layer, projected(layer, x), shared))
+            return _finish(layer, x, layer.attend(caches[i], projected(layer, x), shared))
 
         return self.through(x, aux_layers, apply)
 

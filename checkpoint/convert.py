@@ -19,7 +19,7 @@ from shlex import quote
 import torch
 from torch import Tensor
 
-from checkpoint.families import SCALES, NameTable, family_of, parts_of, target_fields
+from checkpoint.families import SCALES, NameTable, family_of, mtp_names, parts_of, target_fields
 from checkpoint.folder import (
     CALIBRATION,
     CONFIG,
@@ -94,16 +94,17 @@ def convert(
         raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
     if kind:
         out = Path(out or Path(target) / kind)
-        config, plan = plan_head(source, Path(target), cast_to, answers or Answers())
+        (config, plan), mtp = plan_head(source, Path(target), cast_to, answers or Answers()), None
     else:
         out = Path(out or default_folder(checkpoint))
-        config, plan = plan_target(source, cast_to)
+        config, plan, mtp = plan_target(source, cast_to)
     name = _name(checkpoint)
-    config = {"format": FORMAT, "name": name, "source": origin(checkpoint), **config}
+    about = {"format": FORMAT, "name": name, "source": origin(checkpoint)}
+    config = about | config
     check_out(out, config["kind"], force)
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
-    size = sum(t.nbytes for t in plan)
+    size = sum(t.nbytes for t in (*plan, *(mtp[1] if mtp else ())))
     with staging(out, size) as folder:
         if kind and (file := source.path / CALIBRATION).exists():
             MEASURED.require(read_json(file), file)
@@ -117,6 +118,10 @@ def convert(
             (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
         fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
              title=out.name)
+        if mtp:
+            (folder / "mtp").mkdir()
+            fill(folder / "mtp", about | mtp[0], mtp[1], quiet=quiet, allow_nonfinite=allow_nonfinite,
+                 where=str(source.path), title=f"{out.name}/mtp")
     if not kind:
         _warn(checkpoint, tokenizer, config)
     if not quiet:
@@ -195,18 +200,20 @@ def _name(checkpoint: str | Path) -> str:
     return path.resolve().name if path.is_dir() else path.name
 
 
-def plan_target(source: Source, dtype: torch.dtype | None) -> tuple[dict, list[Planned]]:
-    """Return the config of a converted target, and its tensors.
+def plan_target(
+    source: Source, dtype: torch.dtype | None
+) -> tuple[dict, list[Planned], tuple[dict, list[Planned]] | None]:
+    """Return the config of a converted target, its tensors, and both of its MTP layer, if it has one.
 
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
     """
-    family = family_of(source)
+    family, fields = family_of(source), target_fields(source)
     names = family.names
-    fields = target_fields(source)
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
-    tensors = family.tensors(source.tensors)
+    tensors = family.tensors(family.rearranged(source, fields))
+    extra = {n: tensors.pop(n) for n in [*tensors] if family.hybrid and n.startswith("mtp.")}
     if SCALES in names and names[SCALES][0].format(i=0, e=0) in tensors:
         config["quantization"] = Scheme(None, 0, None, MXFP4).written()
     name = names["lm_head.weight"][0]
@@ -219,7 +226,30 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> tuple[dict, list[P
                 f"{source.path}: tie_word_embeddings is true, yet there is an {name} that differs from the"
                 " embedding; set it to false in config.json if that tensor is meant"
             )
-    return config, _plan(source, config, names, tensors, dtype)
+    plan = _plan(source, config, names, tensors, dtype)
+    return config, plan, _plan_mtp(source, config, mtp_names(names), extra, plan[0].dtype) if extra else None
+
+
+def _plan_mtp(
+    source: Source, target: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype
+) -> tuple[dict, list[Planned]] | None:
+    """Return `plan_target` of the MTP layer of a target of this config.
+
+    Prints why if it is another than we know.
+    """
+    config = {k: v for k, v in target.items() if not k.startswith(("delta_", "stop_ids", "bos_id"))} | {
+        "kind": "mtp", "num_layers": 1, "delta_layers": [0], "target_hidden_size": target["hidden_size"],
+        "draft_vocab_size": target["vocab_size"], "aux_layers": [target["num_layers"]],
+        "own_embedding": False, "own_lm_head": False, "tie_embeddings": False,
+    }
+    try:
+        plan = _plan(source, config, names, tensors, dtype)
+    except InputError as e:
+        note(f"warning: the MTP layer is left out: {e}")
+        return None
+    ids = torch.arange(target["vocab_size"])
+    entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
+    return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
 
 
 def plan_head(

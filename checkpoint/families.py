@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
+from checkpoint.hybrid import GGUF_HYBRIDS, Rearranged, hybrid_fields, part_rows
 from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
@@ -87,6 +88,23 @@ GPT_OSS: NameTable = {
     **{f"mlp.w_{stack}{leaf}": [f"mlp.experts.{stack}_proj{theirs}.{{e}}"] for stack in ("gate_up", "down")
        for leaf, theirs in (("", ""), (".weight", "_blocks"), (".scale", "_scales"))},
 }
+HYBRID: NameTable = {  # the names that `checkpoint.hybrid` gives to tensors
+    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
+    "w_in.weight": [f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")],
+    "w_out.weight": ["linear_attn.out_proj.weight"],
+    "taps": ["linear_attn.conv1d.weight"],
+    "log_decay": ["linear_attn.A_log"],
+    "step_bias": ["linear_attn.dt_bias"],
+    "out_scale": ["linear_attn.norm.weight"],
+}
+SHARED_EXPERT: NameTable = {
+    "mlp.routed.router.weight": ["mlp.gate.weight"],
+    "mlp.routed.w_gate_up": QWEN_MOE["mlp.w_gate_up"],
+    "mlp.routed.w_down": QWEN_MOE["mlp.w_down"],
+    "mlp.shared.w_gate_up.weight": [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.shared.w_down.weight": ["mlp.shared_expert.down_proj.weight"],
+    "mlp.gate.weight": ["mlp.shared_expert_gate.weight"],
+}
 
 
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
@@ -109,11 +127,13 @@ def parts_of(
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     if len(patterns) == 1:
         rows = shape[:1]
+    elif stacked := part_rows(args, name):
+        rows = stacked
     elif ".wqkv." in f".{name}":
         kv = args.num_kv_heads * args.head_dim
         rows = args.num_heads * args.head_dim, kv, kv
     else:  # w_gate_up
-        rows = args.intermediate_size, args.intermediate_size
+        rows = (args.shared_expert_size if ".shared." in name else args.intermediate_size,) * 2
     return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts), strict=True)}
 
 
@@ -169,7 +189,8 @@ class Family:
     fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
     may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts. only:
     the values that keys of a config must have if they are there. tensors: returns the tensors of a file as
-    `names` has them.
+    `names` has them. hybrid: whether most layers are gated delta nets, and files hold tensors that are to be
+    rearranged.
     """
 
     names: NameTable
@@ -178,6 +199,15 @@ class Family:
     experts: bool = False
     only: dict = field(default_factory=dict)
     tensors: Callable[[dict[str, Entry]], dict[str, Entry]] = dict
+    hybrid: bool = False
+
+    def rearranged(self, source: Source, fields: dict) -> dict[str, Entry]:
+        """Return the source's tensors under the names of the table. fields: of `target_fields`."""
+        tensors = dict(source.tensors)
+        if not self.hybrid:
+            return tensors
+        tiled = GGUF_HYBRIDS.get((source.family or "").removeprefix("gguf:").removesuffix("+experts"), False)
+        return Rearranged(source.path, fields, is_gguf(source.path), tiled).of(tensors)
 
 
 def _of_gpt_oss(tensors: dict[str, Entry]) -> dict[str, Entry]:
@@ -218,6 +248,11 @@ GEMMA3_DEFAULTS = {
     "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
 }
+MTP: NameTable = {
+    "fc.weight": ["mtp.fc.weight"], "norm.weight": ["mtp.norm.weight"],
+    "embed_norm.weight": ["mtp.pre_fc_norm_embedding.weight"],
+    "feature_norm.weight": ["mtp.pre_fc_norm_hidden.weight"],
+}
 MIXTRAL_DEFAULTS = {
     "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
     "num_experts_per_tok": 2,
@@ -229,6 +264,10 @@ GPT_OSS_DEFAULTS = {
     "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
     "max_position_embeddings": 131072, "sliding_window": 128, "sliding_window_pattern": 2,
     "num_local_experts": 128, "num_experts_per_tok": 4,
+}
+HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
+HYBRID_DEFAULTS = {
+    "head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512, **NO_WINDOW,
 }
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE), defaults=NO_WINDOW),
@@ -247,6 +286,13 @@ FAMILIES = {
         hugging_face(PHI3), defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     ),
     "Gemma3ForCausalLM": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
+    **{f"Qwen3_5{kind}": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True)
+       for kind in ("ForCausalLM", "ForConditionalGeneration")},
+    "gguf:qwen35": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True),
+    **{name: Family(
+        hugging_face(SHARED_EXPERT | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, experts=True, hybrid=True
+    ) for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+                    "gguf:qwen35moe+experts", "gguf:qwen3next+experts")},
     "Gemma3ForConditionalGeneration": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
     "GptOssForCausalLM": Family(
         hugging_face(GPT_OSS), GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
@@ -263,6 +309,16 @@ FAMILIES = {
         GGUF_EXPERTS, {"qk_norm": True, "renormalise_experts": True}, experts=True
     ),
 }
+
+
+def mtp_names(names: NameTable) -> NameTable:
+    """Return the table of the MTP layer of a target with this table."""
+    prefix, theirs = "layers.{i}.", "model.layers.{i}."
+    layer = {name: sources for name, sources in names.items() if name.startswith(prefix)}
+    return MTP | {
+        "layer." + name.removeprefix(prefix): ["mtp.layers.0." + s.removeprefix(theirs) for s in sources]
+        for name, sources in layer.items()
+    }
 
 
 def family_of(source: Source) -> Family:
@@ -288,8 +344,12 @@ def target_fields(source: Source) -> dict:
             raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
     if SCALES in family.names and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
         del config["quantization_config"]
+    more = {}
+    if family.hybrid:
+        config, more = hybrid_fields(path, config)
+        more["shared_expert_size"] *= family.experts
     fields = model_fields(path, config)
-    fields |= family.fixed
+    fields |= family.fixed | more
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")

@@ -32,6 +32,7 @@ from model import ModelArgs
 from networks.block import BlockHead, DSparkHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.medusa import HydraHeads, MedusaHeads
+from networks.mtp import MtpHead
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -40,7 +41,7 @@ ADVICE = "convert the checkpoint again"
 # The network of each kind of draft head. Their layouts in other programs' files are in `checkpoint.heads`.
 HEADS = {
     "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "medusa": MedusaHeads,
-    "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead,
+    "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead, "mtp": MtpHead,
 }
 HEAD_KINDS = tuple(HEADS)
 
@@ -120,6 +121,17 @@ def _check_relations(args: ModelArgs) -> None:
         ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
         ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
+        ("delta_layers", len(args.delta_layers) in (0, args.num_layers),
+         f"one for each of {args.num_layers} layers"),
+        ("rotary_dim", args.rotary_dim <= args.head_dim and args.rotary_dim % 2 == 0,
+         f"an even number up to head_dim, {args.head_dim}"),
+        ("rotary_dim", not args.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
+        ("delta_heads", not any(args.delta_layers) or (
+            args.delta_key_heads > 0 and args.delta_heads % args.delta_key_heads == 0
+        ), "a multiple of delta_key_heads"),
+        ("delta_taps", not any(args.delta_layers) or min(
+            args.delta_heads, args.delta_key_dim, args.delta_value_dim, args.delta_taps - 1) >= 1,
+         "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),
     ]
     has = vars(args).get
     if (aux := has("aux_layers")) is not None:

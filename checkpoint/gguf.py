@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
+from checkpoint import hybrid
 from checkpoint.folder import Factor, Length
+from checkpoint.hybrid import GGUF_HYBRIDS
 from checkpoint.source import Entry, Source, unique_ids
 from common.cli import library_errors
 from common.errors import InputError, printable
@@ -38,7 +40,10 @@ OWN = {  # of the architecture, under its name and a dot
     "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
     "rope.freq_base": number(above=1, high=1e15), "rope.freq_base_swa": number(above=1, high=1e15),
     "attention.sliding_window": Whole, "attention.sliding_window_pattern": whole(1),
-    "rope.scaling.type": Short,
+    "rope.scaling.type": Short, "nextn_predict_layers": Whole, "full_attention_interval": whole(1),
+    "expert_shared_feed_forward_length": Width,
+    **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank"), Many),
+    "ssm.inner_size": Width,
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
     "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
     "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,
@@ -90,6 +95,8 @@ def open_gguf(path: Path) -> Source:
             # llama.cpp's converter adds the 1 that zero-centred norms multiply by.
             tensors[name] = _less_one(entry) if arch == "gemma3" and name.endswith("norm.weight") else entry
 
+    if arch in GGUF_HYBRIDS:
+        tensors = hybrid.from_gguf(tensors, config.get("num_hidden_layers", 0))
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
@@ -131,9 +138,10 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
 
     hidden, heads, rotary = get("embedding_length"), get("attention.head_count"), get("rope.dimension_count")
     head_dim = get("attention.key_length") or rotary or (hidden // heads if hidden and heads else None)
-    if (rotary or head_dim) != head_dim or get("attention.value_length", head_dim) != head_dim:
+    turning = head_dim if arch in GGUF_HYBRIDS else rotary or head_dim
+    if turning != head_dim or get("attention.value_length", head_dim) != head_dim:
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
-    embed = tensors.get("token_embd.weight")
+    embed, blocks = tensors.get("token_embd.weight"), get("block_count")
     eps = get("attention.layer_norm_rms_epsilon")
     # As llama.cpp: of Gemma 3, only the model of 27B has scores over another root than that of head_dim.
     scalar = hidden // heads if arch == "gemma3" and get("block_count") == 62 and hidden and heads else None
@@ -143,7 +151,7 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
         "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
         "num_experts": get("expert_count", 0),
         "num_experts_per_tok": get("expert_used_count", 0),
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": blocks and blocks - get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -157,6 +165,8 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
         "rope_local_base_freq": get("rope.freq_base_swa"),
         "query_pre_attn_scalar": scalar or (head_dim if arch == "gemma3" else None),
     }
+    if arch in GGUF_HYBRIDS:
+        config |= hybrid.gguf_config(get, rotary, head_dim)
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 

@@ -91,6 +91,8 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     kind = next(kind for kind, network in HEADS.items() if type(head) is network)
     if kind == "dflash" and head.args.markov_rank:
         kind = "dspark"
+    if kind not in KINDS:
+        raise InputError(f"an {kind} layer is part of its target's checkpoint, and is not written alone")
     architectures = dict(zip(LAYOUTS, KINDS[kind].architectures))
     if layout not in architectures:
         raise InputError(f"the {layout} layout has no place for {kind} heads; write --layout sglang")

@@ -28,7 +28,10 @@ READABLE_DTYPES = {
 MODEL_TYPES = {  # for configs without `architectures`
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
 }
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
@@ -46,16 +49,18 @@ CONFIG_KEYS = {key: kind for kind, keys in {
     list[Text | None]: "architectures layer_types",
     Text: "model_type hidden_act hidden_activation speculators_model_type markov_head_type _name_or_path",
     Ids: "vocab_size draft_vocab_size",
-    Width: "hidden_size intermediate_size moe_intermediate_size target_hidden_size",
+    Width: "hidden_size intermediate_size moe_intermediate_size target_hidden_size"
+           " shared_expert_intermediate_size",
     Layers: "num_hidden_layers num_target_layers",
-    Many: "num_attention_heads num_key_value_heads head_dim",
+    Many: "num_attention_heads num_key_value_heads head_dim linear_num_value_heads linear_num_key_heads"
+          " linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim full_attention_interval",
     number(above=0, high=1): "rms_norm_eps", number(above=1, high=1e15): "rope_theta rope_local_base_freq",
     number(above=0, high=1e6): "query_pre_attn_scalar swiglu_limit swiglu_alpha",
     dict: "rope_scaling rope_parameters", number(0, 1): "partial_rotary_factor",
     whole(1): "max_position_embeddings sliding_window_pattern", Length: "original_max_position_embeddings",
     Flag: "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob use_aux_hidden_state"
           " norm_before_residual norm_output fc_norm norm_before_fc causal causal_head sample_from_anchor"
-          " confidence_head_with_markov",
+          " confidence_head_with_markov attn_output_gate mtp_use_dedicated_embeddings",
     Whole: "sliding_window max_window_layers decoder_sparse_step block_size mask_token_id num_draft_steps"
            " k_train",
     whole(0, 10_000): "num_experts num_local_experts num_experts_per_tok",
@@ -101,7 +106,7 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
         name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
         return name.replace("model.lm_head.", "lm_head.")
 
-    others = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+    others = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
     return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
 
 

@@ -15,6 +15,7 @@ from kernels.quantized import Scheme, replace_all
 from kernels.tp import Ranks, Share, deal
 from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
 from networks.head import Head, HeadArgs
+from networks.hybrid import Hybrid
 
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -27,7 +28,8 @@ def build_module(config: dict, share: Share | None = None) -> Transformer | Head
     args = check_config(config)
     own = share.args(args) if share else args
     with blank():
-        module = Transformer(own) if config["kind"] == "target" else HEADS[config["kind"]](own)
+        target = Hybrid if own.delta_layers else Transformer
+        module = target(own) if config["kind"] == "target" else HEADS[config["kind"]](own)
         if share and module.lm_head is not None:
             module.lm_head = Linear(args.hidden_size, share.tokens.count, bias=False)
         if "quantization" in config:
@@ -171,6 +173,8 @@ def shares_of(config: dict, count: int) -> list[Share]:
     Raises InputError, with the numbers, if `count` ranks cannot share it; every rank raises the same.
     """
     args = check_config(config)
+    if args.delta_layers:
+        raise InputError("gated delta nets cannot be dealt among ranks yet; run this model in one process")
     scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
     tokens = config.get("draft_vocab_size")
     return [Share.of(args, scheme, rank, count, tokens) for rank in range(count)]

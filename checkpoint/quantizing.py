@@ -178,6 +178,8 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
     weights that are not finite.
     """
     args = ModelArgs.from_config(config)
+    if args.delta_layers:
+        raise InputError(f"{source}: gated delta nets are not calibrated yet; give --method nearest")
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     visible = positions[:, None] <= positions[:, :, None]
     shared = Pass(args, inverse_frequencies(args), positions, positions, visible)

@@ -61,6 +61,7 @@ METHODS: dict[str, Method | None] = {
     "dspark": Method("drafters.block", "DSpark: the same with a Markov head", "dspark", True),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once", "medusa"),
     "hydra": Method("drafters.medusa", "Hydra heads: the same, each guess knowing those before it", "hydra"),
+    "mtp": Method("drafters.eagle", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
     "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", flags={
         "window": Flag(7, "columns guessed side by side"), "level": Flag(5, "tokens of an n-gram", 3),
@@ -74,7 +75,7 @@ METHODS: dict[str, Method | None] = {
     AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
 }
 # The head that "auto" takes where a target has several: the first of these.
-BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "eagle2", "hydra", "medusa"
+BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
 
 
 def methods_of(name: str) -> dict[str, Method]:

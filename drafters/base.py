@@ -199,6 +199,11 @@ class Drafter(nn.Module):
         return min((part.reusable(same, held, length) for part in self.parts), default=same)
 
     @property
+    def extra_rows(self) -> int:
+        """Rows that it adds to the verify pass at most, see `ExtraRows`."""
+        return 0
+
+    @property
     def extra_slots(self) -> int:
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
         return self.shape.extra_slots

@@ -35,6 +35,8 @@ class DraftModel(NetworkDrafter):
         The tree must then be a chain, else ValueError is raised.
         """
         super().__init__(shape, model.args.vocab_size, coupled)
+        if model.keeps_state:  # its passes over drafted tokens would move the state on
+            raise ValueError("--draft: a model with gated delta nets cannot draft for another one yet")
         if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
             raise ValueError(
                 "accepting by residuals needs a chain, such as --tree 6,4,1,"

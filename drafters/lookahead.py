@@ -66,8 +66,12 @@ class Lookahead(Drafter):
         self.window_rows[place] = torch.tensor(prompt)[drawn].to(self.window_rows.device)
 
     @property
+    def extra_rows(self) -> int:
+        return len(self.depth)
+
+    @property
     def extra_slots(self) -> int:
-        return self.shape.extra_slots + len(self.depth)
+        return self.shape.extra_slots + self.extra_rows
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root = state.root()[:, None]

@@ -90,6 +90,10 @@ class Mixed(Drafter):
         return nn.ModuleList(networks) if networks else None
 
     @property
+    def extra_rows(self) -> int:
+        return max(part.extra_rows for part in self.parts)
+
+    @property
     def extra_slots(self) -> int:
         # Extra rows stand behind the joint tree; a head's own rows behind the widest window.
         extra = max(part.extra_slots - part.shape.nodes for part in self.parts)

@@ -91,7 +91,8 @@ class Engine:
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         if tuner:
             tuner.live = self.lag == 0
-        self.step_counts = counts or self.counts(batch, self.device)
+        # A step may not touch a text whose prompt is still read, if a target keeps a state of it.
+        self.step_counts = (not target.keeps_state and counts) or self.counts(batch, self.device)
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is checked before each step.
         self._asks = self.device.type != "cuda" and self.drafter.may_pass
@@ -200,8 +201,9 @@ class Engine:
         held = {place: self._kept[place] for place in free}
         held |= {request.place: self._held(request) for request in self.requests}
         same = {
-            place: self.drafter.reusable(common_prefix(prompt, tokens), len(tokens), len(prompt))
-            for place, tokens in held.items()
+            place: self.passes.caches.reusable(
+                place, self.drafter.reusable(common_prefix(prompt, tokens), len(tokens), len(prompt))
+            ) for place, tokens in held.items()
         }
         source = max(same, key=same.__getitem__)
         target = min(free, key=self._used.__getitem__)  # whose text is missed least

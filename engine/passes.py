@@ -98,7 +98,8 @@ class Passes:
             say(line)
 
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not (self.backend.row_invariant or "compiled step" in failures)
+        needs_none = self.backend.row_invariant or target.keeps_state or "compiled step" in failures
+        self.compiled = compile and not needs_none
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -108,6 +109,7 @@ class Passes:
         headless = None if self.on_cuda else copy.copy(drafter.headless)
         self.headless = headless and self._without_head(headless, follows)
         drafters = [drafter, *(drafter.with_tree(shape) for shape in shapes), headless or self.plain]
+        self._check_shapes(drafters)
         # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
         # many rows as the widest window has.
         self._drafters = drafters
@@ -154,6 +156,19 @@ class Passes:
         """A drafter whose steps leave features for the head to read later."""
         drafter.aux_layers, drafter.reads = self.drafter.aux_layers if follows else (), False
         return drafter
+
+    def _check_shapes(self, drafters: list[Drafter]) -> None:
+        """Raise ValueError if the target does not take a tree, or a chunk of a prompt, of such a size."""
+        rows, levels = self.target.most_rows, self.target.most_levels
+        for one in drafters if rows else ():
+            nodes, deep = one.shape.nodes + one.extra_rows, one.shape.window - 1
+            if nodes > rows or deep > levels:
+                raise ValueError(
+                    f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"
+                    f" {rows} nodes on {levels} levels; draft a smaller one"
+                )
+        if rows and self.chunks[-1] > rows:
+            raise ValueError(f"chunks of {self.chunks[-1]} prompt tokens: this target takes at most {rows}")
 
     def _check_memory(self, room: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""

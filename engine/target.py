@@ -51,6 +51,7 @@ def load_target(
     runtime.prepare()
     if ranks is not None:
         check_ranks(checkpoint, runtime, say, ranks)
+    check_delta(checkpoint, runtime)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend = choose_backend(
         runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
@@ -74,6 +75,15 @@ def load_target(
     if runtime.kv != "auto":
         model.Caches = backend.caches[runtime.kv]
     return target
+
+
+def check_delta(checkpoint: Path, runtime: Runtime) -> None:
+    """Raise InputError if a target has gated delta nets, and options ask for what these cannot do yet."""
+    if read_config(checkpoint, "target").get("delta_layers"):
+        if torch.device(runtime.device_name).type != "cpu":
+            raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
+        if runtime.kv != "auto":
+            raise InputError(f"--kv {runtime.kv}: not for targets with gated delta nets yet; leave it out")
 
 
 def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], ranks: Ranks) -> None:
@@ -198,7 +208,8 @@ class Target:
     @property
     def _compiles(self) -> bool:
         """True if steps go through torch.compile."""
-        return self.runtime.compile and not backend_of(self.model).row_invariant
+        model = self.model
+        return self.runtime.compile and not backend_of(model).row_invariant and not model.keeps_state
 
     @cached_property
     def _grammars(self) -> Grammars:

@@ -157,7 +157,11 @@ class CpuBackend(TorchBackend):
         self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
         caches: packed.CpuCaches | None = None, *, where: Tensor | None = None, more: bool = False,
     ) -> Tensor:
-        moved = ([], [], 0) if caches is None else (*caches.lists, caches.head_dim)
+        moved = [], [], 0
+        if isinstance(caches, packed.CpuCaches):
+            moved = *caches.lists, caches.head_dim
+        elif caches is not None:
+            caches.move(state.length[:, None] + path, state.length[:, None] + torch.arange(path.shape[1]))
         return self.ops.commit(
             tokens, count, path, features, *moved, state.tokens, state.length, state.done, state.out,
             state.limit, state.stop_ids, where, more, state.features, state.n_new,
@@ -172,6 +176,9 @@ SHAPES = {
     ),
     "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible, window, sinks: qkv.new_empty(
         (*qkv.shape[:2], qkv.shape[2] - 4 * k.shape[2] * cos.shape[2])
+    ),
+    "delta": lambda mixed, rates, length, positions, local, state, start: state.new_empty(
+        (*positions.shape, state.shape[1], state.shape[3])
     ),
     "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
     "layers": lambda x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read: (

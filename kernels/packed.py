@@ -25,6 +25,7 @@ from kernels.quantized import QuantizedLinear, QuantizedStack
 from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
+from networks.hybrid import SharedExperts
 
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the others, by the activation of gates
@@ -375,16 +376,16 @@ def pack_models(backend, *models: nn.Module) -> bool:
         for block in model.modules():
             if isinstance(block, Block) and attends and block.sinks is not None:
                 block.sinks = _constant(block.sinks.detach().float())
-            if isinstance(block, Block) and attends and _is_packed(block):
+            if type(block) in AT_ONCE and isinstance(block, Block) and attends and _is_packed(block):
                 block.packed_weights = _weights(block)
-                block.__class__ = AT_ONCE.get(type(block), type(block))
+                block.__class__ = AT_ONCE[type(block)]
         if isinstance(model, Transformer):
             # With several ranks a layer's sums are theirs: an operator for each part.
             model.whole = attends and all(_is_packed(layer, summed=True) for layer in model.layers)
             complete = complete and model.whole
-            if model.whole and all(_is_packed(layer) for layer in model.layers):
+            if model.whole and type(model) in AT_ONCE and all(_is_packed(layer) for layer in model.layers):
                 model.packed_weights = _together(model.layers)
-                model.__class__ = AT_ONCE.get(type(model), type(model))
+                model.__class__ = AT_ONCE[type(model)]
         if isinstance(model, Eagle3Head):
             _pack_head(model, attends)
     return complete
@@ -452,7 +453,8 @@ def _is_packed(layer: Block, summed: bool = False) -> bool:
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
     normed = all(isinstance(norm, PackedNorm) for norm in norms)
-    return linear and isinstance(mlp, PackedMLP | PackedExperts) and normed
+    feeds = mlp.children() if isinstance(mlp, SharedExperts) else (mlp,)
+    return linear and all(isinstance(x, PackedMLP | PackedExperts | PackedLinear) for x in feeds) and normed
 
 
 # -- packing weights ---------------------------------------------------------------------------

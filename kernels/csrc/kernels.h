@@ -135,6 +135,20 @@ void move_bytes(const Cache& k, const Cache& v, int64_t kv_heads, int64_t hd, co
 void restrict_logits(int threads, const float* logits, int64_t B, int64_t T, int64_t V, const float* temperature,
                      const int64_t* top_k, const float* top_p, float* out);
 
+// Rows of gated delta nets, see operators.cpp: delta_. nk heads of keys of size dk, nv of values of size dv.
+struct Delta {
+  int64_t B, T, nk, nv, dk, dv, ring;
+  bool bf16;  // `mixed`; else float32
+  const void* mixed;
+  const float* rates;
+  const int64_t *length, *positions;
+  const bool* local;
+  float* state;
+  int64_t* start;
+  float* out;
+};
+void delta(int threads, const Delta& d);
+
 // Which of N rows lie side by side in a packed block. paired: half of a block's columns are of the first half of the
 // rows (gate), the others of the second (up).
 struct Side {

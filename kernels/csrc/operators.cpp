@@ -95,6 +95,21 @@ Tensor attend(const Tensor& qkv, const Tensor& cosine, const Tensor& sine, const
   return out;
 }
 
+// The delta nets of a layer for rows in slots length [B] ... of rings `mixed` [B, ring, 2 nk dk + nv dv] and `rates`
+// [B, ring, 2 nv], which hold theirs already -> [B, T, nv, dv] (float32). state [B, nv, dk, dv] (float32) at boundaries
+// start [B] is moved on; positions [B, T], local [B, T, T].
+Tensor delta_(const Tensor& mixed, const Tensor& rates, const Tensor& length, const Tensor& positions,
+              const Tensor& local, Tensor& state, Tensor& start) {
+  const Tensor p = whole(positions), l = whole(local), n = whole(length);
+  const int64_t B = p.size(0), T = p.size(1), nv = state.size(1), dk = state.size(2), dv = state.size(3);
+  New<float> out({B, T, nv, dv});
+  delta(threads(), {B, T, (mixed.size(2) - nv * dv) / (2 * dk), nv, dk, dv, mixed.size(1),
+                    mixed.scalar_type() != ScalarType::Float, data(mixed), floats(rates), longs(n), longs(p),
+                    l.const_data_ptr<bool>(), state.mutable_data_ptr<float>(), start.mutable_data_ptr<int64_t>(),
+                    out.values});
+  return out;
+}
+
 // Each row of x [..., H] over its root mean square, times weight [H] (float32, as of all norms).
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const Tensor in = whole(x);
@@ -423,6 +438,8 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
     " mode) -> Tensor") \
   X(attend, "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps," \
     " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible, int window, Tensor? sinks) -> Tensor") \
+  X(delta_, "delta(Tensor mixed, Tensor rates, Tensor length, Tensor positions, Tensor local, Tensor(a!) state," \
+    " Tensor(b!) start) -> Tensor") \
   X(experts, "experts(Tensor x, Tensor residual, Tensor router, Tensor? router_scale, Tensor? router_bias, Tensor gate_up," \
     " Tensor? gate_up_scale, Tensor? gate_up_bias, Tensor down, Tensor? down_scale, Tensor? down_bias, int bits, int mode)" \
     " -> Tensor") \

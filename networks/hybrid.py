@@ -1,0 +1,446 @@
+"""Targets whose layers are mostly gated delta nets: Qwen3-Next, Qwen3.5 and later. Definitions only.
+
+A delta net (arXiv 2412.06464) keeps a state S [dk, dv] for each head. A token with key k, value v, query q,
+decay a = exp(g) and step b changes the state S of its parent and reads the new one:
+
+    S' = a S + k u^T,  u = b (v - a S^T k),  output S'^T q
+
+A tree needs no state for each node. S is the state before a block of text, G the sum of g along a path since
+then, and i is above j if it is an ancestor of j:
+
+    u_j = b_j (v_j - exp(G_j) S^T k_j - sum over i above j of exp(G_j - G_i) (k_j . k_i) u_i)
+    output_j = exp(G_j) S^T q_j + sum over i above j, and j, of exp(G_j - G_i) (q_j . k_i) u_i
+
+Drafted text equals plain text bit for bit, because a row depends on its position and its path alone. Its path
+begins at a boundary of the text (`base`), which its position gives and which lies in committed text. All sums
+are in the order of the path. A cache keeps the state at one boundary, and a ring of later tokens' numbers.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import (
+    MLP,
+    Experts,
+    KVCache,
+    KVCaches,
+    Linear,
+    ModelArgs,
+    Pass,
+    TargetBlock,
+    Transformer,
+    with_buffers,
+)
+
+BLOCK = 16  # tokens between two boundaries of a text
+MOST_LEVELS = 16  # levels of a tree below its root: a row's boundary is as many tokens before it, or more
+MOST_ROWS = 96  # of a pass
+RING = 256  # tokens that a cache keeps: of two passes, and of those before them since a boundary
+OPEN = BLOCK + MOST_LEVELS  # more than the tokens of a text after a row's boundary
+WIDTH = 32  # numbers that PyTorch computes at once, at most
+
+
+def base(position: Tensor) -> Tensor:
+    """Return the boundary that rows at these positions begin at."""
+    return ((position - MOST_LEVELS) // BLOCK * BLOCK).clamp(min=0)
+
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single numbers to x.
+
+    PyTorch rounds the last numbers of a tensor, those that do not fill its vectors, in another way. So rows
+    are filled up.
+    """
+    return function(F.pad(x, (0, -x.shape[-1] % WIDTH)))[..., : x.shape[-1]]
+
+
+def folded(x: Tensor) -> Tensor:
+    """Return the sums of the last dimension, added in one order whatever the other dimensions are."""
+    while (n := x.shape[-1]) > 1:
+        x = F.pad(x, (0, n % 2))
+        one, other = x.chunk(2, dim=-1)
+        x = one + other
+    return x[..., 0]
+
+
+class SharedExperts(nn.Module):
+    """A mixture of experts and one that all rows use, as much as a gate says."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.routed = Experts(args)
+        self.shared = MLP(replace(args, intermediate_size=args.shared_expert_size))
+        self.gate = Linear(args.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
+        """As `MLP.forward`."""
+        return self.routed(x, onto) + rowwise(torch.sigmoid, self.gate(x)) * self.shared(x, None)
+
+
+class GatedBlock(TargetBlock):
+    """A layer with attention whose output is multiplied by a gate: `wqkv` computes q, k, v and the gate."""
+
+    def __init__(self, args: ModelArgs, layer: int = 0):
+        super().__init__(args, layer)
+        H, width = args.hidden_size, args.num_heads * args.head_dim
+        self.wqkv = Linear(H, 2 * width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
+        if args.shared_expert_size:
+            self.mlp = SharedExperts(args)
+
+    def attend(self, cache: KVCache, qkv: Tensor, shared: Pass) -> Tensor:
+        width = self.num_heads * self.head_dim
+        attended = cache.attend(self, qkv[..., :-width].contiguous(), shared)
+        return attended * rowwise(torch.sigmoid, qkv[..., -width:])
+
+
+class DeltaBlock(TargetBlock):
+    """A layer with a gated delta net in place of attention."""
+
+    def __init__(self, args: ModelArgs, layer: int = 0):
+        super().__init__(args, layer)
+        self.key_heads, self.heads_of_values = args.delta_key_heads, args.delta_heads
+        self.key_dim, self.value_dim = args.delta_key_dim, args.delta_value_dim
+        values = self.heads_of_values * self.value_dim
+        self.widths = args.delta_width, values, self.heads_of_values, self.heads_of_values
+        del self.wqkv, self.wo, self.q_norm, self.k_norm
+        self.q_norm = self.k_norm = None
+        self.w_in = Linear(args.hidden_size, sum(self.widths), bias=False)
+        self.w_out = Linear(values, args.hidden_size, bias=False)
+        self.taps = nn.Parameter(torch.zeros(args.delta_width, args.delta_taps))
+        self.log_decay = nn.Parameter(torch.zeros(self.heads_of_values))
+        self.step_bias = nn.Parameter(torch.zeros(self.heads_of_values))
+        self.out_scale = nn.Parameter(torch.ones(self.value_dim))
+        self.eps = args.norm_eps
+        if args.shared_expert_size:
+            self.mlp = SharedExperts(args)
+
+    wqkv = property(lambda self: self.w_in)  # the names of all layers
+    wo = property(lambda self: self.w_out)
+
+    def convolved(self, inputs: list[Tensor]) -> Tensor:
+        """Return q, k and v [B, T, delta_width] of what the last tokens of each path put in, oldest first."""
+        total = inputs[0].float() * self.taps[:, 0].float()
+        for i, x in enumerate(inputs[1:], 1):
+            total = total + x.float() * self.taps[:, i].float()
+        dtype = inputs[0].dtype
+        return rowwise(F.silu, total.to(dtype).float()).to(dtype)
+
+    def rates(self, step: Tensor, decay: Tensor) -> Tensor:
+        """Return g, then b, float32 [B, T, 2 nv], of the last outputs of `w_in`."""
+        softplus = rowwise(F.softplus, decay.float() + self.step_bias.float())
+        g = -rowwise(torch.exp, self.log_decay.float()) * softplus
+        return torch.cat((g, rowwise(torch.sigmoid, step.float()).to(step.dtype).float()), -1)
+
+    def split_mixed(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and k [..., nv, dk], normed, q scaled, and v [..., nv, dv], in float32."""
+        keys = self.key_heads * self.key_dim
+        q, k, v = mixed.float().split((keys, keys, self.widths[1]), dim=-1)
+
+        def heads(x: Tensor) -> Tensor:
+            x = x.unflatten(-1, (self.key_heads, self.key_dim))
+            x = x / (folded(x * x) + 1e-6).sqrt()[..., None]
+            return x.repeat_interleave(self.heads_of_values // self.key_heads, dim=-2)
+
+        v = v.unflatten(-1, (self.heads_of_values, self.value_dim))
+        return heads(q) * self.key_dim**-0.5, heads(k), v
+
+    def gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Return outputs [B, T, nv, dv], normed and gated by gate [B, T, nv*dv], as `wo` reads them."""
+        x = out.to(gate.dtype).float()
+        x = x / (folded(x * x) / self.value_dim + self.eps).sqrt()[..., None]
+        x = (self.out_scale * x.to(gate.dtype)).flatten(2).float()
+        return (x * rowwise(F.silu, gate.float())).to(gate.dtype)
+
+
+class Columns:
+    """Tokens that rows of a pass depend on, on paths that begin at one boundary.
+
+    sees [B, M, M]: the tokens on the path of each, itself among them; the others come before it. q, k, v: as
+    `DeltaBlock.split_mixed` returns them, g and b [B, M, nv].
+    """
+
+    def __init__(self, block: DeltaBlock, mixed: Tensor, rates: Tensor, sees: Tensor):
+        self.q, self.k, self.v = block.split_mixed(mixed)
+        self.g, self.b = rates.chunk(2, dim=-1)
+        self.sees = sees
+
+    def after(self, first: int) -> Columns:
+        """Return the tokens without the first ones."""
+        some = object.__new__(Columns)
+        for name in ("q", "k", "v", "g", "b"):
+            setattr(some, name, getattr(self, name)[:, first:])
+        some.sees = self.sees[:, first:, first:]
+        return some
+
+    def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return u [B, M, nv, dv], G [B, M, nv], and the outputs [B, M', nv, dv] of tokens from a number on.
+
+        state [B, nv, dk, dv]: before the first.
+        """
+        total, rows = torch.zeros_like(self.g), slice(outputs_from, None)
+        for i in range(total.shape[1]):
+            total = total + torch.where(self.sees[..., i, None], self.g[:, i, None], 0)
+        decay = rowwise(torch.exp, total)[..., None]
+        u = self.b[..., None] * (self.v - decay * read(state, self.k))
+        out = decay[:, rows] * read(state, self.q[:, rows])
+        for i in range(u.shape[1]):
+            fade = rowwise(torch.exp, total - total[:, i, None])
+            below = slice(i + 1, None)
+            near = self.b[:, below] * fade[:, below] * folded(self.k[:, below] * self.k[:, i, None])
+            near = torch.where(self.sees[:, below, i, None], near, 0)
+            u[:, below] -= near[..., None] * u[:, i, None]
+            near = fade[:, rows] * folded(self.q[:, rows] * self.k[:, i, None])
+            near = torch.where(self.sees[:, rows, i, None], near, 0)
+            out += near[..., None] * u[:, i, None]
+        return u, total, out
+
+    def advance(self, state: Tensor) -> Tensor:
+        """Return the state after the first BLOCK tokens, which are one path."""
+        first = self.until(BLOCK)
+        u, total, _ = first.solve(state, BLOCK)
+        state = rowwise(torch.exp, total[:, -1])[..., None, None] * state
+        fade = rowwise(torch.exp, total[:, -1:] - total)
+        for i in range(BLOCK):
+            state = state + (fade[:, i, :, None] * first.k[:, i])[..., None] * u[:, i, :, None]
+        return state
+
+    def until(self, count: int) -> Columns:
+        """Return the first tokens, as one path."""
+        some = object.__new__(Columns)
+        for name in ("q", "k", "v", "g", "b"):
+            setattr(some, name, getattr(self, name)[:, :count])
+        some.sees = torch.ones_like(self.sees[:, :count, :count]).tril()
+        return some
+
+
+def read(state: Tensor, x: Tensor) -> Tensor:
+    """Return S^T x [B, M, nv, dv] of x [B, M, nv, dk]."""
+    return folded((state[:, None] * x[..., None]).transpose(-1, -2))
+
+
+class Paths:
+    """The paths of the rows of a pass, the same in every layer.
+
+    Row 0 is the root of a tree, or the first of a chain; rows lie in consecutive slots after the committed
+    tokens. tap_slots [B, T, taps]: the slots of the last tokens of each path, below 0 before the text. start
+    [B]: boundaries of the states. Raises RuntimeError if one is beyond those of the rows.
+    """
+
+    def __init__(self, shared: Pass, taps: int, start: Tensor):
+        slots, positions = shared.slots, shared.positions
+        T = slots.shape[1]
+        self.length, self.positions = slots[:, 0], positions
+        if bool(((start > base(self.length)) & (self.length > 0)).any()):
+            raise RuntimeError("a pass goes back before the state of a text: tokens must be read in order")
+        self.local = shared.visible.gather(2, slots[:, None].expand(-1, T, -1))
+        depth = positions - self.length[:, None]
+        self.chain = bool((depth == torch.arange(T, device=depth.device)).all())
+        found = []
+        for back in range(taps - 1, 0, -1):
+            above = self.local & (depth[:, None] == depth[..., None] - back)
+            own = slots.gather(1, above.long().argmax(-1))
+            found.append(torch.where(depth >= back, own, positions - back))
+        self.tap_slots = torch.stack((*found, slots), -1)
+
+    def pieces(self) -> list[slice]:
+        """Return the rows that are computed together: all of a tree, those of a chain block by block."""
+        count = self.positions.shape[1]
+        size = BLOCK if self.chain else count
+        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+class DeltaCache(nn.Module):
+    """State of one layer [B, nv, dk, dv] at boundary `start` [B] of each text, and a ring of what tokens
+    computed since: inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
+
+    ops: our CPU operators (`kernels.cpu`), whose `delta` is what `_advanced` and `_outputs` define, or None.
+    """
+
+    def __init__(
+        self, batch: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str, ring: int, ops=None
+    ):
+        super().__init__()
+        self.ops = ops
+
+        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+            zeros = torch.zeros(batch, *shape, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+
+        buffer("state", args.delta_heads, args.delta_key_dim, args.delta_value_dim)
+        buffer("start", dtype=torch.int64)
+        buffer("inputs", ring, args.delta_width, dtype=dtype)
+        buffer("mixed", ring, args.delta_width, dtype=dtype)
+        buffer("rates", ring, 2 * args.delta_heads)
+
+    @staticmethod
+    def bytes(args: ModelArgs, batch: int, dtype: torch.dtype) -> int:
+        """Return the size of the buffers."""
+        state = args.delta_heads * args.delta_key_dim * args.delta_value_dim
+        return batch * (4 * state + RING * (2 * args.delta_width * dtype.itemsize + 8 * args.delta_heads))
+
+    def at(self, buffer: Tensor, slots: Tensor) -> Tensor:
+        """Return the entries of a ring at slots [B, M]: [B, M, width]."""
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        return buffer[rows, slots % buffer.shape[1]]
+
+    def put(self, buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Write entries at slots [B, M] of a ring."""
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        buffer.index_put_((rows, slots % buffer.shape[1]), values)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """As `KVCaches.move`."""
+        for ring in (self.inputs, self.mixed, self.rates):
+            self.put(ring, target, self.at(ring, source))
+
+    def attend(self, block: DeltaBlock, projected: Tensor, shared: Pass) -> Tensor:
+        """Compute a layer's rows from outputs of `w_in` [B, T, ...] -> what `wo` reads [B, T, nv*dv]."""
+        if projected.shape[1] > MOST_ROWS and self.inputs.shape[1] == RING:
+            raise ValueError(f"a pass of {projected.shape[1]} rows over delta nets: at most {MOST_ROWS}")
+        inputs, gate, step, decay = projected.split(block.widths, dim=-1)
+        paths = shared.made("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
+        self.put(self.inputs, shared.slots, inputs)
+        last = []
+        for slots in paths.tap_slots.unbind(-1):
+            last.append(torch.where(slots[..., None] < 0, 0, self.at(self.inputs, slots)))
+        mixed, rates = block.convolved(last), block.rates(step, decay)
+        self.put(self.mixed, shared.slots, mixed)
+        self.put(self.rates, shared.slots, rates)
+        if self.ops is not None:
+            where = paths.length, paths.positions, paths.local
+            out = self.ops.delta(self.mixed, self.rates, *where, self.state, self.start)
+            return block.gated(out, gate)
+
+        state, start = self._advanced(block, self.state, self.start, paths.length)
+        self.state.copy_(state)
+        self.start.copy_(start)
+        outputs = []
+        for rows in paths.pieces():
+            length = paths.length + rows.start
+            state, start = self._advanced(block, state, start, length)
+            sees = paths.local[:, rows, rows]
+            own = mixed[:, rows], rates[:, rows]
+            outputs.append(self._outputs(block, state, start, length, paths.positions[:, rows], sees, own))
+        return block.gated(torch.cat(outputs, 1), gate)
+
+    def _advanced(
+        self, block: DeltaBlock, state: Tensor, start: Tensor, length: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return state and boundary for rows after `length` [B] tokens, which the ring holds."""
+        fresh = length == 0
+        state, start = torch.where(fresh[:, None, None, None], 0, state), torch.where(fresh, 0, start)
+        while bool((behind := start < base(length)).any()):
+            slots = start[:, None] + torch.arange(BLOCK, device=start.device)
+            sees = torch.ones(len(start), BLOCK, BLOCK, dtype=torch.bool, device=start.device)
+            tokens = Columns(block, self.at(self.mixed, slots), self.at(self.rates, slots), sees)
+            state = torch.where(behind[:, None, None, None], tokens.advance(state), state)
+            start = torch.where(behind, start + BLOCK, start)
+        return state, start
+
+    def _outputs(
+        self, block: DeltaBlock, state: Tensor, start: Tensor, length: Tensor, positions: Tensor,
+        local: Tensor, own: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return the outputs [B, T, nv, dv] of rows after `length` tokens, whose state is at their boundary.
+
+        local [B, T, T]: the rows that each sees. own: their q, k and v, and their rates.
+        """
+        B, T = positions.shape
+        before = start[:, None] + torch.arange(OPEN, device=start.device)  # committed, or not there
+        there = before < length[:, None]
+        sees = torch.zeros(B, OPEN + T, OPEN + T, dtype=torch.bool, device=start.device)
+        sees[:, :OPEN, :OPEN] = (there[:, None] & there[..., None]).tril()
+        sees[:, OPEN:, :OPEN] = there[:, None]
+        sees[:, OPEN:, OPEN:] = local
+        mixed, rates = (torch.cat((self.at(ring, before), new), 1)
+                        for ring, new in zip((self.mixed, self.rates), own))
+        tokens = Columns(block, mixed, rates, sees)
+        _, _, out = tokens.solve(state, OPEN)
+        later = base(positions) > start[:, None]
+        if bool(later.any()):
+            _, _, others = tokens.after(BLOCK).solve(tokens.advance(state), OPEN - BLOCK)
+            out = torch.where(later[..., None, None], others, out)
+        return out
+
+
+class HybridCaches(nn.Module):
+    """The caches of all layers: of those with attention as the backend has them, of others a `DeltaCache`."""
+
+    def __init__(self, args: ModelArgs, attention: KVCaches, deltas: nn.ModuleList):
+        super().__init__()
+        self.args, self.attention, self.deltas = args, attention, deltas
+        kinds = iter(attention), iter(deltas)
+        self.each = [next(kinds[delta]) for delta in args.delta_layers]  # by layer
+
+    def __getitem__(self, layer: int) -> KVCache | DeltaCache:
+        return self.each[layer]
+
+    def rows(self, first: int, count: int) -> HybridCaches:
+        """As `KVCaches.rows`."""
+        deltas = nn.ModuleList(
+            with_buffers(d, {name: x.narrow(0, first, count) for name, x in d._buffers.items()})
+            for d in self.deltas
+        )
+        return HybridCaches(self.args, self.attention.rows(first, count), deltas)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """As `KVCaches.move`."""
+        self.attention.move(source, target)
+        for cache in self.deltas:
+            cache.move(source, target)
+
+    def sequence(self, place: int, slots: int) -> list[Tensor]:
+        """As `KVCaches.sequence`."""
+        own = [x[place : place + 1] for cache in self.deltas for x in cache._buffers.values()]
+        return self.attention.sequence(place, slots) + own
+
+    def reusable(self, place: int, same: int) -> int:
+        """As `KVCaches.reusable`. A state that is beyond the next row's boundary is of no use."""
+        next_row = torch.tensor(same - 1)
+        return same if same > 1 and int(base(next_row)) >= int(self.deltas[0].start[place]) else 0
+
+
+class Hybrid(Transformer):
+    """A target with delta nets and, in some layers, gated attention."""
+
+    most_rows, most_levels = MOST_ROWS, MOST_LEVELS
+    keeps_state = True
+
+    def __init__(self, args: ModelArgs):
+        super().__init__(args)
+        kinds = GatedBlock, DeltaBlock
+        self.layers = nn.ModuleList(kinds[delta](args, i) for i, delta in enumerate(args.delta_layers))
+
+    def caches(self, batch: int, slots: int) -> HybridCaches:
+        return self._caches(batch, slots, RING)
+
+    def _caches(self, batch: int, slots: int, ring: int) -> HybridCaches:
+        weight, count = self.embed.weight, sum(self.args.delta_layers)
+        args, where = self._attending, (weight.dtype, weight.device)
+        attention = self.Caches.of(args, batch, slots, *where, self.backend)
+        ops = getattr(self.backend, "ops", None) if self.whole else None
+        deltas = nn.ModuleList(DeltaCache(batch, self.args, *where, ring, ops) for _ in range(count))
+        return HybridCaches(self.args, attention, deltas)
+
+    @property
+    def _attending(self) -> ModelArgs:
+        """The shape of the layers with attention alone."""
+        return replace(self.args, num_layers=len(self.layers) - sum(self.args.delta_layers))
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        dtype, count = self.embed.weight.dtype, sum(self.args.delta_layers)
+        attention = self.Caches.bytes(self._attending, batch, slots, dtype, self.backend)
+        return attention + count * DeltaCache.bytes(self.args, batch, dtype)
+
+    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        B, T = tokens.shape
+        at = torch.arange(T, device=tokens.device).expand(B, T)
+        visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
+        caches = self._caches(B, T, RING + T)
+        return self(tokens, at, at, visible, caches, aux_layers)
