@@ -84,7 +84,7 @@ function copier(text) {
 class Panel {
   constructor(name, answer) {
     this.answer = answer;
-    this.thoughts = element("div", { class: "text" });
+    this.thoughts = element("div", { class: "thoughts" });
     this.aside = element("details", {}, element("summary", {}, "Thoughts"), this.thoughts);
     this.text = element("div", { class: "text" });
     this.figures = element("div", { class: "figures" });
