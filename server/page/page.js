@@ -344,11 +344,6 @@ function mark(answer, { text, tree }) {
   }
 }
 
-// Leaving the page ends its requests, which is no fault of the server.
-let leaving = false;
-addEventListener("pagehide", () => { leaving = true; });
-addEventListener("pageshow", () => { leaving = false; });
-
 // One answer from the server into `answer`; `seen` is called as it grows.
 async function ask(body, answer, signal, seen) {
   answer.figures = { tokens: 0, steps: 0, seconds: 0, waiting: true };
@@ -380,10 +375,13 @@ async function ask(body, answer, signal, seen) {
   } catch (error) {
     const cause = signal.reason ?? error;
     if (cause.name === "AbortError") answer.finish = "stopped";
-    else if (!leaving) {
-      answer.figures.error = cause instanceof TypeError ? "the server has gone" : cause.message;
-      if (cause instanceof TypeError) watch();
-    }
+    else if (cause instanceof TypeError) {
+      // Leaving the page breaks its connections too: then nothing runs after this line.
+      await new Promise((resolve) => setTimeout(resolve, 700));
+      const gone = !(await health())?.ok;
+      answer.figures.error = gone ? "the server has gone" : "the connection broke";
+      if (gone) watch();
+    } else answer.figures.error = cause.message;
   }
   answer.figures.waiting = false;
   seen();

@@ -267,6 +267,15 @@ def test_a_stream_that_falls_silent_ends(page):
     expect(page.locator(".figures")).to_contain_text("tokens/s")
 
 
+def test_a_reload_during_an_answer_is_no_lost_server(page):
+    fill(page, most=280, temperature=2)
+    write(page, "long and a title that is cut between two of its words", wait=False)
+    expect(page.locator(".figures")).to_contain_text("tokens/s")
+    page.reload()
+    expect(page.locator(".figures")).to_contain_text("interrupted")
+    expect(page.locator("#title")).to_have_text("long and a title that is cut between two …")
+
+
 def test_conversations_while_an_answer_runs(page):
     """One that is deleted stays deleted; a question outlives a reload."""
     write(page, "first")
