@@ -50,6 +50,7 @@ def cases(names=HYBRIDS) -> list:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name != "Qwen3.5")) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases())
 def test_logits_and_texts_of_transformers(tmp_path, name):
     """Of a prompt over several blocks: the definition's logits, and the text on the kernels."""
@@ -91,6 +92,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_drafted_text_is_plain_text(folder, name, dtype):
@@ -104,6 +106,7 @@ def test_drafted_text_is_plain_text(folder, name, dtype):
     check_texts(decode(engine, made, random.Random(1), leaving=0.01), plain, made)
 
 
+@pytest.mark.kernels
 def test_the_definition_agrees_with_the_kernels(folder):
     """Without kernels drafted text equals plain text, too, and both are the kernels' in float32."""
     prompt = torch.randint(0, V, (37,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -183,6 +186,7 @@ def test_text_with_other_heads(folder, name):
     check_texts(decode(engine, made, random.Random(1)), alone((target, None), made, max_seq_len=240), made)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", ["int8", "w8a8"])
 def test_quantised_text(folder, tmp_path, mode):
     """Drafted text is plain text; the MTP layer is quantised with its target."""
