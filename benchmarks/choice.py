@@ -1,4 +1,4 @@
-"""How near the choice of the tree comes to the best fixed tree of each text, on simulated texts.
+"""Compare the choice of the tree with the best fixed tree of each text, on simulated texts.
 
     python benchmarks/choice.py --checkpoint DIR [--set PRIOR=8 MARGIN=1.05]
 

@@ -27,7 +27,7 @@ METHODS = {"none": "plain decoding", "eagle3": "EAGLE-3"}
 TURNS = 5
 COLUMNS, LINES = 60, 20  # of a terminal
 WIDE, HIGH, LEFT, TOP = 7.2, 17, 16, 84  # pixels: of a character, of a line, left of the text and above it
-TICK, REST = 0.2, 5.0  # seconds between two counts of tokens, and for which the end stays in view
+TICK, REST = 0.2, 5.0  # seconds between two counts of tokens, and seconds that the end stays in view
 INK, DRAFTED, FAINT, GROUND = "#e6edf3", "#7ee787", "#8b949e", "#0d1117"
 
 
@@ -68,7 +68,7 @@ def words(
 
 
 def terminal(left: float, title: str, answer: dict, end: str, total: float) -> list[str]:
-    """Return the elements of one terminal. end: what is said once all is written. total: seconds."""
+    """Return the elements of one terminal. end: words after the figures of a whole text. total: seconds."""
     pieces = answer["pieces"]
     last, elements = pieces[-1][0], [words(left, 46, title, INK, size=15)]
     cells = iter(places("".join(text for _, text, _ in pieces)))

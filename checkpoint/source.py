@@ -73,6 +73,11 @@ def unique_ids(*groups: int | list[int] | None) -> list[int]:
     return list(dict.fromkeys(i for i in flat if isinstance(i, int) and i >= 0))
 
 
+def listed(folder: Path) -> str:
+    """Return the names in a folder, the first ones of many."""
+    return ", ".join(sorted(p.name for p in folder.iterdir())[:MOST_LISTED]) or "nothing"
+
+
 def resolve_source(checkpoint: str | Path) -> Path:
     """Return the local path of a checkpoint: a folder, a .gguf file, or a download of the hub's `org/name`.
 
@@ -80,8 +85,7 @@ def resolve_source(checkpoint: str | Path) -> Path:
     """
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():
-        found = ", ".join(sorted(p.name for p in path.iterdir())[:MOST_LISTED]) or "nothing"
-        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint; it holds {found}")
+        raise InputError(f"{path}: holds no {CONFIG}, but {listed(path)}; name the folder of a checkpoint")
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():
@@ -92,9 +96,8 @@ def resolve_source(checkpoint: str | Path) -> Path:
     guess = did_you_mean(name, map(str, known))
     missing = f"{path}: no such file or folder{guess}"
     if place not in (Path(), Path("/")):  # a mistyped path is no hub id
-        found = ", ".join(sorted(p.name for p in place.iterdir())[:MOST_LISTED]) or "nothing"
         raise InputError(
-            f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {found}"
+            f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {listed(place)}"
         )
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(

@@ -166,7 +166,7 @@ FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doub
 TIMED = 5  # latest steps of a kind whose median is its time
 FRESH = 24  # steps after which a time is corrected by what other kinds take now
 REHEARSED = 5  # steps of each kind at warm-up
-EASY = 1.8  # acceptance of an easy text over the average one, for which large trees are
+EASY = 1.8  # acceptance of an easy text, which large trees suit, over the average one
 HOPELESS = 0.8  # speed over the best one below which larger trees are not rehearsed
 
 
@@ -329,15 +329,13 @@ class Tuner:
         self._held = (LOOK_PLAIN if current is None else LOOK) - 1
         if current:
             self._plain, self._rest = 0, FIRST_REST
-        elif self._plain > self._rest:
+        elif self._plain > self._rest and len(speeds) > 1:
             self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
             current = max((shape for shape in speeds if shape), key=speeds.__getitem__)
             self._ahead, self._held = deque([current] * (PROBE - 1)), 0  # then choose anew
         return current
 
-    def speeds(
-        self, requests: list[Request], count: int, noisy: bool
-    ) -> dict[TreeShape | None, float]:
+    def speeds(self, requests: list[Request], count: int, noisy: bool) -> dict[TreeShape | None, float]:
         """Return the expected tokens per second of each request by tree."""
         context = max(r.length for r in requests)
         temperature = statistics.fmean(r.sampling.temperature for r in requests)

@@ -1,6 +1,7 @@
 """Bytes: what is free, what was used, what a step reads."""
 from __future__ import annotations
 
+import re
 import resource
 import sys
 
@@ -8,6 +9,8 @@ import torch
 
 from drafters.base import Drafter
 from model import Transformer
+
+OF_EXPERTS = re.compile(r"\.mlp\.(routed\.)?w_")  # names of parameters, where there are experts
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -31,8 +34,10 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
     def size(module, rows: int = 1) -> int:
         a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
         chosen = 1 - (1 - a.experts_per_token / a.num_experts) ** rows if a.num_experts else 1
-        read = ((n, p) for n, p in module.named_parameters() if not n.startswith(skip))
-        return int(sum(p.numel() * p.element_size() * (chosen if ".mlp.w_" in n else 1) for n, p in read))
+        read = ((n, p.numel() * p.element_size()) for n, p in module.named_parameters())
+        return int(sum(
+            size * (chosen if OF_EXPERTS.search(n) else 1) for n, size in read if not n.startswith(skip)
+        ))
 
     alone = drafter.parts or (drafter,)  # of two, each has passes of its own
     networks = sum(part.passes * size(part.network) for part in alone if part.network is not None)

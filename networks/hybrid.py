@@ -170,12 +170,12 @@ class Columns:
         self.g, self.b = rates.chunk(2, dim=-1)
         self.sees = sees
 
-    def after(self, first: int) -> Columns:
-        """Return the tokens without the first ones."""
+    def part(self, tokens: slice) -> Columns:
+        """Return some of the tokens."""
         some = object.__new__(Columns)
         for name in ("q", "k", "v", "g", "b"):
-            setattr(some, name, getattr(self, name)[:, first:])
-        some.sees = self.sees[:, first:, first:]
+            setattr(some, name, getattr(self, name)[:, tokens])
+        some.sees = self.sees[:, tokens, tokens]
         return some
 
     def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,21 +202,14 @@ class Columns:
 
     def advance(self, state: Tensor) -> Tensor:
         """Return the state after the first BLOCK tokens, which are one path."""
-        first = self.until(BLOCK)
+        first = self.part(slice(BLOCK))
+        first.sees = torch.ones_like(first.sees).tril()
         u, total, _ = first.solve(state, BLOCK)
         state = rowwise(torch.exp, total[:, -1])[..., None, None] * state
         fade = rowwise(torch.exp, total[:, -1:] - total)
         for i in range(BLOCK):
             state = state + (fade[:, i, :, None] * first.k[:, i])[..., None] * u[:, i, :, None]
         return state
-
-    def until(self, count: int) -> Columns:
-        """Return the first tokens, as one path."""
-        some = object.__new__(Columns)
-        for name in ("q", "k", "v", "g", "b"):
-            setattr(some, name, getattr(self, name)[:, :count])
-        some.sees = torch.ones_like(self.sees[:, :count, :count]).tril()
-        return some
 
 
 def read(state: Tensor, x: Tensor) -> Tensor:
@@ -364,7 +357,7 @@ class DeltaCache(nn.Module):
         _, _, out = tokens.solve(state, OPEN)
         later = base(positions) > start[:, None]
         if bool(later.any()):
-            _, _, others = tokens.after(BLOCK).solve(tokens.advance(state), OPEN - BLOCK)
+            _, _, others = tokens.part(slice(BLOCK, None)).solve(tokens.advance(state), OPEN - BLOCK)
             out = torch.where(later[..., None, None], others, out)
         return out
 

@@ -7,28 +7,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model import Linear, Pass, RMSNorm, Transformer, project
-from networks.head import Head, HeadArgs
+from model import Pass, RMSNorm
+from networks.eagle import Eagle1Head
+from networks.head import HeadArgs
 from networks.hybrid import GatedBlock
 
 
-class MtpHead(Head):
+class MtpHead(Eagle1Head):
     """Norms of embedding and feature, `fc` of both, a layer with gated attention, a norm."""
 
     def __init__(self, args: HeadArgs):
         super().__init__(args)
         H, norm = args.hidden_size, (args.norm_eps, args.zero_centred)
         self.embed_norm, self.feature_norm, self.norm = (RMSNorm(H, *norm) for _ in range(3))
-        self.fc = Linear(2 * H, H, bias=False)
         self.layer = GatedBlock(args)
-        self.target_norm = None
-
-    def use_target(self, target: Transformer) -> None:
-        super().use_target(target)
-        self.target_norm = target.norm
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target_norm(features)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
@@ -36,6 +28,3 @@ class MtpHead(Head):
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         normed = self.embed_norm(self.embed(tokens)), self.feature_norm(feature)
         return self.norm(self.layer(self.fc(torch.cat(normed, dim=-1)), caches[0], shared))
-
-    def logits(self, feature: Tensor) -> Tensor:
-        return project(self.lm_head, feature)

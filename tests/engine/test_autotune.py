@@ -118,6 +118,14 @@ def test_large_trees_are_not_rehearsed_where_they_cannot_pay():
     assert set(ran) == {None, SMALL, MIDDLE, LARGE} and len(ran) == 4 * REHEARSED
 
 
+def test_plain_decoding_where_no_tree_was_timed():
+    """As after the rehearsal of sequences too short for a second step."""
+    tuner, request = Tuner(KNOWN, TAUS), Request([1], Sampling())
+    tuner.times.add(1, False, None, 1, 0.01)
+    tuner.begin(request)
+    assert {tuner.next([request], 1) for _ in range(3 * FIRST_REST)} == {None}
+
+
 def test_old_times_follow_the_fresh_ones_and_unknown_ones_the_rows():
     times = Times()
     for shape, seconds in ((None, 1.0), (SMALL, 2.0)):
