@@ -1,6 +1,6 @@
 """The step of decoding compared with itself: by definitions, on our kernels, compiled, and captured.
 
-`checked` is called for each target on a GPU. It adds two parts to those of `kernels.gpu.check`.
+`checked` is called for each target on a GPU. It adds two parts to those of `kernels.gpu.cases`.
 """
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from drafters.eagle import Eagle
 from engine.engine import Engine
 from engine.passes import Passes
 from kernels.backend import TorchBackend
-from kernels.gpu.check import PARTS, Case, Sizes, failures, main
+from kernels.gpu.cases import PARTS, Case, Sizes
+from kernels.gpu.check import failures, main
 from model import ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs

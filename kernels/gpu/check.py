@@ -1,13 +1,12 @@
 """Our kernels compared with their definitions, on this device and at a model's sizes.
 
-`failures` runs `python -m kernels.gpu.check` (or a module that adds parts): a process of its own, as an
-illegal address ends every later call of the process that meets it. It keeps the result beside the compiled
-graphs. A backend without the kernels that failed computes by their definitions.
+`failures` runs a module that calls `main`: a process of its own, as an illegal address ends every later call
+of the process that meets it. It keeps the result beside the compiled graphs. A backend without the kernels
+that failed computes by their definitions.
 """
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import os
@@ -17,12 +16,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.nn as nn
 import triton
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -31,282 +27,13 @@ from common.errors import first_line
 from common.files import atomic_path
 from kernels.backend import TORCH, TorchBackend
 from kernels.build import COMPILED, writable
-from kernels.float8 import to_bytes
 from kernels.gpu.backend import CudaBackend
-from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
-from kernels.gpu.products import TritonLinear
-from kernels.quantized import QuantizedLinear
-from model import Block, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
-from sampling.noise import seed_keys
-from tree import Growth, TreeShape
+from kernels.gpu.cases import Case, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600  # of all parts, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 RECENT = 32  # allocations, more than a kernel has results and scratch
-COLUMNS = 32768  # of a layer, at most: more are tiles of the same kernel
-LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
-
-
-class Sizes(NamedTuple):
-    """The sizes that kernels are checked at.
-
-    heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs) of those
-    that are quantised. rows: of a pass. lengths: of texts. repeats: how often a product is computed.
-    """
-
-    device: str
-    dtype: str
-    heads: tuple[int, int, int]
-    norm: bool
-    window: int
-    float8: bool
-    vocabulary: int
-    layers: tuple[tuple[str, int, int, int], ...]
-    tree: tuple[int, int, int] = (60, 7, 10)
-    rows: tuple[int, ...] = (1, 10, 16, 60, 128)
-    lengths: tuple[int, ...] = (0, 63, 64, 65, 3000)
-    repeats: int = 1000
-
-    @classmethod
-    def of(cls, model: Transformer, float8: bool) -> Sizes:
-        """Take the sizes of a target. float8: of its caches.
-
-        A head is quantised to int8 when it is loaded, and its layers are like the target's.
-        """
-        args, weight = model.args, model.embed.weight
-        found = set()
-        for layer in model.modules():
-            if isinstance(layer, QuantizedLinear) and layer.mode != "fp8":
-                found.add((layer.mode, layer.group, layer.weight.shape[0], layer.inputs))
-            elif isinstance(layer, nn.Linear):
-                found.add(("int8", 0, *layer.weight.shape))
-        return cls(
-            str(weight.device), str(weight.dtype).removeprefix("torch."),
-            (args.num_heads, args.num_kv_heads, args.head_dim), args.qk_norm, max(args.windows, default=0),
-            float8, args.vocab_size,
-            tuple(sorted({(mode, group, min(N, COLUMNS), K) for mode, group, N, K in found})),
-        )
-
-
-class Case(NamedTuple):
-    """A part of a step at one size.
-
-    run(backend): its results, tensors in any nesting. limit: of numbers. guards: its kernels, which no
-    compiler sees, get guard bytes around what they write.
-    """
-
-    what: str
-    run: Callable[[TorchBackend], object]
-    limit: float = 0.0
-    guards: bool = True
-
-
-# -- cases -----------------------------------------------------------------------------------------
-
-
-def _drawing(seed: int, device: str) -> Callable[..., Tensor]:
-    """Return a function that draws normal numbers of a shape, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(shape, generator=generator).to(device)
-
-
-def owned(x: Tensor) -> Tensor:
-    """Return a copy that a kernel may change, between guard bytes within `guarded`."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def attention(
-    device: str, dtype: torch.dtype, B: int, T: int, nh: int, nkv: int, hd: int, M: int,
-    lengths: tuple[int, ...], norm: bool = False, window: int = 0, float8: bool = False, unseen: int = 0,
-) -> Case:
-    """Attention of T rows that see some of the M slots after `lengths` [B], but the first `unseen` never.
-
-    Slots after those hold NaN, which the kernel does not read; the definition, which multiplies them by 0,
-    gets zeros.
-    """
-    draw, slots = _drawing(B * 1000 + T * 10 + M, device), max(lengths) + M + 64
-    args = ModelArgs(32, nh * hd, 32, 2, nh, nkv, hd, qk_norm=norm, windows=(window,) * 2)
-    block = Block(args).requires_grad_(False).to(device, dtype)
-    if norm:
-        for one in (block.q_norm, block.k_norm):
-            one.weight.copy_(draw(hd).abs() + 0.5)
-    qkv, length = draw(B, T, (nh + 2 * nkv) * hd).to(dtype), torch.tensor(lengths, device=device)
-    cached, local = draw(2, 2, B, nkv, slots, hd).to(dtype), draw(B, T, M) > 0.25
-    local[:, :, :unseen] = False
-    local[:, torch.arange(T), M - T + torch.arange(T)] = True  # a row sees itself
-    own, at = length[:, None] + M - T + torch.arange(T, device=device), torch.arange(slots, device=device)
-    hidden = (at >= length[:, None] + M)[:, None, :, None]
-
-    def run(backend: TorchBackend):
-        kv = cached.masked_fill(hidden, 0.0 if backend is TORCH else float("nan"))
-        kv = owned(to_bytes(kv) if float8 else kv)
-        visible = backend.visible_slots(at, length, local)
-        shared = Pass(args, inverse_frequencies(args).to(device), own + 3, own, visible)
-        out = (Float8LayerCache if float8 else LayerCache)(kv, 1).attend(block, qkv, shared)
-        held = kv.view(torch.float8_e4m3fn).float() if float8 else kv
-        return out, [held[:, :, b, :, : n + M] for b, n in enumerate(lengths)]
-
-    return Case(f"{B} x {T} rows of {M} after {lengths} tokens", run, 0.13 if float8 else LIMITS[dtype])
-
-
-def _attend(s: Sizes) -> Iterator[Case]:
-    dtype = getattr(torch, s.dtype)
-    for T in s.rows:
-        for n in s.lengths:
-            yield attention(s.device, dtype, 1, T, *s.heads, T, (n,), s.norm, 0, s.float8)
-    width, few = s.tree[2], s.lengths[1:4]
-    yield attention(s.device, dtype, len(few), width, *s.heads, 3 * width, few, s.norm, 0, s.float8)
-    yield attention(s.device, dtype, 1, width, *s.heads, 160 + width, (64,), s.norm, 0, s.float8, 160)
-    if s.window:
-        two = s.lengths[-2:]
-        yield attention(s.device, dtype, 2, width, *s.heads, width, two, s.norm, s.window, s.float8)
-
-
-def _linear(s: Sizes) -> Iterator[Case]:
-    dtype = getattr(torch, s.dtype)
-    for mode, group, N, K in s.layers:
-        draw, layer = _drawing(N + K, s.device), QuantizedLinear(K, N, False, mode, group).to(s.device)
-        generator = torch.Generator(s.device).manual_seed(N)
-        low, high = (0, 256) if group else (-127, 128)
-        layer.weight.random_(low, high, generator=generator)
-        layer.scale.copy_((0.5 + draw(*layer.scale.shape).abs()) * K**-0.5 / (4 if group else 64))
-        ours = copy.copy(layer)
-        ours.__class__ = TritonLinear
-        for M in s.rows:
-            x, onto = draw(M, K).to(dtype), draw(M, N).to(dtype)
-
-            def run(backend: TorchBackend, x=x, onto=onto, layer=layer, ours=ours):
-                if backend is TORCH:
-                    return onto + layer(x.float()).to(dtype)
-                first, same = ours(x, onto), torch.ones((), dtype=torch.bool, device=s.device)
-                for _ in range(s.repeats - 1):
-                    same &= (ours(x, onto) == first).all()
-                if not same:
-                    raise AssertionError("repeated, it gives other numbers")
-                return first
-
-            yield Case(f"{mode} {N} x {K}, {M} rows", run, LIMITS[dtype])
-
-
-def _logits(s: Sizes, rows: int, seed: int = 0) -> Tensor:
-    return 3 * _drawing(seed, s.device)(2, rows, s.vocabulary)
-
-
-def _rank(s: Sizes) -> Iterator[Case]:
-    k = min(s.tree[2], s.vocabulary)
-    names = torch.randperm(s.vocabulary, generator=torch.Generator().manual_seed(1)).to(s.device)
-    for rows, noise, called in ((1, None, None), (k, _logits(s, 1, 1), names), (k, _logits(s, k, 2), None)):
-        logits = _logits(s, rows)
-        yield Case(f"{k} of 2 x {rows} x {s.vocabulary}",
-                   lambda b, x=logits, n=noise, c=called: b.rank(x, n, k, c), 1e-5)
-
-
-def _largest(s: Sizes) -> Iterator[Case]:
-    for rows in s.rows[:4]:
-        logits, depth = _logits(s, rows), torch.arange(rows, device=s.device).expand(2, -1) % 5
-        logits[0, 0, 3] = logits[0, 0, 5] = 50.0  # a tie: the first
-        for noise in (None, _logits(s, 5, 1)):
-            yield Case(f"2 x {rows} x {s.vocabulary}",
-                       lambda b, x=logits, n=noise, d=depth: b.largest(x, n, d))
-
-
-def _growth(s: Sizes, advance: Callable[[Growth], object], seen: list) -> Growth:
-    """Grow the tree of two sequences by random scores; equal ones are rare."""
-    draw, shape = _drawing(3, s.device), TreeShape(*s.tree)
-    k = shape.width
-
-    def children(*size: int) -> tuple[Tensor, Tensor]:
-        return -draw(2, *size).abs(), draw(2, *size).mul(99).long().abs()
-
-    grown = Growth(shape, *children(k))
-    for level in range(shape.depth):
-        if level:
-            seen += [advance(grown), grown.beam_scores, grown.beam_tokens, grown.beam_flat, grown.beam_sees]
-        grown.extend(*children(k, k))
-    return grown
-
-
-def _advance(s: Sizes) -> Iterator[Case]:
-    def run(backend: TorchBackend) -> list:
-        _growth(s, backend.advance, seen := [])
-        return seen
-
-    yield Case(f"{s.tree[1]} levels of {s.tree[2]}", run)
-
-
-def _prune(s: Sizes) -> Iterator[Case]:
-    root = torch.tensor([5, 7], device=s.device)
-    yield Case("the tree {}/{}/{}".format(*s.tree),
-               lambda backend: backend.prune(_growth(s, Growth.advance, []), root))
-
-
-def _accept(s: Sizes) -> Iterator[Case]:
-    tree = _growth(s, Growth.advance, []).prune(torch.tensor([5, 7], device=s.device))
-    # One sequence takes each node's last child, the other nothing.
-    chosen = torch.zeros_like(tree.tokens).scatter(1, tree.parent, tree.tokens)
-    chosen[1] = -1
-    yield Case("the tree {}/{}/{}".format(*s.tree),
-               lambda backend: backend.accept(tree, chosen, s.tree[1] + 2))
-
-
-def _emit(s: Sizes) -> Iterator[Case]:
-    def run(backend: TorchBackend) -> list:
-        """Texts that go on, stop at an id, reach their limit, have ended."""
-        def of(*numbers, dtype=torch.int64):
-            return owned(torch.tensor(numbers, dtype=dtype, device=s.device))
-
-        state = SimpleNamespace(
-            tokens=owned(torch.arange(160, device=s.device).view(4, 40)), length=of(3, 4, 5, 6),
-            limit=of(30, 30, 7, 30), done=of(0, 0, 0, 1, dtype=torch.bool), stop_ids=of(2, 9),
-            out=owned(torch.zeros(4, 8, dtype=torch.int64, device=s.device)),
-        )
-        tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7]], device=s.device)
-        count = backend.emit(state, tokens, torch.tensor([2, 3, 3, 3], device=s.device))
-        return [count, state.tokens, state.length, state.done, state.out]
-
-    yield Case("4 sequences", run)
-
-
-def _move(s: Sizes) -> Iterator[Case]:
-    _, nkv, hd = s.heads
-    kv = _drawing(4, s.device)(2, 2, 2, nkv, 90, hd).to(getattr(torch, s.dtype))
-    target = torch.tensor([[5], [64]], device=s.device) + torch.arange(9, device=s.device)
-    source = target + torch.tensor([0, 1, 0, 3, 2, 5, 1, 0, 4], device=s.device)  # overlaps what is written
-
-    def run(backend: TorchBackend) -> Tensor:
-        moved = owned(to_bytes(kv) if s.float8 else kv)
-        move = KVCaches.move if backend is TORCH else LayerCaches.move
-        move(LayerCaches._over(moved), source, target)
-        return moved
-
-    yield Case("9 slots of 2 layers", run)
-
-
-def _gumbel(s: Sizes) -> Iterator[Case]:
-    key = seed_keys([3, 2**40 + 5], s.device)
-    positions, warm = torch.tensor([[0, 1, 2], [7, 8, 2**20]], device=s.device), torch.tensor([1.0, 0.5])
-    yield Case(f"2 x 3 x {s.vocabulary}",
-               lambda backend: backend.gumbel(key, positions, warm.to(s.device), s.vocabulary), 3e-6)
-
-
-def _restrict(s: Sizes) -> Iterator[Case]:
-    warm = torch.tensor([0.7, 1.3], device=s.device)
-    for top_k, top_p in ((0, 0.9), (0, 1e-6), (1, 1.0), (50, 0.95), (s.vocabulary // 2, 0.999)):
-        logits = _logits(s, 3, top_k)
-        logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
-        logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
-        k, p = torch.full((2,), top_k, device=s.device), torch.full((2,), top_p, device=s.device)
-        yield Case(f"the best {top_k}, {top_p:g} of 2 x 3 x {s.vocabulary}",
-                   lambda b, x=logits, k=k, p=p: b.restrict(x, warm, k, p))
-
-
-# By the name of what is left out if a case fails: see `CudaBackend.without`.
-PARTS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
-    "attend": _attend, "linear": _linear, "rank": _rank, "largest": _largest, "advance": _advance,
-    "prune": _prune, "accept": _accept, "emit": _emit, "move": _move, "gumbel": _gumbel,
-    "restrict": _restrict,
-}
 
 
 # -- the child -------------------------------------------------------------------------------------
@@ -386,17 +113,17 @@ def run(
         backend, what = CudaBackend().without(failed), ""
         try:
             for case in parts[name](sizes):
-                what = case.what
+                what = f"{case.what}: "
                 check(case, backend)
         except Exception as e:  # whatever a compiler or a device raises
-            failed = failed | {name: f"{what}: {first_line(e)}" if what else first_line(e)}
+            failed = failed | {name: what + first_line(e)}
             say(json.dumps({"part": name, "error": failed[name]}))
             if sizes.device != "cpu":
                 torch.cuda.synchronize()
     say(json.dumps({"ended": True}))
 
 
-def main(parts: dict[str, Callable] = PARTS) -> None:
+def main(parts: dict[str, Callable]) -> None:
     """Check the parts that the command line names. Standard input: sizes and what has failed, as JSON."""
     sizes, failed = json.load(sys.stdin)
     sizes = Sizes(**sizes)
@@ -421,8 +148,7 @@ def place_of(sizes: Sizes) -> Path:
 
 
 def failures(
-    sizes: Sizes, say: Callable[[str], None], parts: Collection[str] = tuple(PARTS),
-    command: tuple[str, ...] = (sys.executable, "-m", "kernels.gpu.check"),
+    sizes: Sizes, say: Callable[[str], None], parts: Collection[str], command: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the parts that fail at these sizes, with a line about each: of the file, or of a new check.
 
@@ -481,7 +207,3 @@ def _death(done: subprocess.CompletedProcess) -> str:
 
 def _line(part: str, error: str) -> str:
     return f"the GPU path does without {part!r}, which is slower: {error}"
-
-
-if __name__ == "__main__":
-    main()
