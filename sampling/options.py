@@ -112,19 +112,19 @@ class Modes(NamedTuple):
     scored: bool = False  # gives log-probabilities
     guided: bool = False  # by a grammar, which the host looks after
 
+    @property
+    def rare(self) -> bool:
+        """True if more is needed than the best token with its noise."""
+        return any(self[1:])
+
     @classmethod
-    def of(cls, samplings: Iterable[Sampling], few: bool = False) -> Modes:
-        """Return the modes for these requests. few: switch all rare modes on if any is, as where each
-        combination has to be compiled.
-        """
+    def of(cls, samplings: Iterable[Sampling]) -> Modes:
+        """Return the modes for these requests."""
         samplings = list(samplings)
         noisy = any(s.temperature > 0 for s in samplings)
-        modes = cls(
+        return cls(
             noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
             any(s.penalises or s.logit_bias for s in samplings),
             any(s.logprobs is not None for s in samplings),
             any(s.json_schema is not None for s in samplings),
         )
-        if few and any(modes[2:5]):
-            return cls(noisy, noisy, noisy, True, True, modes.guided)
-        return modes

@@ -29,8 +29,7 @@ class Sizes(NamedTuple):
     """The sizes that kernels are checked at.
 
     heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs) of those
-    that are quantised. rows: of a product. lengths: of texts. repeats: how often the largest product of a
-    mode is computed.
+    that are quantised. rows: of a product. lengths: of texts. repeats: of the largest product of a mode.
     """
 
     device: str
@@ -82,13 +81,15 @@ class Sizes(NamedTuple):
 class Case(NamedTuple):
     """A part of a step at one size.
 
-    run(backend): its results, tensors in any nesting. limit: of numbers. guards: its kernels, which no
-    compiler sees, get guard bytes around what they write.
+    run(backend): its results, tensors in any nesting. limit: of numbers. repeats: how often it is computed
+    again, for the very same numbers. guards: its kernels, which no compiler sees, get guard bytes around what
+    they write.
     """
 
     what: str
     run: Callable[[TorchBackend], object]
     limit: float = 0.0
+    repeats: int = 1
     guards: bool = True
 
 
@@ -134,10 +135,11 @@ def attention(s: Sizes, B: int, T: int, M: int, lengths: tuple[int, ...], unseen
 
 def _attend(s: Sizes) -> Iterator[Case]:
     whole, (nodes, _, width) = s._replace(window=0), s.tree
-    for T in (1, width, nodes):
+    for T in (1, nodes):
         for n in s.lengths:
             yield attention(whole, 1, T, T, (n,))
-    yield attention(whole, 3, width, 160 + 3 * width, s.lengths[1:4], 160)  # no row sees the first tiles
+    # The rows of a draft level, of which none sees the first tiles after the committed slots.
+    yield attention(whole, len(s.lengths), width, 160 + 3 * width, s.lengths, 160)
     if s.window:
         yield attention(s, 2, width, width, s.lengths[-2:])
 
@@ -147,25 +149,18 @@ def _linear(s: Sizes) -> Iterator[Case]:
     for mode, group, N, K in s.layers:
         layer, generator = QuantizedLinear(K, N, False, mode, group), torch.Generator().manual_seed(N)
         layer.weight.random_(*((0, 256) if group else (-127, 128)), generator=generator)
-        layer.scale.copy_((0.5 + torch.randn(layer.scale.shape, generator=generator).abs()) * K**-0.5)
+        layer.scale.copy_((0.5 + torch.rand(layer.scale.shape, generator=generator)) * K**-0.5)
         layer.scale.div_(4 if group else 64)
         ours = copy.deepcopy(layer.to(s.device))
         CudaBackend().prepare(ours)
-        repeats = s.repeats if (mode, group, N, K) in largest.values() else 3
+        repeats = s.repeats if (mode, group, N, K) in largest.values() else 1
         for M in s.rows:
             x, onto = s.draw(M, K, seed=N + K).to(s.torch_dtype), s.draw(M, N, seed=N).to(s.torch_dtype)
 
-            def run(backend: TorchBackend, x=x, onto=onto, layer=layer, ours=ours, repeats=repeats):
-                if backend is TORCH:
-                    return onto + layer(x.float()).to(x.dtype)
-                first, same = ours(x, onto), torch.ones((), dtype=torch.bool, device=s.device)
-                for _ in range(repeats - 1):
-                    same &= (ours(x, onto) == first).all()
-                if not same:
-                    raise AssertionError("repeated, it gives other numbers")
-                return first
+            def run(backend: TorchBackend, x=x, onto=onto, layer=layer, ours=ours):
+                return onto + layer(x.float()).to(x.dtype) if backend is TORCH else ours(x, onto)
 
-            yield Case(f"{mode} {N} x {K}, {M} rows", run, LIMITS[s.torch_dtype])
+            yield Case(f"{mode} {N} x {K}, {M} rows", run, LIMITS[s.torch_dtype], repeats)
 
 
 def _move(s: Sizes) -> Iterator[Case]:
@@ -215,14 +210,11 @@ def _gumbel(s: Sizes) -> Iterator[Case]:
 
 
 def _restrict(s: Sizes) -> Iterator[Case]:
-    warm = s.tensor(0.7, 1.3)
-    for top_k, top_p in ((0, 0.9), (0, 1e-6), (1, 1.0), (50, 0.95), (s.vocabulary // 2, 0.999)):
-        logits = _logits(s, 3, top_k)
-        logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
-        logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
-        k, p = torch.full((2,), top_k, device=s.device), torch.full((2,), top_p, device=s.device)
-        yield Case(f"the best {top_k}, {top_p:g} of 2 x 3 x {s.vocabulary}",
-                   lambda b, x=logits, k=k, p=p: b.restrict(x, warm, k, p))
+    top_k, top_p = s.tensor(0, 0, 1, 50, s.vocabulary // 2), s.tensor(0.9, 1e-6, 1.0, 0.95, 0.999)
+    warm, logits = s.tensor(0.7, 1.3, 1.0, 0.8, 0.9), 3 * s.draw(5, 3, s.vocabulary)
+    logits[:, 0, :7] = logits[:, 0].amax(-1, keepdim=True)  # ties, also of the two zeros
+    logits[:, 1, :9], logits[:, 1, 4:6], logits[:, 2, 50:] = 0.0, -0.0, float("-inf")
+    yield Case(f"5 x 3 x {s.vocabulary}", lambda b: b.restrict(logits, warm, top_k, top_p))
 
 
 # -- trees and texts -------------------------------------------------------------------------------

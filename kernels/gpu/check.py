@@ -1,8 +1,8 @@
 """Our kernels compared with their definitions, on this device and at a model's sizes.
 
-`failures` runs a module that calls `main`: a process of its own, as an illegal address ends every later call
-of the process that meets it. It keeps the result beside the compiled graphs. A backend without the kernels
-that failed computes by their definitions.
+`failures` runs a module that calls `main`, in processes of their own, as an illegal address ends every later
+call of the process that meets it. It keeps the result beside the compiled graphs. A backend without the
+kernels that failed computes by their definitions.
 """
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,47 +33,34 @@ from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cases import Case, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 600  # of all parts, compilation included; what takes longer hangs
+SECONDS = 600  # of a process, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
-RECENT = 32  # allocations, more than a kernel has results and scratch
 
 
 # -- the child -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[Callable[[], bool]]:
+def guarded() -> Iterator[list[Tensor]]:
     """Allocate tensors between guard bytes within this context, with bytes that are no number in them.
 
-    Gives a function that returns whether all guard bytes are unchanged.
+    Gives their memory: the tensors with the bytes beside them.
     """
-    recent: deque[Tensor] = deque()
-    intact = []
-
-    def look(memory: Tensor) -> None:
-        whole = (memory[:GUARD] == EDGE).all() & (memory[-GUARD:] == EDGE).all()
-        intact[:] = [whole & other for other in intact] or [whole]
+    memories: list[Tensor] = []
 
     def guarding(allocate: Callable) -> Callable[..., Tensor]:
         def allocated(*arguments, **options) -> Tensor:
             x = allocate(*arguments, **options)
             memory = torch.full((2 * GUARD + x.nbytes,), EDGE, dtype=torch.uint8, device=x.device)
-            memory[GUARD : GUARD + x.nbytes] = UNSET
-            recent.append(memory)
-            if len(recent) > RECENT:  # its kernel has been launched
-                look(recent.popleft())
-            return memory[GUARD : GUARD + x.nbytes].view(x.dtype).view(x.shape)
+            memory[GUARD:-GUARD] = UNSET
+            memories.append(memory)
+            return memory[GUARD:-GUARD].view(x.dtype).view(x.shape)
 
         return allocated
 
-    def all_intact() -> bool:
-        while recent:
-            look(recent.popleft())
-        return all(intact)
-
     empty, new_empty = guarding(torch.empty), guarding(torch.Tensor.new_empty)
     with patch.object(torch, "empty", empty), patch.object(torch.Tensor, "new_empty", new_empty):
-        yield all_intact
+        yield memories
 
 
 def difference(found, wanted, limit: float) -> str | None:
@@ -88,48 +77,53 @@ def difference(found, wanted, limit: float) -> str | None:
 
 
 def check(case: Case, backend: TorchBackend) -> None:
-    """Raise AssertionError if a backend does not compute a case as its definition does."""
-    with guarded() if case.guards else contextlib.nullcontext(lambda: True) as intact:
+    """Raise AssertionError if a backend does not compute a case as its definition does, each time."""
+    with guarded() if case.guards else contextlib.nullcontext([]) as memories:
         found = case.run(backend)
-        if not intact():
-            raise AssertionError("writes outside its results")
-    wrong = difference(found, case.run(TORCH), case.limit)
-    if wrong:
+    if not all((memory[:GUARD] == EDGE).all() & (memory[-GUARD:] == EDGE).all() for memory in memories):
+        raise AssertionError("writes outside its results")
+    if wrong := difference(found, case.run(TORCH), case.limit):
         raise AssertionError(wrong)
+    leaves, same = tree_leaves(found), []
+    for _ in range(case.repeats):  # without a wait between them
+        same += [(a == b).all() for a, b in zip(tree_leaves(case.run(backend)), leaves)]
+    if not all(same):
+        raise AssertionError("repeated, it gives other numbers")
 
 
 @torch.no_grad()
-def run(
-    sizes: Sizes, failed: dict[str, str], names: Collection[str], parts: dict[str, Callable],
-    say: Callable[[str], None],
-) -> None:
-    """Check parts by name, each on a backend without those that have failed.
+def errors(
+    sizes: Sizes, parts: dict[str, Callable], names: Sequence[str], failed: dict[str, str]
+) -> Iterator[str]:
+    """Check parts by name, each on a backend without those that have failed. Yield its error, or "".
 
-    say: gets a line of JSON when a part begins, and one with the error if it fails. Raises an error if the
-    device cannot go on.
+    Raises an error if the device cannot go on.
     """
     for name in names:
-        say(json.dumps({"part": name}))
-        backend, what = CudaBackend().without(failed), ""
+        backend, what, error = CudaBackend().without(failed), "", ""
         try:
             for case in parts[name](sizes):
                 what = f"{case.what}: "
                 check(case, backend)
         except Exception as e:  # whatever a compiler or a device raises
-            failed = failed | {name: what + first_line(e)}
-            say(json.dumps({"part": name, "error": failed[name]}))
+            error = what + first_line(e)
+            failed = failed | {name: error}
             if sizes.device != "cpu":
                 torch.cuda.synchronize()
-    say(json.dumps({"ended": True}))
+        yield error
 
 
 def main(parts: dict[str, Callable]) -> None:
-    """Check the parts that the command line names. Standard input: sizes and what has failed, as JSON."""
+    """Check the parts that the command line names, and print a text in JSON at the start and for each.
+
+    Standard input: sizes and what has failed, as JSON.
+    """
     sizes, failed = json.load(sys.stdin)
     sizes = Sizes(**sizes)
     if sizes.device != "cpu":
         torch.cuda.set_device(torch.device(sizes.device))
-    run(sizes, failed, sys.argv[1:], parts, lambda line: print(line, flush=True))
+    for text in chain(["started"], errors(sizes, parts, sys.argv[1:], failed)):
+        print(json.dumps(text), flush=True)
 
 
 # -- the parent ------------------------------------------------------------------------------------
@@ -148,54 +142,62 @@ def place_of(sizes: Sizes) -> Path:
 
 
 def failures(
-    sizes: Sizes, say: Callable[[str], None], parts: Collection[str], command: tuple[str, ...]
+    sizes: Sizes, say: Callable[[str], None], groups: Sequence[Sequence[str]], command: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the parts that fail at these sizes, with a line about each: of the file, or of a new check.
 
-    say: gets these lines. command: what runs the check. A part during which the process dies or hangs has
-    failed, and the others are checked by another process. If it cannot run at all, all parts have failed,
-    and the result is not kept.
+    say: gets these lines. groups: names of parts, each group checked by a process of its own. The last group
+    is built on the others, and checked once more without those of their parts that fail. command: what runs
+    the check. The result is kept unless a check cannot run.
     """
     place = place_of(sizes)
     try:
         found = json.loads(place.read_text())
     except (OSError, ValueError):
         say("comparing our kernels with their definitions, once on this GPU ...")
-        found, whole = _checked(sizes, list(parts), command)
+        run = partial(_checked, sizes, command)
+        with ThreadPoolExecutor(len(groups)) as pool:
+            *kernels, steps = pool.map(partial(run, {}), groups)
+        failed = {part: error for group in kernels for part, error in group.items()}
+        found = failed | (run(failed, groups[-1]) if failed else steps)
         with contextlib.suppress(OSError):
-            if whole:
+            if not any("out of memory" in error or UNABLE in error for error in found.values()):
                 with atomic_path(writable(place.parent) / place.name) as part:
                     part.write_text(json.dumps(found))
-    for line in found.values():
+    lines = {part: f"the GPU path does without {part!r}, which is slower: {e}" for part, e in found.items()}
+    for line in lines.values():
         say(line)
-    return found
+    return lines
 
 
-def _checked(sizes: Sizes, left: list[str], command: tuple[str, ...]) -> tuple[dict[str, str], bool]:
-    """Return the lines about parts that fail, and whether each has been checked."""
+UNABLE = "the check does not start"
+
+
+def _checked(
+    sizes: Sizes, command: tuple[str, ...], failed: dict[str, str], left: Sequence[str]
+) -> dict[str, str]:
+    """Return the errors of parts that fail, beside those that have failed.
+
+    A part during which the process dies or hangs fails; another process checks the ones after it. If none
+    starts, all fail.
+    """
     found: dict[str, str] = {}
     while left:
-        began, ended, died = None, False, None
         try:
             done = subprocess.run(
-                [*command, *left], input=json.dumps((sizes._asdict(), found)), capture_output=True,
+                [*command, *left], input=json.dumps((sizes._asdict(), failed | found)), capture_output=True,
                 text=True, cwd=ROOT, timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
-            lines, died = done.stdout, _death(done)
+            output, death = done.stdout, _death(done)
         except subprocess.TimeoutExpired as e:
-            lines, died = (e.stdout or b"").decode(), f"no end after {SECONDS} s"
-        for record in (json.loads(line) for line in lines.splitlines() if line.startswith("{")):
-            ended, began = "ended" in record, record.get("part", began)
-            if "error" in record:
-                found[began] = record["error"]
-        if ended:
-            break
-        if began is None:
-            return {part: _line(part, f"the check does not start ({died})") for part in left}, False
-        found.setdefault(began, died)
-        left = left[left.index(began) + 1 :]
-    whole = not any("out of memory" in error for error in found.values())
-    return {part: _line(part, error) for part, error in found.items()}, whole
+            output, death = (e.stdout or b"").decode(), f"no end after {SECONDS} s"
+        texts = [json.loads(line) for line in output.splitlines() if line.startswith('"')]
+        if not texts:
+            return found | dict.fromkeys(left, f"{UNABLE} ({death})")
+        texts.append(death)  # the error of the part during which it ended, if there is one
+        found |= {part: error for part, error in zip(left, texts[1:]) if error}
+        left = left[len(texts) - 1 :]
+    return found
 
 
 def _death(done: subprocess.CompletedProcess) -> str:
@@ -203,7 +205,3 @@ def _death(done: subprocess.CompletedProcess) -> str:
     if done.returncode < 0:
         return f"the process died of {signal.Signals(-done.returncode).name}"
     return f"the process ended: {(done.stderr.strip().splitlines() or [str(done.returncode)])[-1]}"
-
-
-def _line(part: str, error: str) -> str:
-    return f"the GPU path does without {part!r}, which is slower: {error}"

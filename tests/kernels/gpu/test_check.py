@@ -1,5 +1,4 @@
 """Kernels against their definitions, as a GPU checks itself; and that this check sees what is wrong."""
-import json
 import sys
 from functools import partial
 
@@ -17,6 +16,7 @@ from kernels.gpu.cache import LayerCaches
 from kernels.gpu.cases import PARTS, Sizes
 from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
 from model import KVCaches, ModelArgs, Transformer
+from tree import TreeShape
 
 ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
 
@@ -31,11 +31,8 @@ def sizes(device, monkeypatch) -> Sizes:
 
 def failed(sizes: Sizes, *names: str) -> dict[str, str]:
     """The errors of parts by name."""
-    lines: list[str] = []
-    check.run(sizes, {}, names, PARTS | STEPS, lines.append)
-    records = [json.loads(line) for line in lines]
-    assert records[-1] == {"ended": True}
-    return {record["part"]: record["error"] for record in records if "error" in record}
+    found = zip(names, check.errors(sizes, PARTS | STEPS, names, {}), strict=True)
+    return {part: error for part, error in found if error}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -87,7 +84,8 @@ def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
 def small(sizes, monkeypatch) -> Sizes:
     monkeypatch.setattr(steps, "VOCABULARY", 100)
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 1)
-    return sizes._replace(tree=(6, 2, 3))
+    monkeypatch.setattr(steps, "TREE", TreeShape(6, 2, 3))
+    return sizes
 
 
 @pytest.fixture
@@ -134,7 +132,7 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
     results = {}
 
     def replay(passes, key, call, still):
-        if key in results and results[key][0].scores is not None:  # not a plain step's
+        if key in results and key[0] == "step":
             results[key][0].scores.fill_(float("nan"))
             return results[key]
         return results.setdefault(key, call())
@@ -154,19 +152,20 @@ def test_a_step_that_cannot_be_captured(small, compiled, captured):
 
 
 CHILD = """
-import json, os, sys
+import os, sys
 sys.stdin.read()
+print('"started"', flush=True)
 for part in sys.argv[1:]:
-    print(json.dumps({"part": part}), flush=True)
+    error = '""'
     %s
-print(json.dumps({"ended": True}))
+    print(error, flush=True)
 """
 DEATHS = {
     "if part == 'rank': os.abort()": "the process died of SIGABRT",
     "if part == 'rank': sys.exit('CUDA error: an illegal address')":
         "the process ended: CUDA error: an illegal address",
     "if part == 'rank': import time; time.sleep(60)": "no end after 3 s",
-    "if part == 'rank': print(json.dumps({'part': part, 'error': '3 rows: wrong'}))": "3 rows: wrong",
+    "if part == 'rank': error = '\"3 rows: wrong\"'": "3 rows: wrong",
 }
 
 
@@ -181,7 +180,7 @@ def place(monkeypatch, tmp_path):
 def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
     """It is left out, the others are checked; the result is kept for the next process."""
     lines: list[str] = []
-    asked = partial(check.failures, sizes, lines.append, ("move", "rank", "draw"))
+    asked = partial(check.failures, sizes, lines.append, [["move", "rank", "draw"], ["emit"], ["step"]])
     found = asked((sys.executable, "-c", CHILD % does))
     assert found == {"rank": f"the GPU path does without 'rank', which is slower: {error}"}
     assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
@@ -190,7 +189,7 @@ def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
 def test_a_check_that_does_not_start(sizes, place):
     """All parts are left out, and checked again by the next process."""
     command = sys.executable, "-c", "import sys; sys.exit('no memory')"
-    found = check.failures(sizes, lambda line: None, ("move", "rank"), command)
+    found = check.failures(sizes, lambda line: None, [["move"], ["rank"]], command)
     assert list(found) == ["move", "rank"] and not list(place.rglob("*.json"))
     assert "the check does not start (the process ended: no memory)" in found["move"]
 
@@ -199,8 +198,8 @@ def test_a_check_that_does_not_start(sizes, place):
 def test_a_target_is_checked(place, monkeypatch):
     """In a real process: at the target's sizes, whatever can be computed here."""
     monkeypatch.setattr(check, "SECONDS", 300)
-    monkeypatch.setattr(steps, "PARTS", ("advance", "accept", "unknown"))
-    monkeypatch.setattr(steps, "STEPS", ())
+    monkeypatch.setattr(steps, "PARTS", ("advance", "unknown"))
+    monkeypatch.setattr(steps, "STEPS", ("accept",))
     target, lines = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16)), []
     backend = steps.checked(CudaBackend(), target, False, lines.append)
     assert list(backend.failures) == ["unknown"] and backend.name == "cuda without unknown"
