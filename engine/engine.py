@@ -317,7 +317,7 @@ class Engine:
         for group in (DRAFTED, PLAIN):
             if self._sizes[group]:
                 self._launch(group)
-                keep = 0 if self._modes[group].guided else self.lag
+                keep = 0 if any(r.guide for r in self._members(group)) else self.lag
                 events += self._read(keep)
         return events if keep else events + self._read(0)
 
@@ -436,11 +436,11 @@ class Engine:
         context = max(r.length for r in requests)
         span = self.passes.span(context + len(self._pending) * self.window + self.passes.extra)
         if self._modes[group] is None:
-            self._modes[group] = Modes.of([r.sampling for r in requests])
+            self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
         modes = self._modes[group]
         choice, drafter = self._choose(group, rows, span, requests)
         began = time.perf_counter()
-        guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide}
+        guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
             tree, path = self.passes.step(rows, span, drafter, modes, guides)
         self.bytes_read += self._step_bytes(drafter)
@@ -603,7 +603,7 @@ class Engine:
         needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
         spans = {span.shape[0]: span for span in map(passes.span, needs)}
         kinds = dict.fromkeys((passes.plain, *(passes.trees.values() or (self.drafter,))))
-        rare = Modes(*3 * [modes.noisy], True, True, True)
+        rare = Modes(modes.noisy, modes.noisy, modes.noisy, True, True, True)
         with passes.still():
             for number, span in enumerate(spans.values()):
                 for count in self.step_counts:
@@ -612,6 +612,7 @@ class Engine:
                         passes.step(rows, span, drafter, modes)
                         if every_length:
                             passes.step(rows, span, drafter, rare)
+                            passes.step(rows, span, drafter, rare, {})
                     for unread in passes.chunks if every_length and passes.unread else ():
                         passes.read_behind(rows, span, min(unread, passes.unread))
                 # Prompts are read in each place alone, and in all of them together.

@@ -205,21 +205,21 @@ class Passes:
     ) -> tuple[Tree, Tensor]:
         """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
 
-        drafter: `self.drafter`, `plain`, `headless` or one of `trees`. guides: those of rows, by row. In rare
-        modes the commit is neither compiled nor captured: there are many of them, and all of it is small.
+        drafter: `self.drafter`, `plain`, `headless` or one of `trees`. guides: those of rows, by row;
+        None: no row has one.
         """
-        key, committing = (drafter, span.shape[0], modes.noisy), self._commit
+        key, committing = (drafter, span.shape[0]), self._commit
         arguments = self.target, rows.caches, rows.drafter(drafter), rows.state
         verifying = partial(self._verify, *arguments, span, modes.noisy)
-        if not modes.rare:
-            return self.run(rows, ("step", *key), lambda: committing(*arguments, verifying(), *modes))
+        if guides is None:
+            return self.run(rows, ("step", *key, *modes), lambda: committing(*arguments, verifying(), *modes))
         with self.here():
-            verified = self.run(rows, ("verify", *key), verifying)
-            if guides:  # the host says what may follow each node
-                tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
-                for i, guide in guides.items():
-                    mask(rows.state.allowed[i], guide, tokens[i], parent[i])
-            return commit(*arguments, verified, *modes)
+            verified = self.run(rows, ("verify", *key, modes.noisy), verifying)
+            # The host says what may follow each node.
+            tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
+            for i, guide in guides.items():
+                mask(rows.state.allowed[i], guide, tokens[i], parent[i])
+            return committing(*arguments, verified, *modes)
 
     def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes | None) -> Tensor:
         """Read `size` tokens of the prompts of some sequences, from `chunk_start` on.

@@ -118,13 +118,16 @@ class Modes(NamedTuple):
         return any(self[1:])
 
     @classmethod
-    def of(cls, samplings: Iterable[Sampling]) -> Modes:
-        """Return the modes for these requests."""
+    def of(cls, samplings: Iterable[Sampling], few: bool = False) -> Modes:
+        """Return the modes for these requests. few: switch all rare modes on if any is, as where each
+        combination has to be compiled.
+        """
         samplings = list(samplings)
         noisy = any(s.temperature > 0 for s in samplings)
-        return cls(
+        modes = cls(
             noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
             any(s.penalises or s.logit_bias for s in samplings),
             any(s.logprobs is not None for s in samplings),
             any(s.json_schema is not None for s in samplings),
         )
+        return cls(noisy, noisy, noisy, True, True, True) if few and modes.rare else modes

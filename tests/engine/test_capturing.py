@@ -168,8 +168,8 @@ class Free:
 
 
 def test_ready_is_ready(monkeypatch):
-    """After warm-up the long chunk of a prompt, in the second place or the first, compiles, loads and captures
-    nothing: with any option, beside a text with other ones.
+    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing:
+    with any option, beside a text with other ones.
     """
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = Eagle(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
@@ -185,8 +185,9 @@ def test_ready_is_ready(monkeypatch):
     monkeypatch.setattr(compiling.SavedGraph, "find", lambda path: made.append("find"))
     monkeypatch.setattr(compiling.SavedGraph, "make", make)
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
-    # Verify and commit, with and without drafts and noise, of one to three; each chunk, of one and of three.
-    assert made.count("make") == 2 * 2 * 2 * 3 + 2 * 2, made
+    # For one to three texts, with drafts and without, drawn and not: verify, and commit in two modes. For
+    # prompts each chunk, of one and of three.
+    assert made.count("make") == 3 * 2 * 2 * (1 + 2) + 2 * 2, made
     made.clear()
     known, variants = set(engine.passes.captured.keys), len(engine.passes._read.variants)
     for (name, options), way in zip(OPTIONS.items(), cycle(WAYS)):
