@@ -32,7 +32,7 @@ from kernels.build import COMPILED, writable
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cases import Case, Sizes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, DRIVER = Path(__file__).resolve().parents[2], Path("/proc/driver/nvidia/version")
 SECONDS = 600  # of a process, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 
@@ -131,10 +131,10 @@ def main(parts: dict[str, Callable]) -> None:
 
 def place_of(sizes: Sizes) -> Path:
     """Return the file of the result for these sizes, this device and what compiled the kernels."""
-    driver, device = Path("/proc/driver/nvidia/version"), torch.device(sizes.device)
+    device = torch.device(sizes.device)
     depends = [
         sizes, torch.__version__, triton.__version__, torch.version.cuda,
-        driver.read_text() if driver.exists() else None,
+        DRIVER.read_text() if DRIVER.exists() else None,
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         [(p.name, p.read_text()) for p in sorted(Path(__file__).parent.glob("*.py"))],
     ]

@@ -109,7 +109,17 @@ def test_what_cannot_be_captured_is_called(cuda):
     cuda.fails = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         calls(("prefill", 1), lambda: None, held)
-    assert still[-1] is True or ("prefill", 1) not in calls.graphs
+    assert ("prefill", 1) not in calls.graphs and gc.isenabled()
+
+
+def test_texts_go_on_after_a_capture_that_fails(models):
+    state = (engine := Engine(models[0], batch=2, max_seq_len=80, compile=False)).state
+    engine.admit([1, 2], Sampling(4))
+    before = state.done.tolist(), state.reading.tolist()
+    with pytest.raises(torch.OutOfMemoryError), engine.passes.still():
+        assert state.done.all() and not state.reading.any()
+        raise torch.OutOfMemoryError("no room")
+    assert before == (state.done.tolist(), state.reading.tolist()) and any(before[1])
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
@@ -119,6 +129,29 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 3
+
+
+def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
+    """One of a machine that seemed the same: its file goes, and the next process compiles."""
+    lines, file = [], tmp_path / "double.graph"
+    file.write_text("broken")
+    monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
+    monkeypatch.setattr(compiling.SavedGraph, "find", lambda place: lambda args: 1 / 0)
+    monkeypatch.setattr(compiling.SavedGraph, "make", lambda made, args, place: lambda args: made(*args))
+    double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
+    assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert lines[:2] == ["a saved graph of the double fails (division by zero) and is made again",
+                         "compiling the double ..."] and len(lines) == 3 and not file.exists()
+
+
+def test_an_exchange_of_places_holds_one_layer_at_a_time(models, monkeypatch):
+    """All layers of two long texts would be gigabytes."""
+    engine, sizes, clone = Engine(models[0], batch=2, max_seq_len=80, compile=False), [], torch.Tensor.clone
+    ids(engine, [[1] * 40, [2] * 40], Sampling(8))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x: sizes.append(x.nbytes) or clone(x))
+    engine._exchange(0, 1)
+    layer = engine.passes.caches.sequence(0, 48)[0].nbytes
+    assert max(sizes) <= layer and sum(sizes) > layer
 
 
 def test_caches_are_free_when_nobody_holds_the_engine():

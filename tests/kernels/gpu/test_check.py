@@ -210,11 +210,23 @@ def test_a_target_is_checked(place, monkeypatch):
 
 
 def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
-    first = check.place_of(sizes)
-    others = [check.place_of(sizes._replace(dtype="bfloat16"))]
-    monkeypatch.setattr("triton.__version__", "0")
-    others.append(check.place_of(sizes))
-    assert check.place_of(sizes) == others[-1] and len({first, *others}) == 3
+    """So with another dtype, torch, triton and driver."""
+    sizes, driver, name = sizes._replace(device="cuda:0"), place / "version", "torch.cuda.get_device_name"
+    changes = (
+        (name, lambda device: "one"), (name, lambda device: "two"),
+        ("triton.__version__", "0"), ("torch.__version__", "0"), ("kernels.gpu.check.DRIVER", driver),
+        ("kernels.gpu.check.__file__", str(place / "check.py")),
+    )
+    found = []
+    for name, value in changes:
+        monkeypatch.setattr(name, value)
+        found.append(check.place_of(sizes))
+    driver.write_text("580")
+    found += [check.place_of(sizes), check.place_of(sizes._replace(dtype="bfloat16"))]
+    (place / "products.py").write_text("changed")
+    found.append(check.place_of(sizes))
+    assert len({*found}) == len(found) - 1, "a driver's file that is not there is as none"
+    assert check.place_of(sizes) == found[-1]
 
 
 @pytest.mark.parametrize("part", (*dear(*(set(PARTS) - {"rank", "attend"})), "rank", "attend"))
