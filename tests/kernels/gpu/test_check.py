@@ -123,7 +123,10 @@ def test_steps_are_right(small, compiled):
 
 
 def test_a_compiled_step_that_is_wrong(small, compiled):
-    compiled.append(lambda result: (result[0]._replace(tokens=result[0].tokens + 1), result[1]))
+    def change(result):  # of `commit`: the tree and the path
+        return result if len(result) > 2 else (result[0]._replace(tokens=result[0].tokens + 1), result[1])
+
+    compiled.append(change)
     assert "12 of 12 numbers differ, by up to 1" in failed(small, "compiled step")["compiled step"]
 
 
@@ -152,11 +155,11 @@ def test_a_step_that_cannot_be_captured(small, compiled, captured):
 
 
 CHILD = """
-import os, sys
-sys.stdin.read()
+import json, os, sys
+sizes, failed = json.load(sys.stdin)
 print('"started"', flush=True)
 for part in sys.argv[1:]:
-    error = '""'
+    error = '"it has rank in it"' if part == 'step' and 'rank' not in failed else '""'
     %s
     print(error, flush=True)
 """
@@ -178,7 +181,7 @@ def place(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("does, error", DEATHS.items())
 def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
-    """It is left out, the others are checked; the result is kept for the next process."""
+    """It is left out, the others are checked, the step without it. The result is kept."""
     lines: list[str] = []
     asked = partial(check.failures, sizes, lines.append, [["move", "rank", "draw"], ["emit"], ["step"]])
     found = asked((sys.executable, "-c", CHILD % does))
