@@ -242,7 +242,11 @@ def test_texts_without_drafts_beside_drafted_ones(models, other):
     engine = Engine(models[0], drafter, batch=4, max_seq_len=200, compile=False, counts=(1, 2, 4))
     alone = [ids(engine, [prompt], Sampling(12))[0] for prompt in given]
     engine.passes.captured = Replays()
-    requests = [engine.admit(prompt, Sampling(12), plain=(i > 0) == other) for i, prompt in enumerate(given)]
+    requests = []
+    for i, prompt in enumerate(given):  # each is read alone, in the next place
+        requests.append(engine.admit(prompt, Sampling(12), plain=(i > 0) == other))
+        while not requests[-1].ids:
+            engine.step()
     while engine.busy:
         engine.step()
     assert [request.ids for request in requests] == alone

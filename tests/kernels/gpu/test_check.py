@@ -57,6 +57,17 @@ def test_a_kernel_that_is_wrong_at_one_length(sizes, monkeypatch):
     assert error.startswith("1 x 1 rows of 1 after (64,) tokens: 64 of 64 numbers differ, by up to 0.1")
 
 
+def test_a_kernel_that_reads_a_slot_that_nobody_may_see(sizes, monkeypatch):
+    right = attention.attend
+
+    def wrong(*given):
+        kv, layer, length, local = given[6:10]
+        return right(*given) + 0 * kv[layer, 1, 0, 0, length.max() + local.shape[2], 0]
+
+    monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
+    assert failed(sizes, "attend")["attend"].endswith("64 of 64 numbers differ, by up to nan")
+
+
 def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
     right = growing.accept
 
@@ -146,12 +157,16 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
 
 
 def test_a_step_that_cannot_be_captured(small, compiled, captured):
+    keys = []
+
     def refuse(passes, key, call, still):
         passes.fallbacks.append("the step cannot be captured")
+        keys.append(key[0])
         return call()
 
     captured(refuse)
     assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
+    assert keys == ["step", "scribble"] * steps.REPLAYS, "another graph writes between the replays"
 
 
 CHILD = """
