@@ -23,6 +23,7 @@ import platform
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -131,21 +132,13 @@ def retry_broken_library(compile: Callable):
             return compile()
         except Exception as e:  # torch wraps what it meets
             broken = re.search(
-                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)", _chain(e)
+                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)",
+                "".join(traceback.format_exception(e)),
             )
             if not broken or not Path(broken[1]).is_file():
                 raise
             Path(broken[1]).unlink()
             _dynamo().reset()
-
-
-def _chain(error: BaseException | None) -> str:
-    """The messages of an error and of those that led to it."""
-    lines = []
-    while error is not None:
-        lines.append(str(error))
-        error = error.__cause__ or error.__context__
-    return "\n".join(lines)
 
 
 # -- graphs on disk --------------------------------------------------------------------------------
