@@ -239,33 +239,34 @@ class PackedEagle3Block(PackedBlock, Eagle3Block):
 class PackedTransformer(Transformer):
     """A target whose pass is one operator, and so are its logits."""
 
-    @property
-    def _table(self) -> tuple[Tensor, float]:
-        return self.embed.weight, self.args.embedding_scale(self.embed.weight.dtype)
-
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        x, features = self.backend.ops.target(
-            tokens, *self._table, positions, self.inv_freq.float(), self.args.rope_factor,
-            *self.packed_weights, *caches.lists, slots, visible, self.args.norm_eps, aux_layers,
-        )
-        return x, features if aux_layers else None
+        return self._run(self.backend.ops.target, tokens, positions, slots, visible, caches, aux_layers)
 
     def verify(
         self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int, caches: CpuCaches,
         aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         """`TorchBackend.verify` in one operator. slots: how many are live."""
-        x, features = self.backend.ops.verify(
-            *nodes, length, slots, *self._table, self.inv_freq.float(), self.args.rope_factor,
-            *self.packed_weights, *caches.lists, self.args.norm_eps, aux_layers,
-        )
+        return self._run(self.backend.ops.verify, *nodes, length, slots, caches, aux_layers)
+
+    def _run(self, operator, *rows) -> tuple[Tensor, Tensor | None]:
+        """Call `target` or `verify`. rows: what it reads, the caches, the layers of its features."""
+        *read, caches, aux_layers = rows
+        scale = self.args.embedding_scale(self.embed.weight.dtype)
+        x, features = operator(*read, scale, aux_layers, *_network(self, caches))
         return x, features if aux_layers else None
 
     def logits(self, x: Tensor) -> Tensor:
         return _scored(self, x) if _scores_at_once(self) else super().logits(x)
+
+
+def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
+    """Return what operators take of a model for a pass, as csrc/operators.cpp: Network."""
+    weights, frequencies = model.embed.weight, model.inv_freq.float()
+    return weights, frequencies, model.args.rope_factor, *model.packed_weights, *caches.lists, model.args.norm_eps
 
 
 def _scores_at_once(model: Transformer | Eagle3Head) -> bool:
@@ -301,11 +302,7 @@ class PackedEagle3Head(Eagle3Head):
 
     def _pass(self, caches: CpuCaches) -> tuple:
         """Return what operators take of this head for a pass."""
-        first = self.layer
-        return (
-            self.embed.weight, first.embed_norm.scale, first.feature_norm.scale, self.inv_freq,
-            self.args.rope_factor, *self.packed_weights, *caches.lists, self.args.norm_eps,
-        )
+        return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *_network(self, caches)
 
     def score(self, x: Tensor) -> Tensor:
         return _scored(self, x) if self.scores_at_once else super().score(x)

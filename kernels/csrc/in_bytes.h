@@ -80,6 +80,13 @@ struct ByteBlock {
   static constexpr int64_t KEY_STRIDE = BLOCK * P;
   char* key(int64_t words) const { return tiles() + (i / BLOCK * words * BLOCK + i % BLOCK) * P; }
   char& value(int64_t d) const { return tiles()[value_place(i, d)]; }
+  // f(address, bytes) of all parts of the slot, of a key or of a value.
+  template <class F>
+  void pieces(int64_t hd, bool is_key, const F& f) const {
+    f(reinterpret_cast<char*>(&step()), sizeof(float));
+    for (int64_t d = 0; d < hd; d++)
+      f(is_key ? &key(words(hd))[d / P * KEY_STRIDE + d % P] : &value(d), 1);
+  }
   static int64_t value_place(int64_t i, int64_t d) {
     return ((d / BLOCK * VALUE_WORDS + i / P) * BLOCK + d % BLOCK) * P + i % P;
   }

@@ -82,27 +82,18 @@ void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const At
 }
 
 template <class E>
-void Kernels<E>::rms_norm(const void* x, const float* weight, int64_t M, int64_t H, float eps, void* out) {
-  const auto* from = static_cast<const Value<E>*>(x);
+void Kernels<E>::rms_norm(const void* x, const float* weight, int64_t M, int64_t H, float eps, void* out,
+                          int64_t stride) {
+  auto *from = static_cast<const Value<E>*>(x);
+  auto *to = static_cast<Value<E>*>(out);
   // One thread: waking the others takes longer than a few rows do.
-  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, weight, H, eps, static_cast<Value<E>*>(out) + m * H);
+  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, weight, H, eps, to + m * stride);
 }
 
 template <class E>
 void Kernels<E>::scale(float factor, int64_t count, void* x) {
   auto* values = static_cast<Value<E>*>(x);
   for (int64_t i = 0; i < count; i += LANES) E::put(values + i, E::get(values + i, count - i) * factor, count - i);
-}
-
-template <class E>
-void Kernels<E>::beside(const int64_t* ids, const void* table, const float* table_norm, int64_t S, const void* x,
-                        const float* x_norm, int64_t M, int64_t H, float eps, void* out) {
-  const auto *rows = static_cast<const Value<E>*>(table), *from = static_cast<const Value<E>*>(x);
-  for (int64_t m = 0; m < M; m++) {
-    auto* to = static_cast<Value<E>*>(out) + m * (S + H);
-    norm_row<E>(rows + ids[m] * S, table_norm, S, eps, to);
-    norm_row<E>(from + m * H, x_norm, H, eps, to + S);
-  }
 }
 
 // The MLP of a mixture. Each expert's weights are read once, for all rows that chose it: these are copied side by side,

@@ -1,8 +1,6 @@
 // The check of attention over a cache in bytes.
 #pragma once
 
-#include <utility>
-
 #include "packing.h"
 #include "scene.h"
 #include "testing.h"
@@ -89,12 +87,4 @@ void check_bytes(int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t
   for (int64_t t = 0; t < T; t++)
     check(same(run(1 + t % 3, scene.alone(t), part_of(qkv, t * width, width)),
                part_of(found, t * heads * hd, heads * hd)), "%s: row %d alone", name, int(t));
-  // What was moved is what would have been stored.
-  Values<E> swapped = stored;
-  for (auto [from, to] : {std::pair<int64_t, int64_t>{0, n - 1}, {n - 1, 0}})
-    std::copy_n(&stored[from * 3 * stride], 3 * stride, &swapped[to * 3 * stride]);
-  ByteCache<E> moved(stored, kv_heads, hd, n), expected_cache(swapped, kv_heads, hd, n);
-  const std::vector<int64_t> from{0, n - 1}, to{n - 1, 0};
-  move_bytes(moved.k, moved.v, kv_heads, hd, from.data(), to.data(), 1, 2);
-  check(same(moved.keys, expected_cache.keys) && same(moved.values, expected_cache.values), "%s: moved", name);
 }

@@ -1,42 +1,35 @@
 // Gated delta nets over trees, as networks/hybrid.py defines them. A token's numbers come from the state at a boundary
 // and from its own path, in the path's order and by the same code, whatever other tokens a pass has.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <vector>
+#pragma once
+
+#include <bit>
 
 #include "kernels.h"
 #include "team.h"
+#include "tensors.h"
 
 #define ONE_CODE __attribute__((noinline))  // inlined twice, sums could be rounded in two ways
 
 namespace eagle {
 
-namespace {
-
-constexpr int64_t BLOCK = 16, LEVELS = 16, OPEN = BLOCK + LEVELS;  // as in networks/hybrid.py
-
-int64_t base(int64_t position) { return position < LEVELS ? 0 : (position - LEVELS) / BLOCK * BLOCK; }
-
-ONE_CODE float dot(const float* a, const float* b, int64_t n) {
-  constexpr int64_t W = 16;
-  float sums[W] = {};
-  int64_t i = 0;
-  for (; i + W <= n; i += W)
-    for (int64_t j = 0; j < W; j++) sums[j] += a[i + j] * b[i + j];
-  for (int64_t j = 0; i + j < n; j++) sums[j] += a[i + j] * b[i + j];
-  for (int64_t half = W / 2; half; half /= 2)
-    for (int64_t j = 0; j < half; j++) sums[j] += sums[j + half];
-  return sums[0];
-}
-ONE_CODE void add(float* to, float weight, const float* x, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] += weight * x[i];
-}
+// Rows of delta nets: nk heads of keys of size dk, nv of values of size dv.
+struct Delta {
+  int64_t T, nk, nv, dk, dv, ring;
+  bool bf16;  // `mixed`; else float32
+  const void* mixed;
+  const float* rates;
+  const int64_t* positions;
+  const bool* local;
+  float* out;
+};
 
 // One head of one sequence.
-class Head {
+class DeltaHead {
  public:
-  Head(const Delta& d, int64_t b, int64_t h)
+  static constexpr int64_t BLOCK = 16, LEVELS = 16, OPEN = BLOCK + LEVELS;  // as in networks/hybrid.py
+  static int64_t base(int64_t position) { return position < LEVELS ? 0 : (position - LEVELS) / BLOCK * BLOCK; }
+
+  DeltaHead(const Delta& d, int64_t b, int64_t h)
       : d(d), b(b), h(h), k((OPEN + d.T) * d.dk), u((OPEN + d.T) * d.dv), total(OPEN + d.T), q(d.dk), v(d.dv), read(d.dv) {}
 
   // Moves a state from `start` to the boundary of rows after `length` tokens. Returns that.
@@ -71,13 +64,24 @@ class Head {
   const int64_t b, h;
   std::vector<float> k, u, total, q, v, read;  // k, u and the sum of g by the number of a token
 
+  ONE_CODE static float dot(const float* a, const float* b, int64_t n) {
+    constexpr int64_t W = 16;
+    float sums[W] = {};
+    int64_t i = 0;
+    for (; i + W <= n; i += W)
+      for (int64_t j = 0; j < W; j++) sums[j] += a[i + j] * b[i + j];
+    for (int64_t j = 0; i + j < n; j++) sums[j] += a[i + j] * b[i + j];
+    for (int64_t half = W / 2; half; half /= 2)
+      for (int64_t j = 0; j < half; j++) sums[j] += sums[j + half];
+    return sums[0];
+  }
+  ONE_CODE static void add(float* to, float weight, const float* x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] += weight * x[i];
+  }
   float get(int64_t slot, int64_t i) const {
     const int64_t at = (b * d.ring + slot % d.ring) * (2 * d.nk * d.dk + d.nv * d.dv) + i;
     if (!d.bf16) return static_cast<const float*>(d.mixed)[at];
-    const uint32_t bits = uint32_t(static_cast<const uint16_t*>(d.mixed)[at]) << 16;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
+    return std::bit_cast<float>(uint32_t(static_cast<const uint16_t*>(d.mixed)[at]) << 16);
   }
   void key(int64_t slot, int64_t from, float scale, float* to) const {
     for (int64_t i = 0; i < d.dk; i++) to[i] = get(slot, from + i);
@@ -129,30 +133,40 @@ class Head {
   }
 };
 
-}  // namespace
-
-void delta(int threads, const Delta& d) {
-  const int64_t size = d.dk * d.dv;
-  Team::run(threads, [&](const Team& team) {
-    team.share(d.B * d.nv, [&](int64_t i) {
-      const int64_t b = i / d.nv, length = d.length[b], *positions = d.positions + b * d.T;
-      Head head(d, b, i % d.nv);
-      float* kept = d.state + i * size;
-      int64_t start = d.start[b];
-      if (!length) start = 0, std::fill(kept, kept + size, 0.0f);
-      start = head.advance(kept, start, length);
+// The delta nets of a layer for rows in slots length [B] ... of rings `mixed` [B, ring, 2 nk dk + nv dv] and `rates`
+// [B, ring, 2 nv], which hold theirs already -> [B, T, nv, dv] (float32). state [B, nv, dk, dv] (float32) at boundaries
+// start [B] is moved on; positions [B, T], local [B, T, T].
+Numbers delta(const Dense& mixed, const Numbers& rates, const Longs& length, const Longs& positions, const Flags& local,
+              Tensor& states, Tensor& start) {
+  const int64_t B = positions.size(0), T = positions.size(1), nv = states.size(1), dk = states.size(2);
+  const int64_t dv = states.size(3), size = dk * dv;
+  const Numbers out({B, T, nv, dv});
+  const Delta d{T, (mixed.size(2) - nv * dv) / (2 * dk), nv, dk, dv, mixed.size(1),
+                mixed.scalar_type() != ScalarType::Float, data(mixed), rates.values, positions.values, local.values,
+                out.values};
+  auto* at = start.mutable_data_ptr<int64_t>();
+  auto* kept_states = states.mutable_data_ptr<float>();
+  Team::run(threads(), [&](const Team& team) {
+    team.share(B * nv, [&](int64_t i) {
+      const int64_t b = i / nv, before = length[b];
+      DeltaHead head(d, b, i % nv);
+      float* kept = kept_states + i * size;
+      int64_t from = at[b];
+      if (!before) from = 0, std::fill(kept, kept + size, 0.0f);
+      from = head.advance(kept, from, before);
       std::vector<float> state(kept, kept + size);
       bool chain = true;
-      for (int64_t t = 0; t < d.T; t++) chain &= positions[t] == length + t;
-      const int64_t most = chain ? BLOCK : d.T;
-      for (int64_t first = 0; first < d.T; first += most) {
-        start = head.advance(state.data(), start, length + first);
+      for (int64_t t = 0; t < T; t++) chain &= positions[b * T + t] == before + t;
+      const int64_t most = chain ? DeltaHead::BLOCK : T;
+      for (int64_t first = 0; first < T; first += most) {
+        from = head.advance(state.data(), from, before + first);
         std::vector<float> moving(state);  // `rows` may move it on
-        head.rows(moving.data(), start, length + first, first, std::min(most, d.T - first));
+        head.rows(moving.data(), from, before + first, first, std::min(most, T - first));
       }
     });
   });
-  for (int64_t b = 0; b < d.B; b++) d.start[b] = std::max(d.length[b] ? d.start[b] : 0, base(d.length[b]));
+  for (int64_t b = 0; b < B; b++) at[b] = std::max(length[b] ? at[b] : 0, DeltaHead::base(length[b]));
+  return out;
 }
 
 }  // namespace eagle
