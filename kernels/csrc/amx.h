@@ -4,8 +4,6 @@
 // Not Intel's intrinsics: GCC 12's do not tell the compiler that they read or write memory.
 #pragma once
 
-#include <cstdint>
-
 namespace eagle {
 
 // As LDTILECFG reads them.

@@ -5,11 +5,6 @@
 // bfloat16 goes through tiles for any number of rows, not from some number on.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-
 #include "products.h"
 
 #ifdef TILES
@@ -88,24 +83,30 @@ void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, 
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
 
-// For `add_products` of a tile that lies as it is wanted, and of one whose steps were fetched while they were unpacked.
-inline auto quarters_of(Next& next) {
-  return [&] {
-    for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
-  };
+// `add_products` of `count` steps of a block, which p moves over: as they lie, or unpacked by unpack(p, columns), with
+// zeros where there are fewer than 16.
+template <int HALVES, Dot DOT, class W, class Unpack>
+inline void add_steps(const uint32_t* rows, int64_t apart, const char*& p, int count, Next& next, const Unpack& unpack) {
+  if (W::BYTES == SIDE && count == TILE) {
+    add_products<HALVES, DOT>(rows, apart, p, [&] {
+      for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
+    });
+  } else {
+    Words unpacked[TILE * VECTORS];
+    for (int i = 0; i < count; i++) next.step<W::BYTES>(), unpack(p + i * W::BYTES, unpacked + i * VECTORS);
+    std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
+    add_products<HALVES, DOT>(rows, apart, unpacked, [] {});
+  }
+  p += count * W::BYTES;
 }
-constexpr auto nothing = [] {};
 
 // As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
 template <template <class> class Weights, int HALVES>
 [[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
                                      float* sums) {
   using W = Weights<Bf16>;
-  constexpr bool AS_IT_LIES = std::is_same_v<W, Whole<Bf16>>;
   static_assert(W::STEP == 1);
-  // Steps that are not as a tile wants them, and the last words of x: zeros follow where there are fewer than 16.
-  Words unpacked[TILE * VECTORS];
-  alignas(64) uint32_t few[TILE_ROWS][TILE];
+  alignas(64) uint32_t few[TILE_ROWS][TILE];  // the last words of x, and zeros where there are fewer than 16
   alignas(64) float of_group[TILE_ROWS * BLOCK];
   const char* p = w.block(b);
   const int64_t group = w.steps / w.groups;
@@ -120,14 +121,8 @@ template <template <class> class Weights, int HALVES>
         for (int r = 0; r < rows; r++) std::memcpy(few[r], from + r * w.steps, count * sizeof(uint32_t));
         from = few[0], apart = sizeof few[0];
       }
-      if (AS_IT_LIES && count == TILE) {
-        add_products<HALVES, Dot::PAIRS>(from, apart, p, quarters_of(next));
-      } else {
-        for (int i = 0; i < count; i++) next.step<W::BYTES>(), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
-        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, Dot::PAIRS>(from, apart, unpacked, nothing);
-      }
-      p += count * W::BYTES;
+      add_steps<HALVES, Dot::PAIRS, W>(from, apart, p, count, next,
+                                       [](const char* from, Words* columns) { W::unpack(from, 0, columns); });
     }
     if constexpr (!W::SCALED) {
       return store_sums<HALVES>(sums);
@@ -142,11 +137,11 @@ template <template <class> class Weights, int HALVES>
   }
 }
 
-// As `Columns::load`, as bytes with a sign.
+// As `Columns::unpack`, as bytes with a sign.
 template <class Columns>
 inline void load_signed(const char* p, Words* columns) {
   typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
-  Columns::load(p, columns);
+  Columns::unpack(p, 0, columns);
   for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
 }
 
@@ -157,8 +152,6 @@ template <class Columns, int HALVES>
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
-  // Steps that are not as a tile wants them: zeros follow where there are fewer than 16.
-  Words unpacked[TILE * VECTORS];
   alignas(64) int32_t of_group[2 * ALL];
   const Rounding how = Rounding::of(w);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), at = x.group_of(tile, K, how);
@@ -183,15 +176,7 @@ template <class Columns, int HALVES>
     zero_sums<HALVES>();
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
-      if (!FOUR_BITS && count == TILE) {
-        add_products<HALVES, Dot::BYTES>(from, apart * sizeof(uint32_t), p, quarters_of(next));
-      } else {
-        for (int i = 0; i < count; i++)
-          next.step<Columns::BYTES>(), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
-        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, Dot::BYTES>(from, apart * sizeof(uint32_t), unpacked, nothing);
-      }
-      p += count * Columns::BYTES;
+      add_steps<HALVES, Dot::BYTES, Columns>(from, apart * sizeof(uint32_t), p, count, next, load_signed<Columns>);
     }
     // Sums are scaled while the next ones are made: they come out of a tile long after it is stored.
     store_sums<HALVES>(of_group + g % 2 * ALL);

@@ -2,9 +2,6 @@
 // and from its own path, in the path's order and by the same code, whatever other tokens a pass has.
 #pragma once
 
-#include <bit>
-
-#include "kernels.h"
 #include "team.h"
 #include "tensors.h"
 

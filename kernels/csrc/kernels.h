@@ -5,6 +5,8 @@
 // therefore gives each node exactly the numbers that plain decoding would, in any dtype.
 #pragma once
 
+#include <alloca.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -12,7 +14,10 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace eagle {
@@ -75,7 +80,7 @@ struct Mixture {
   bool renormalise = false;  // the shares of a row's experts sum to 1
 };
 
-enum class Gate { NONE, SILU, GELU, CLAMPED };  // of an MLP
+enum class Gate { NONE, SILU = 2, GELU = 3, CLAMPED = 4 };  // of an MLP, numbered as in Python
 
 // Weights of norms are [H]. wo_norm, down_norm: of the outputs of attention and of the MLP, if they are normed.
 struct Layer {

@@ -1,30 +1,10 @@
 // The kernels, put together from products, attention and norms. Included once for each dtype.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <type_traits>
-#include <vector>
-
 #include "attention.h"
-#include "kernels.h"
 #include "linear.h"
-#include "norm.h"
-#include "products.h"
-#include "team.h"
-#include "vectors.h"
 
 namespace eagle {
-
-// Room for values of E that is not set to anything.
-template <class E>
-struct Room {
-  std::unique_ptr<Value<E>[]> data;
-  explicit Room(int64_t size) : data(new Value<E>[size]) {}
-  operator Value<E>*() const { return data.get(); }
-};
 
 // Rows of x [M, K] as products read them. Then all have met.
 template <class E>
@@ -54,7 +34,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
   constexpr bool widen = !std::is_same_v<X, E>;
   const int64_t K = inputs_of<X>(w);
   const auto* from = static_cast<const Value<E>*>(x);
-  const Room<X> wide(widen ? M * K : 0);
+  const Room<Value<X>> wide(widen ? M * K : 0);
   Rounded rounded(w.rounds() ? M : 0, K);
   Team::run(threads, [&](const Team& team) {
     const Value<X>* input;
@@ -73,7 +53,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
 template <class E>
 void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const Attending& layer, void* out) {
   Pass pass(rows);
-  const Room<E> rotated(rows.B * rows.T * rows.heads * rows.hd);
+  const Room<Value<E>> rotated(rows.B * rows.T * rows.heads * rows.hd);
   Team::run(threads, [&](const Team& team) {
     pass.read_mask(team);  // `attention_part` meets before it is used
     attention_over<E, E>(layer.k)(team, pass, static_cast<const Value<E>*>(qkv), layer, rotated,
@@ -102,17 +82,17 @@ template <class E>
 struct Experts {
   using X = Read<E>;
   const int64_t M, H, used, rows;  // rows: of all portions, with what is empty between them
-  const Room<E> scores;
-  const Room<X> chosen_rows;
-  const Room<Fp32> out, shares;
-  const std::unique_ptr<int32_t[]> chosen;
+  const Room<Value<E>> scores;
+  const Room<Value<X>> chosen_rows;
+  const Room<Value<Fp32>> out, shares;
+  const Room<int32_t> chosen;
 
   static int64_t room(const Mixture& mixture, int64_t M) {
     return M * mixture.used + std::min(mixture.experts, M * mixture.used) * (Rounded::TALL - 1);
   }
   Experts(const Mixture& mixture, int64_t M, int64_t H)
       : M(M), H(H), used(mixture.used), rows(room(mixture, M)), scores(M * mixture.experts), chosen_rows(rows * H),
-        out(rows * H), shares(M * used), chosen(new int32_t[M * used]) {}
+        out(rows * H), shares(M * used), chosen(M * used) {}
 
   // The experts of row m, best first and of equal ones the first, and their shares.
   void choose(const Mixture& mixture, int64_t m) const {
@@ -175,7 +155,7 @@ void Kernels<E>::experts(int threads, const void* x, int64_t M, int64_t H, const
   const Experts<E> experts(layer.mixture, M, H);
   const int64_t inner = inputs_of<X>(layer.down), most = std::max(M, experts.rows);
   Rounded rounded(layer.down.rounds() ? most : 0, std::max(H, inner));
-  const Room<X> read(M * H), gated(most * inner);
+  const Room<Value<X>> read(M * H), gated(most * inner);
   Team::run(threads, [&](const Team& team) {
     as_read<E>(team, static_cast<const Value<E>*>(x), M, H, read);
     experts.add(team, layer, read, inner, rounded, gated, static_cast<Value<E>*>(stream));
@@ -195,10 +175,10 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const int64_t most = std::max(M, experts.rows);
   const bool rounds = down.rounds() || layers[0].wqkv.rounds();  // experts may be of another format
   Rounded rounded(rounds ? most : 0, std::max({first, inside, inner}));
-  const Room<E> qkv(M * width), rotated(M * inside);
-  const Room<X> normed(M * first), attended(M * inside), gated(most * inner);
+  const Room<Value<E>> qkv(M * width), rotated(M * inside);
+  const Room<Value<X>> normed(M * first), attended(M * inside), gated(most * inner);
   const Portions all{{0, M, 0}};
-  const Room<E> added(layers[0].wo_norm ? M * H : 0);  // an output that is to be normed
+  const Room<Value<E>> added(layers[0].wo_norm ? M * H : 0);  // an output that is to be normed
   auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);
   const auto norm = [&](const Team& team, const float* weight) {
     team.share(M, [&](int64_t m) { norm_row<E, X>(stream + m * H, weight, H, eps, normed + m * H); });

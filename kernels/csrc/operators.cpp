@@ -1,14 +1,8 @@
 // The operators `torch.ops.NAMESPACE`: what they take and return. NAMESPACE is given to the compiler, as each
 // instruction set has its own. Linear layers, attention and all that joins them are in files without PyTorch.
-#include <string>
-#include <tuple>
-#include <vector>
-
 #include "delta.h"
 #include "in_bytes.h"
-#include "kernels.h"
 #include "packing.h"
-#include "tensors.h"
 #include "tree.h"
 #include "vocabulary.h"
 
@@ -64,10 +58,8 @@ inline Rows rows_in(const Tensor& x, int64_t heads, const Tensor& keys, const Nu
           slots.values, visible.values, cosine.dim() == 4 ? cosine.numel() / 2 : 0};
 }
 
-enum Mode { SAME = 0, FLOAT32 = 1, SILU = 2, GELU = 3, CLAMPED = 4 };  // as in Python
-inline Gate gate_of(int64_t mode) {
-  return mode == SILU ? Gate::SILU : mode == GELU ? Gate::GELU : mode == CLAMPED ? Gate::CLAMPED : Gate::NONE;
-}
+enum Mode { SAME, FLOAT32 };  // as in Python; the others are gates
+inline Gate gate_of(int64_t mode) { return mode > FLOAT32 ? Gate(mode) : Gate::NONE; }
 
 // x [..., K] times a weight, plus residual [..., N], in x's dtype -> [..., N]; FLOAT32: in float32; others: the gates of
 // `Kernels::linear`.
@@ -200,11 +192,11 @@ Tensor head(const Longs& tokens, const Dense& feature, const Longs& positions, c
   const auto [cosine, sine] = angles(positions, inverse, factor);
   const Tensor embedded = rows_of(table, tokens.size(0), tokens.size(1), [&](int64_t i) { return tokens[i]; });
   Tensor read = empty({tokens.size(0), tokens.size(1), S + H}, feature.scalar_type()), stream = copy(feature);
-  by_dtype(feature, [&](auto kernels) {  // side by side
-    auto* to = static_cast<char*>(read.mutable_data_ptr());
-    kernels.rms_norm(data(embedded), table_norm.values, M, S, eps, to, S + H);
-    kernels.rms_norm(data(feature), feature_norm.values, M, H, eps, to + S * feature.element_size(), S + H);
-  });
+  auto* to = static_cast<char*>(read.mutable_data_ptr());
+  const auto norm = [&](const Tensor& x, const float* weight, int64_t size, double eps, char* out) {
+    by_dtype(x, [&](auto kernels) { kernels.rms_norm(data(x), weight, M, size, eps, out, S + H); });
+  };
+  norm(embedded, table_norm.values, S, eps, to), norm(feature, feature_norm.values, H, eps, to + S * feature.element_size());
   run(stream, cosine, sine, stack, slots, visible, eps, {}, data(read));
   return stream;
 }
@@ -307,13 +299,14 @@ TreeFields grow(const Tensor& last, const Longs& text, const Longs& length, cons
 // size of a head.
 void move(const Caches& k, const Caches& v, int64_t hd, const Longs& source, const Longs& target) {
   const int64_t B = source.size(0), W = source.size(1);
+  std::vector<char> kept(W * (hd + 1) * sizeof(float));
   // pieces(slot, f): f(address, bytes) of all that a head has of a slot.
   const auto move_head = [&](int64_t b, const auto& pieces) {
-    std::vector<char> kept;
+    char* next = kept.data();
     for (int64_t i = b * W; i < b * W + W; i++)
       if (source[i] != target[i])
-        pieces(source[i], [&](char* from, int64_t size) { kept.insert(kept.end(), from, from + size); });
-    const char* next = kept.data();
+        pieces(source[i], [&](char* from, int64_t size) { std::memcpy(next, from, size), next += size; });
+    next = kept.data();
     for (int64_t i = b * W; i < b * W + W; i++)
       if (source[i] != target[i])
         pieces(target[i], [&](char* to, int64_t size) { std::memcpy(to, next, size), next += size; });

@@ -1,7 +1,6 @@
 // Packing: weights in the order in which products read them, see kernels/packed.py: pack.
 #pragma once
 
-#include "kernels.h"
 #include "team.h"
 #include "tensors.h"
 

@@ -7,13 +7,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
-#include <cstring>
 #include <optional>
 #include <stdexcept>
-#include <string>
-#include <tuple>
-#include <type_traits>
-#include <vector>
+
+#include "kernels.h"
 
 namespace eagle {
 

@@ -3,7 +3,6 @@
 // Outputs are made here; inputs that are not contiguous are copied.
 #pragma once
 
-#include "kernels.h"
 #include "tensors.h"
 
 namespace eagle {

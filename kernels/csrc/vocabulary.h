@@ -3,7 +3,6 @@
 // integers: the threads change nothing.
 #pragma once
 
-#include "kernels.h"
 #include "team.h"
 #include "tensors.h"
 #include "vectors.h"
