@@ -10,6 +10,13 @@
 #ifdef TILES
 namespace eagle {
 enum class Dot { PAIRS, BYTES, UNSIGNED_A, UNSIGNED_B };  // what a product of tiles multiplies, see amx.h
+// As LDTILECFG reads them.
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64);
 }
 #include TILES
 
@@ -83,17 +90,25 @@ void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, 
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
 
-// `add_products` of `count` steps of a block, which p moves over: as they lie, or unpacked by unpack(p, columns), with
+// As `Columns::unpack`, bytes with a sign.
+template <class Columns>
+inline void load_signed(const char* p, Words* columns) {
+  typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
+  Columns::unpack(p, 0, columns);
+  for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
+}
+
+// `add_products` of `count` steps of a block, which p moves over: as they lie, or unpacked, with
 // zeros where there are fewer than 16.
-template <int HALVES, Dot DOT, class W, class Unpack>
-inline void add_steps(const uint32_t* rows, int64_t apart, const char*& p, int count, Next& next, const Unpack& unpack) {
+template <int HALVES, Dot DOT, class W>
+inline void add_steps(const uint32_t* rows, int64_t apart, const char*& p, int count, Next& next) {
   if (W::BYTES == SIDE && count == TILE) {
     add_products<HALVES, DOT>(rows, apart, p, [&] {
       for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
     });
   } else {
     Words unpacked[TILE * VECTORS];
-    for (int i = 0; i < count; i++) next.step<W::BYTES>(), unpack(p + i * W::BYTES, unpacked + i * VECTORS);
+    for (int i = 0; i < count; i++) next.step<W::BYTES>(), load_signed<W>(p + i * W::BYTES, unpacked + i * VECTORS);
     std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
     add_products<HALVES, DOT>(rows, apart, unpacked, [] {});
   }
@@ -121,10 +136,9 @@ template <template <class> class Weights, int HALVES>
         for (int r = 0; r < rows; r++) std::memcpy(few[r], from + r * w.steps, count * sizeof(uint32_t));
         from = few[0], apart = sizeof few[0];
       }
-      add_steps<HALVES, Dot::PAIRS, W>(from, apart, p, count, next,
-                                       [](const char* from, Words* columns) { W::unpack(from, 0, columns); });
+      add_steps<HALVES, Dot::PAIRS, W>(from, apart, p, count, next);
     }
-    if constexpr (!W::SCALED) {
+    if constexpr (!SCALED<W>) {
       return store_sums<HALVES>(sums);
     } else {
       store_sums<HALVES>(of_group);
@@ -135,14 +149,6 @@ template <template <class> class Weights, int HALVES>
       }
     }
   }
-}
-
-// As `Columns::unpack`, as bytes with a sign.
-template <class Columns>
-inline void load_signed(const char* p, Words* columns) {
-  typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
-  Columns::unpack(p, 0, columns);
-  for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
 }
 
 // As `rounded_product`, with the same bits, as integers are summed exactly.
@@ -176,7 +182,7 @@ template <class Columns, int HALVES>
     zero_sums<HALVES>();
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
-      add_steps<HALVES, Dot::BYTES, Columns>(from, apart * sizeof(uint32_t), p, count, next, load_signed<Columns>);
+      add_steps<HALVES, Dot::BYTES, Columns>(from, apart * sizeof(uint32_t), p, count, next);
     }
     // Sums are scaled while the next ones are made: they come out of a tile long after it is stored.
     store_sums<HALVES>(of_group + g % 2 * ALL);

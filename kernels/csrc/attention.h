@@ -41,10 +41,9 @@ template <class X>
 constexpr Dot DOT = std::is_same_v<X, KeyBytes>     ? Dot::UNSIGNED_B  // has BYTE_OFFSET
                     : std::is_same_v<X, ValueBytes> ? Dot::UNSIGNED_A
                                                     : Dot::PAIRS;
-template <class X> constexpr bool IN_ANY_ORDER = DOT<X> != Dot::PAIRS;
-#else
-template <class X> constexpr bool IN_ANY_ORDER = false;
 #endif
+template <class X>
+constexpr bool IN_ANY_ORDER = TILE_ROWS && (std::is_same_v<X, KeyBytes> || std::is_same_v<X, ValueBytes>);
 
 // The rows that attend to one head of one sequence, whose keys and values are `Stored`: `InDtype` or `InBytes`.
 template <class Stored>
@@ -86,6 +85,7 @@ struct Attention {
     const auto* weights = reinterpret_cast<const uint32_t*>(&scores[row * SCORES]) + first;
     for (int64_t d = 0; d < stored.padded; d += BLOCK, tiles += Stored::VALUE_WORDS * Columns<Values>::BYTES) {
       float* to = sums.out + row * stored.padded + d;
+      int64_t done = 0;
 #ifdef TILES
       if constexpr (TILED<Values>) {
         alignas(64) float few[TILE_ROWS / 2 * BLOCK];
@@ -94,9 +94,6 @@ struct Attention {
         for (int r = 0; r < rows; r++) std::copy_n(few + r * BLOCK, BLOCK, to + r * stored.padded);
         continue;
       }
-#endif
-      int64_t done = 0;
-#ifdef TILES
       if (IN_ANY_ORDER<Values> && fills_tiles(rows) && count >= TILE_WORDS) {
         done = count / TILE_WORDS * TILE_WORDS;
         tiled_rows<DOT<Values>>(weights, SCORES, tiles, done, first > 0, to, stored.padded, next_values);

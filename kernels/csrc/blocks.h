@@ -87,16 +87,12 @@ class Next {
  public:
   Next(const char* block, int64_t size, int64_t tile, int64_t tiles)
       : at(block + size / tiles * tile), part(64 / tiles) {}
-  template <uint64_t BYTES>  // that a step reads
-  void step() {
-    fetch<BYTES, 2>(at);
-    at += BYTES * part / 64;
-  }
-  template <uint64_t BYTES, bool LIGHT>  // the same; whether the loop, which reads from p, is of few rows
-  void step(const char* p) {
+  template <uint64_t BYTES, bool LIGHT = false>  // that a step reads; whether the loop, from p on, is of few rows
+  void step(const char* p = nullptr) {
     if constexpr (LIGHT && FETCHES_ITSELF) return;
     if constexpr (LIGHT) fetch<BYTES, 3>(p + NEAR);
-    step<BYTES>();
+    fetch<BYTES, 2>(at);
+    at += BYTES * part / 64;
   }
 
  private:

@@ -136,8 +136,7 @@ struct Best {  // of a vocabulary's tokens, or of candidates
   float value;
   int64_t id;
   // Larger first; of equal ones the first.
-  bool before(const Best& other) const { return value > other.value || (value == other.value && id < other.id); }
-  static bool first(const Best& one, const Best& other) { return one.before(other); }
+  bool operator<(const Best& other) const { return value > other.value || (value == other.value && id < other.id); }
 };
 
 // A float as an integer in the same order.

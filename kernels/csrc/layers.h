@@ -23,9 +23,7 @@ auto attention_over(const Cache& cache) {
 }
 
 template <class E>
-int64_t Kernels<E>::inputs(const Weight& w) {
-  return inputs_of<Read<E>>(w);
-}
+int64_t Kernels<E>::inputs(const Weight& w) { return inputs_of<Read<E>>(w); }
 
 template <class E>
 void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, const void* residual, Gate gate,
@@ -98,7 +96,7 @@ struct Experts {
   void choose(const Mixture& mixture, int64_t m) const {
     std::vector<Best> order(mixture.experts);
     for (int64_t e = 0; e < mixture.experts; e++) order[e] = {E::get(scores + m * mixture.experts + e, 1)[0], e};
-    std::partial_sort(order.begin(), order.begin() + used, order.end(), Best::first);
+    std::partial_sort(order.begin(), order.begin() + used, order.end());
     float total = 0;
     for (int64_t e = 0; e < (mixture.renormalise ? used : mixture.experts); e++)
       total += std::exp(order[e].value - order[0].value);

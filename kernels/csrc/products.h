@@ -9,31 +9,27 @@
 namespace eagle {
 
 // How the columns of a block are stored: in BYTES for each step over the inputs, which is STEP words of x, and
-// unpacked to vectors for the i-th of these words. X is what x is read as. If SCALED, the v-th vector of `scale` is that
-// of a block's columns over a group of inputs.
-struct Unscaled { static constexpr bool SCALED = false; };
+// unpacked to vectors for the i-th of these words. X is what x is read as. Where weights have scales, the v-th vector of
+// `scale` is that of a block's columns over a group of inputs.
 struct OfColumns {
-  static constexpr bool SCALED = true;
   static Floats scale(const Weight& w, int64_t b, int64_t, int v) {
     return load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
   }
 };
 struct OfGroups {
-  static constexpr bool SCALED = true;
   static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
     return Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
   }
 };
 struct PowersOfGroups {  // as the exponents of floats
-  static constexpr bool SCALED = true;
   static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
     const auto* exponents = static_cast<const uint8_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES;
     return (Floats)(words_of_bytes(exponents) << 23);
   }
 };
 
-template <class X> struct Whole : Unscaled, Vectors<4, load<Words>> {};
-template <> struct Whole<Widened> : Unscaled {  // pairs of bfloat16
+template <class X> struct Whole : Vectors<4, load<Words>> {};
+template <> struct Whole<Widened> {  // pairs of bfloat16
   static constexpr int64_t BYTES = VECTORS * sizeof(Words);
   static constexpr int STEP = 2;
   static void unpack(const char* p, int i, Words* columns) {
@@ -61,6 +57,8 @@ template <> struct Int4<Bf16> : OfGroups, Halves<2, pairs_of_nibbles<INTEGERS>> 
 template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_nibbles<E2M1>> {};
 #endif
 
+template <class W> constexpr bool SCALED = requires { W::scale; };
+
 // The values of a row of x, which is read as X, that w is multiplied by.
 template <class X> inline int64_t inputs_of(const Weight& w) {
   if (w.rounds()) return w.steps * Rounding::of(w).per_word;
@@ -86,17 +84,17 @@ template <class X, template <class> class Weights, int R>
       for (int i = 0; i < W::STEP; i++) {
         Words columns[VECTORS];
         W::unpack(p, i, columns);
-        multiply(sum, columns, [&](int r) { return row[r][k + i]; }, X::dot);
+        multiply(sum, columns, [&row, at = k + i](int r) { return row[r][at]; }, X::dot);
       }
     }
 #pragma GCC unroll 4  // Clang keeps sums in memory if it does not know every index
     for (int v = 0; v < VECTORS; v++) {
       Floats scale = {};
-      if constexpr (W::SCALED) scale = W::scale(w, b, g, v);
+      if constexpr (SCALED<W>) scale = W::scale(w, b, g, v);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         float* to = sums + r * BLOCK + v * LANES;
-        if constexpr (W::SCALED) sum[r][v] = fma(sum[r][v], scale, g ? load<Floats>(to) : Floats{});
+        if constexpr (SCALED<W>) sum[r][v] = fma(sum[r][v], scale, g ? load<Floats>(to) : Floats{});
         store(to, sum[r][v]);
       }
     }

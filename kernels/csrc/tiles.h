@@ -29,9 +29,7 @@ struct Ahead {
 // TILE_WORDS words, or a multiple of it, with zeros at the end.
 template <class X> constexpr bool TILED = TILE_ROWS && std::is_same_v<X, Bf16>;
 template <class X>
-constexpr int64_t tile_words(int64_t words) {
-  return TILED<X> ? whole_tiles(words) : words;
-}
+constexpr int64_t tile_words(int64_t words) { return TILED<X> ? whole_tiles(words) : words; }
 
 // How a tile is stored that X multiplies.
 template <class X> struct Columns : Vectors<4, load<Words>> {};

@@ -19,7 +19,7 @@ std::tuple<Numbers, Longs, Longs, Flags, Longs> advance(const Numbers& scores, c
   std::vector<Best> order(count);
   for (int64_t b = 0; b < B; b++) {
     for (int64_t i = 0; i < count; i++) order[i] = {scores[b * count + i], i};
-    std::partial_sort(order.begin(), order.begin() + k, order.end(), Best::first);
+    std::partial_sort(order.begin(), order.begin() + k, order.end());
     for (int64_t i = 0; i < k; i++) {
       const int64_t at = b * k + i, child = order[i].id;
       best[at] = order[i].value, token[at] = tokens[b * count + child], flat[at] = size + child, row[at] = child / k;

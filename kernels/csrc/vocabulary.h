@@ -98,16 +98,12 @@ Longs draw(const Numbers& logits, const Maybe& noise, const Maybe& depth) {
     Best best{LEAST, first};
     for (int l = 0; l < LANES; l++) {
       const Best one{most[l], at[l] + (most[l] > LEAST ? l : 0)};
-      if (one.before(best)) best = one;
+      if (one < best) best = one;
     }
     found[row * chunks + chunk] = best;
   });
-  for (int64_t row = 0; row < B * T; row++) {
-    Best best = found[row * chunks];
-    for (int64_t chunk = 1; chunk < chunks; chunk++)
-      if (found[row * chunks + chunk].before(best)) best = found[row * chunks + chunk];
-    out[row] = best.id;
-  }
+  for (int64_t row = 0; row < B * T; row++)
+    out[row] = std::min_element(&found[row * chunks], &found[row * chunks] + chunks)->id;
   return out;
 }
 
@@ -139,10 +135,10 @@ std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64
       for (int64_t l = 0; l < std::min<int64_t>(LANES, end - i); l++) {
         const Best one{x[l], i + l};
         if (int64_t(best.size()) == k) {
-          if (!one.before(best.back())) continue;
+          if (!(one < best.back())) continue;
           best.pop_back();
         }
-        best.insert(std::upper_bound(best.begin(), best.end(), one, Best::first), one);
+        best.insert(std::upper_bound(best.begin(), best.end(), one), one);
       }
       least = int64_t(best.size()) == k ? best.back().value : LEAST;
     }
@@ -167,7 +163,7 @@ std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64
       most = std::max(most, of_row[c].most);
     }
     for (int64_t c = 0; c < chunks; c++) sum += of_row[c].sum * std::exp(double(of_row[c].most) - most);
-    std::partial_sort(best.begin(), best.begin() + k, best.end(), Best::first);
+    std::partial_sort(best.begin(), best.begin() + k, best.end());
     const float all = most + float(std::log(sum));
     for (int64_t i = 0; i < k; i++) {
       scores[row * k + i] = best[i].value - all;

@@ -4,10 +4,10 @@ A row's result never depends on its company, nor on where its slots lie.
 """
 import pytest
 import torch
-from helpers.kernels import DTYPES, ERROR, close, draws, same
+from helpers.kernels import DTYPES, ERROR, Written, close, draws, round_heads, same
 
 from kernels.packed import ByteCaches
-from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
+from model import ModelArgs, Pass, Transformer, inverse_frequencies
 
 pytestmark = pytest.mark.kernels
 
@@ -56,27 +56,6 @@ SHAPES = pytest.mark.parametrize("shape", (
     # With sinks.
     (2, 5, 8, 2, 64, 140, False, 0, True), (1, 3, 6, 3, 20, 430, False, 150, True),
 ))
-
-
-class Written(KVCache):
-    """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
-
-    def __init__(self, k, v, keep=lambda x: x):
-        torch.nn.Module.__init__(self)
-        self.k, self.v, self.keep = keep(k), keep(v), keep
-
-    def write(self, k, v, slots):
-        rows = torch.arange(len(slots))[:, None]
-        self.k[rows, slots], self.v[rows, slots] = self.keep(k), self.keep(v)
-
-    def live(self, count, dtype):
-        return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
-
-
-def round_heads(x):
-    """Each head of x [..., hd] in steps of its largest / 127."""
-    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    return (x / step).round() * step
 
 
 @pytest.mark.parametrize("stored", (in_dtype, in_bytes))
