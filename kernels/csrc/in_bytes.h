@@ -29,6 +29,25 @@ template <> struct Columns<ValueBytes> : Bytes {};
 constexpr float MOST_STORED = 127, MOST_OF_QUERY = BYTES_PER_WORD == 2 ? 8191 : 127;
 constexpr float MOST_WEIGHT = BYTES_PER_WORD == 2 ? 8191 : BYTE_OFFSET ? 255 : 127;
 
+// `size` values in steps of their largest / most, LANES at a time: put(i, integers) from the i-th on, zeros after
+// the last. Returns the step.
+template <class E, class Put>
+inline float round_values(const Value<E>* x, int64_t size, float most, const Put& put) {
+  Ints largest = {};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Ints bits = (Ints)E::get(x + i, size - i) & 0x7FFFFFFF;  // ordered as magnitudes are
+    largest = bits > largest ? bits : largest;
+  }
+  const int32_t bits = largest_lane(largest);
+  float step;
+  std::memcpy(&step, &bits, sizeof step);
+  step /= most;
+  const Floats inverse = broadcast(step > 1e-30f ? 1.0f / step : 0.0f), nearest = broadcast(ROUND);
+  for (int64_t i = 0; i < size; i += LANES)
+    put(i, (Ints)(E::get(x + i, size - i) * inverse + nearest) - (Ints)nearest);
+  return step;
+}
+
 // Where things lie in a block.
 struct ByteBlock {
   static constexpr int64_t STEPS = BLOCK_SLOTS * sizeof(float), P = BYTES_PER_WORD, VALUE_WORDS = BLOCK_SLOTS / P;
@@ -134,8 +153,13 @@ struct InBytes {
   const uint32_t* query_rows(int64_t group, int row) const { return &queries_by_row[(group * ROWS + row) * words]; }
   void set_query(int64_t group, int row, const Value<E>* query) {
     auto* q = static_cast<char*>(alloca((hd + LANES) * 4 / W));
-    const int64_t at = group * ROWS + row;
-    offsets[at] = -BYTE_OFFSET * round_to_words<E>(query, hd, MOST_OF_QUERY, W, q, query_steps[at]);
+    Ints sum = {};
+    query_steps[group * ROWS + row] = round_values<E>(query, hd, MOST_OF_QUERY, [&](int64_t i, Ints x) {
+      sum += x;
+      if constexpr (W == 4) store_bytes(q + i, x);
+      else store_shorts(q + 2 * i, (Words)x);
+    });
+    offsets[group * ROWS + row] = -BYTE_OFFSET * sum_of_lanes(sum);
     for (int64_t w = 0; w < words; w++) std::memcpy(&queries[(group * words + w) * ROWS + row], q + 4 * w, 4);
     if (TILE_ROWS) std::memcpy(&queries_by_row[(group * ROWS + row) * words], q, 4 * words);
   }

@@ -18,7 +18,7 @@ from helpers.launching import run
 from kernels import build, isa
 from kernels.cpu import CpuBackend, Layout
 from kernels.packed import FLOAT32, GATES, SAME, PackedLinear
-from kernels.quantized import QuantizedLinear, QuantizedStack
+from kernels.quantized import QuantizedLinear
 from model import ACTIVATIONS, Linear, ModelArgs, Pass, Transformer, inverse_frequencies
 
 CROSS = "aarch64-linux-gnu-g++"
@@ -62,19 +62,17 @@ class Driver:
 def weights(mode: str | None, gated: bool, dtype: torch.dtype, inputs: int):
     """Return a random layer of this format, for rows of these inputs, and its weight in float64."""
     draw = draws(inputs + gated)
+    if mode is None:
+        layer = Linear(inputs, 90).requires_grad_(False).to(dtype)
+        layer.weight.data, layer.bias.data = draw(90, inputs, dtype=dtype), draw(90, dtype=dtype)
+        return layer, layer.weight.double()
     if mode == "mxfp4":
-        stack = QuantizedStack((1, 90, inputs), mode, 32)
-        stack.weight.data = draw(*stack.weight.shape).mul(99).to(torch.int8).view(torch.uint8)
-        stack.scale.data = draw(*stack.scale.shape).mul(3).add(125).to(torch.uint8)
         layer = QuantizedLinear(inputs, 90, True, mode, 32)
-        layer.weight.data, layer.scale.data, layer.bias.data = stack.weight[0], stack.scale[0], draw(90)
-        return layer, layer.dequantize(torch.float64)
-    if mode:
+        layer.weight.data = draw(90, inputs // 2).mul(99).to(torch.int8).view(torch.uint8)
+        layer.scale.data, layer.bias.data = draw(90, inputs // 32).mul(3).add(125).to(torch.uint8), draw(90)
+    else:
         layer = QuantizedLinear.of(draw(90, inputs), mode, 32 if "4" in mode else 0, draw(90))
-        return layer, layer.dequantize(torch.float64)
-    layer = Linear(inputs, 90).requires_grad_(False).to(dtype)
-    layer.weight.data, layer.bias.data = draw(90, inputs, dtype=dtype), draw(90, dtype=dtype)
-    return layer, layer.weight.double()
+    return layer, layer.dequantize(torch.float64)
 
 
 def check_products(driver: Driver, path, rows: int) -> None:

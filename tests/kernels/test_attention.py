@@ -139,26 +139,6 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, windo
         same(alone[0, 0], found[0][0, path[-1]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_before_or_after_slots(each_isa, dtype):
-    """In memory, as a cache's strides say: attention and moves are the same."""
-    args, qkv, k, v, slots, visible, _ = attend_case(dtype, 2, 5, 6, 2, 32, 150, False)
-    shared = Pass(args, inverse_frequencies(args), slots, slots, visible)
-    source, target = torch.tensor([[3, 9, 4], [7, 8, 0]]), torch.tensor([[9, 1, 2], [8, 7, 5]])
-    found = []
-    for caches in ([k.clone(), v.clone()], [c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v)]):
-        attended = attend(each_isa, qkv, *shared.angles(), *caches, slots, visible)
-        before = [c.clone() for c in caches]
-        each_isa.ops.move(caches[:1], caches[1:], 32, source, target)
-        for cache, old in zip(caches, before):
-            expected = old.clone()
-            for b in range(2):
-                expected[b, target[b]] = old[b, source[b]]
-            same(cache, expected)
-        found.append((attended, *caches))
-    same(*found)
-
-
 @pytest.mark.parametrize("hd", (6, 20, 64))
 def test_moving_slots_in_bytes(each_isa, hd):
     """A cache after a move is the cache of what has been moved."""
