@@ -364,21 +364,23 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
 
     shared: further fields of `drafters.base.Setup`. Raises InputError if it cannot be built.
     """
-    from drafters.base import Setup  # imports torch
+    from checkpoint.calibration import Calibration  # imports torch, as do the others
+    from drafters.base import Setup
+    from drafters.mixed import Mixed
 
     parts = []
     for name, folder in drafting.folders(checkpoint).items():
         method = METHODS[name]
-        setup = Setup(
-            method=name, kind=method.draft, folder=folder, tree=drafting.tree if method.draft else None,
-            rule=drafting.accept, coupled=drafting.coupled, flags=drafting.flags, max_seq_len=max_seq_len,
-            reach=drafting.window if drafting.window < max_seq_len else 0, **shared,
-        )
+        setup = Setup(name, drafting, method.draft, folder, max_seq_len=max_seq_len, **shared)
         try:
-            parts.append(importlib.import_module(method.module).build(setup))
+            part = importlib.import_module(method.module).build(setup)
         except ValueError as e:  # sizes that cannot be
             raise InputError(str(e)) from None
-        parts[-1].method = name
-    if len(parts) == 2:
-        return importlib.import_module("drafters.mixed").Mixed(*parts)
-    return parts[0] if parts else None
+        part.method, part.folder = name, folder
+        parts.append(part)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    for part in parts:
+        if part.folder and (known := Calibration.read(part.folder)):
+            part.confidence = known.confidence or part.confidence
+    return Mixed(*parts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, ExtraRows, Proposal, Setup, StaticTree, constants
+from drafters.base import Drafter, ExtraRows, Proposal, Setup, constants
 from tree import chains
 
 EMPTY = -1
@@ -38,7 +38,6 @@ class Lookahead(Drafter):
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
-        self.static = StaticTree(shape)
         # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, where the
         # root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
@@ -112,5 +111,5 @@ class Lookahead(Drafter):
 
 def build(setup: Setup) -> Lookahead:
     """Build the drafter of these flags. Raises ValueError on sizes that cannot be."""
-    sizes = (setup.flags[flag] for flag in ("window", "level", "guess-set"))
+    sizes = (setup.drafting.flags[flag] for flag in ("window", "level", "guess-set"))
     return Lookahead(setup.target.args.vocab_size, *sizes)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from checkpoint.calibration import LONG, SHORT, TEMPERATURES, Calibration, Confidence, Far
 from common.errors import InputError, counted
-from drafters.base import Confidence, Drafter, Proposal
+from drafters.base import Drafter, Proposal
 from drafters.network import HeadDrafter
-from engine.autotune import LONG, SHORT, TEMPERATURES, Calibration, Far
 from engine.engine import Engine
 from model import Transformer
 from sampling.noise import seed_keys

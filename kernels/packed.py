@@ -96,18 +96,10 @@ class ByteCaches(CpuCaches):
 
     Layer = ByteCache
 
-    @staticmethod
-    def _shapes(args: ModelArgs, batch: int, slots: int, backend) -> list[tuple[int, ...]]:
-        of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
-        return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
-
     @classmethod
     def _layer(cls, args, batch, slots, dtype, device, backend) -> ByteCache:
-        return cls.Layer(cls._shapes(args, batch, slots, backend), device)
-
-    @classmethod
-    def bytes(cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, backend=None) -> int:
-        return args.num_layers * sum(map(math.prod, cls._shapes(args, batch, slots, backend)))
+        of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
+        return cls.Layer([(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes], device)
 
     def entries(self, slots: int) -> int:
         return -(-slots // self.backend.ops.byte_blocks(self.head_dim)[0])
@@ -318,7 +310,8 @@ class PackedEagle3Head(Eagle3Head):
             last = drafter.catch_up(state, slots)
         else:
             fuse = *fc.operands, fc.columns
-            last = ops.catch_up(*text, state.n_new, state.features, state.window, len(slots), *fuse, *own)
+            features = drafter.own_features(state.features)
+            last = ops.catch_up(*text, state.n_new, features, state.window, len(slots), *fuse, *own)
         norm, _, *scoring = _scoring(self)
         sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
         return ops.grow(

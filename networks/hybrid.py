@@ -25,18 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import (
-    MLP,
-    Experts,
-    KVCache,
-    KVCaches,
-    Linear,
-    ModelArgs,
-    Pass,
-    TargetBlock,
-    Transformer,
-    with_buffers,
-)
+from model import MLP, Experts, KVCache, KVCaches, Linear, ModelArgs, Pass, TargetBlock, Transformer, rows_of
 
 BLOCK = 16  # tokens between two boundaries of a text
 MOST_LEVELS = 16  # levels of a tree below its root: a row's boundary is as many tokens before it, or more
@@ -271,12 +260,6 @@ class DeltaCache(nn.Module):
         buffer("mixed", ring, args.delta_width, dtype=dtype)
         buffer("rates", ring, 2 * args.delta_heads)
 
-    @staticmethod
-    def bytes(args: ModelArgs, batch: int, dtype: torch.dtype) -> int:
-        """Return the size of the buffers."""
-        state = args.delta_heads * args.delta_key_dim * args.delta_value_dim
-        return batch * (4 * state + RING * (2 * args.delta_width * dtype.itemsize + 8 * args.delta_heads))
-
     def at(self, buffer: Tensor, slots: Tensor) -> Tensor:
         """Return the entries of a ring at slots [B, M]: [B, M, width]."""
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
@@ -376,10 +359,7 @@ class HybridCaches(nn.Module):
 
     def rows(self, first: int, count: int) -> HybridCaches:
         """As `KVCaches.rows`."""
-        deltas = nn.ModuleList(
-            with_buffers(d, {name: x.narrow(0, first, count) for name, x in d._buffers.items()})
-            for d in self.deltas
-        )
+        deltas = nn.ModuleList(rows_of(cache, first, count) for cache in self.deltas)
         return HybridCaches(self.args, self.attention.rows(first, count), deltas)
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -410,30 +390,20 @@ class Hybrid(Transformer):
         kinds = GatedBlock, DeltaBlock
         self.layers = nn.ModuleList(kinds[delta](args, i) for i, delta in enumerate(args.delta_layers))
 
-    def caches(self, batch: int, slots: int) -> HybridCaches:
-        return self._caches(batch, slots, RING)
-
-    def _caches(self, batch: int, slots: int, ring: int) -> HybridCaches:
+    def caches(
+        self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
+    ) -> HybridCaches:
         weight, count = self.embed.weight, sum(self.args.delta_layers)
-        args, where = self._attending, (weight.dtype, weight.device)
+        where = weight.dtype, device or weight.device
+        args = replace(self.args, num_layers=len(self.layers) - count)  # of those with attention
         attention = self.Caches.of(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.whole else None
         deltas = nn.ModuleList(DeltaCache(batch, self.args, *where, ring, ops) for _ in range(count))
         return HybridCaches(self.args, attention, deltas)
 
-    @property
-    def _attending(self) -> ModelArgs:
-        """The shape of the layers with attention alone."""
-        return replace(self.args, num_layers=len(self.layers) - sum(self.args.delta_layers))
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        dtype, count = self.embed.weight.dtype, sum(self.args.delta_layers)
-        attention = self.Caches.bytes(self._attending, batch, slots, dtype, self.backend)
-        return attention + count * DeltaCache.bytes(self.args, batch, dtype)
-
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         B, T = tokens.shape
         at = torch.arange(T, device=tokens.device).expand(B, T)
         visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
-        caches = self._caches(B, T, RING + T)
+        caches = self.caches(B, T, ring=RING + T)
         return self(tokens, at, at, visible, caches, aux_layers)

@@ -5,9 +5,10 @@ import pytest
 from helpers.decoding import load
 from helpers.refusals import refused
 
+from checkpoint.calibration import Calibration
 from common.errors import InputError
 from drafters import Drafting
-from engine.autotune import Calibration, Times
+from engine.autotune import Times
 from sampling.options import Sampling
 from tree import TreeShape
 

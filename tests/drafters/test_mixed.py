@@ -4,7 +4,8 @@ import torch
 from helpers.decoding import drafts
 from helpers.states import paths, random_tree
 
-from drafters.base import Confidence, Drafter, Proposal
+from checkpoint.calibration import Confidence
+from drafters.base import Drafter, Proposal
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
@@ -41,9 +42,9 @@ def test_the_best_of_both_are_joined(seed):
 class Fixed(Drafter):
     """Proposes two children of the root, with these scores."""
 
-    def __init__(self, tokens: list[int], scores: list[float]):
+    def __init__(self, tokens: list[int], scores: list[float], confidence: Confidence):
         super().__init__(TreeShape(3, 0, 2))
-        self.tokens, self.scores = tokens, scores
+        self.tokens, self.scores, self.confidence = tokens, scores, confidence
 
     def propose(self, state, slots, noise):
         B = state.length.shape[0]
@@ -55,8 +56,8 @@ class Fixed(Drafter):
 
 @pytest.mark.parametrize("temperature,kept", ((0.0, {1, 3}), (1.0, {3, 4}), (0.2, {1, 3})))
 def test_confidences_are_those_of_the_temperature(models, temperature, kept):
-    mixed = Mixed(Fixed([1, 2], [-0.5, -1.0]), Fixed([3, 4], [-0.6, -0.9]), nodes=3)
-    mixed.believe([Confidence((1.0, 0.0), (3.0, 0.0)), Confidence((1.0, 0.0), (1.0, 0.0))])
+    one, other = Confidence((1.0, 0.0), (3.0, 0.0)), Confidence((1.0, 0.0), (1.0, 0.0))
+    mixed = Mixed(Fixed([1, 2], [-0.5, -1.0], one), Fixed([3, 4], [-0.6, -0.9], other), nodes=3)
     engine = Engine(models[0], mixed, max_seq_len=60, compile=False)
     seen = drafts(engine, [104, 105], Sampling(4, temperature))
     assert seen and all(set(draft.tokens[1:]) == kept for draft in seen)
