@@ -126,38 +126,38 @@ class Times:
             elif old:
                 seconds[shape] = middle(old)
                 stale.add(shape)
-            elif (guess := self._between_counts(count, shape)) is not None:
-                seconds[shape] = guess
             else:
-                stale.add(shape)
-                if (guess := self._by_rows(count, shape)) is not None:
-                    seconds[shape] = guess
+                guess, is_stale = self._guess(count, shape)
+                stale |= {shape} if is_stale else set()
+                seconds |= {} if guess is None else {shape: guess}
         change = middle(changes) if changes else 1.0
         return {s: t * change if s in stale else t for s, t in seconds.items()}
 
-    def _between_counts(self, count: int, shape: TreeShape | None) -> float | None:
-        """Interpolate between the seconds of steps with fewer and with more sequences, if there are both."""
-        by_count: dict[int, float] = {}
-        for (n, _, other), timed in self._timed.items():
-            if other == shape:
-                by_count[n] = min(by_count.get(n, math.inf), middle(t.seconds for t in timed))
-        inside = by_count and min(by_count) <= count <= max(by_count)
-        return between(by_count, count) if inside else None
+    def _guess(self, count: int, shape: TreeShape | None) -> tuple[float | None, bool]:
+        """Guess the seconds of a step that has not run (None: no idea), and return whether they may be stale.
 
-    def _by_rows(self, count: int, shape: TreeShape | None) -> float | None:
-        """Guess the seconds of a step from those of few sequences and the cost of additional rows there."""
-        alone, few = {}, min((n for n, _, timed in self._timed if timed == shape), default=0)
-        for (n, _, other), timed in self._timed.items():
-            if n == few:
-                alone.setdefault(other, []).append(middle(t.seconds for t in timed))
-        if shape not in alone:
-            return None
-        by_rows: dict[int, float] = {}
-        for other, seconds in alone.items():
-            rows = other.nodes if other else 1
-            by_rows[rows] = min(by_rows.get(rows, math.inf), *seconds)
-        rows = shape.nodes if shape else 1
-        return max(alone[shape]) + between(by_rows, rows * count // few) - between(by_rows, rows)
+        Between steps with fewer and with more sequences they are interpolated. Else they are those with few
+        sequences, and the cost of additional rows there.
+        """
+        found = self._timed.items()
+        by_count = minima((n, middle(t.seconds for t in timed)) for (n, _, s), timed in found if s == shape)
+        if not by_count:
+            return None, True
+        few, rows = min(by_count), shape.nodes if shape else 1
+        if few <= count <= max(by_count):
+            return between(by_count, count), False
+        at_few = [(s, middle(t.seconds for t in timed)) for (n, _, s), timed in found if n == few]
+        by_rows = minima((s.nodes if s else 1, seconds) for s, seconds in at_few)
+        alone = max(seconds for s, seconds in at_few if s == shape)
+        return alone + between(by_rows, rows * count // few) - between(by_rows, rows), True
+
+
+def minima(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the least value of each key."""
+    found: dict[int, float] = {}
+    for key, value in pairs:
+        found[key] = min(value, found.get(key, math.inf))
+    return found
 
 
 def between(known: dict[int, float], at: int) -> float:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -139,6 +140,10 @@ class DeltaBlock(TargetBlock):
         v = v.unflatten(-1, (self.heads_of_values, self.value_dim))
         return heads(q) * self.key_dim**-0.5, heads(k), v
 
+    def columns(self, sees: Tensor, mixed: Tensor, rates: Tensor) -> Columns:
+        """Return tokens by what they put into the rings."""
+        return Columns(sees, *self.split_mixed(mixed), *rates.chunk(2, dim=-1))
+
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Return outputs [B, T, nv, dv], normed and gated by gate [B, T, nv*dv], as `wo` reads them."""
         x = out.to(gate.dtype).float()
@@ -147,25 +152,23 @@ class DeltaBlock(TargetBlock):
         return (x * rowwise(F.silu, gate.float())).to(gate.dtype)
 
 
-class Columns:
+class Columns(NamedTuple):
     """Tokens that rows of a pass depend on, on paths that begin at one boundary.
 
     sees [B, M, M]: the tokens on the path of each, itself among them; the others come before it. q, k, v: as
     `DeltaBlock.split_mixed` returns them, g and b [B, M, nv].
     """
 
-    def __init__(self, block: DeltaBlock, mixed: Tensor, rates: Tensor, sees: Tensor):
-        self.q, self.k, self.v = block.split_mixed(mixed)
-        self.g, self.b = rates.chunk(2, dim=-1)
-        self.sees = sees
+    sees: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor
 
     def part(self, tokens: slice) -> Columns:
         """Return some of the tokens."""
-        some = object.__new__(Columns)
-        for name in ("q", "k", "v", "g", "b"):
-            setattr(some, name, getattr(self, name)[:, tokens])
-        some.sees = self.sees[:, tokens, tokens]
-        return some
+        return Columns(self.sees[:, tokens, tokens], *(x[:, tokens] for x in self[1:]))
 
     def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return u [B, M, nv, dv], G [B, M, nv], and the outputs [B, M', nv, dv] of tokens from a number on.
@@ -192,7 +195,7 @@ class Columns:
     def advance(self, state: Tensor) -> Tensor:
         """Return the state after the first BLOCK tokens, which are one path."""
         first = self.part(slice(BLOCK))
-        first.sees = torch.ones_like(first.sees).tril()
+        first = first._replace(sees=torch.ones_like(first.sees).tril())
         u, total, _ = first.solve(state, BLOCK)
         state = rowwise(torch.exp, total[:, -1])[..., None, None] * state
         fade = rowwise(torch.exp, total[:, -1:] - total)
@@ -314,7 +317,7 @@ class DeltaCache(nn.Module):
         while bool((behind := start < base(length)).any()):
             slots = start[:, None] + torch.arange(BLOCK, device=start.device)
             sees = torch.ones(len(start), BLOCK, BLOCK, dtype=torch.bool, device=start.device)
-            tokens = Columns(block, self.at(self.mixed, slots), self.at(self.rates, slots), sees)
+            tokens = block.columns(sees, self.at(self.mixed, slots), self.at(self.rates, slots))
             state = torch.where(behind[:, None, None, None], tokens.advance(state), state)
             start = torch.where(behind, start + BLOCK, start)
         return state, start
@@ -336,7 +339,7 @@ class DeltaCache(nn.Module):
         sees[:, OPEN:, OPEN:] = local
         mixed, rates = (torch.cat((self.at(ring, before), new), 1)
                         for ring, new in zip((self.mixed, self.rates), own))
-        tokens = Columns(block, mixed, rates, sees)
+        tokens = block.columns(sees, mixed, rates)
         _, _, out = tokens.solve(state, OPEN)
         later = base(positions) > start[:, None]
         if bool(later.any()):
