@@ -146,6 +146,7 @@ class Drafter(nn.Module):
     method = "none"  # of --speculate
     rule = "equal"  # of acceptance, see `sampling.options`
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
+    extra_rows = 0  # that it adds to the verify pass, see `ExtraRows`
     passes = 0  # times that a step reads the weights of its network, for the bandwidth figure
     made_of = ""  # identity of a drafter without weights, in evaluate.py's record
     all_layers: tuple[int, ...] = ()  # those of the features in the state, if it drafts beside another one
@@ -213,14 +214,9 @@ class Drafter(nn.Module):
         return min((part.reusable(same, held, length) for part in self.parts), default=same)
 
     @property
-    def extra_rows(self) -> int:
-        """Rows that it adds to the verify pass at most, see `ExtraRows`."""
-        return 0
-
-    @property
     def extra_slots(self) -> int:
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
-        return self.shape.extra_slots
+        return self.shape.extra_slots + self.extra_rows
 
     def extra_slots_after(self, window: int) -> int:
         """Return `extra_slots` for the catch-up of another tree, with a wider window."""

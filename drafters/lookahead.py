@@ -41,6 +41,7 @@ class Lookahead(Drafter):
         # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, where the
         # root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
+        self.extra_rows = len(places)
         root_only = [i == 0 for i in range(shape.nodes)]
         sees = [
             root_only + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
@@ -63,14 +64,6 @@ class Lookahead(Drafter):
         generator = torch.Generator().manual_seed(10)
         drawn = torch.randint(len(prompt), self.window_rows.shape[1:], generator=generator)
         self.window_rows[place] = torch.tensor(prompt)[drawn].to(self.window_rows.device)
-
-    @property
-    def extra_rows(self) -> int:
-        return len(self.depth)
-
-    @property
-    def extra_slots(self) -> int:
-        return self.shape.extra_slots + self.extra_rows
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root = state.root()[:, None]

@@ -37,6 +37,7 @@ class Mixed(Drafter):
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         for part in parts:
             part.all_layers = self.aux_layers
+        self.extra_rows = max(part.extra_rows for part in parts)
         self.passes = sum(part.passes for part in parts)
         self.made_of = " ".join(part.made_of for part in parts)
         self.reads = any(part.reads for part in parts)
@@ -58,10 +59,6 @@ class Mixed(Drafter):
     def network(self) -> nn.Module | None:
         networks = [part.network for part in self.parts if part.network is not None]
         return nn.ModuleList(networks) if networks else None
-
-    @property
-    def extra_rows(self) -> int:
-        return max(part.extra_rows for part in self.parts)
 
     @property
     def extra_slots(self) -> int:

@@ -265,14 +265,11 @@ class Target:
             return None
         calibration = Calibration.read(grower.folder)
         if calibration is None:
-            ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
-            prompts = ours or list(drafting.tune_on)
-            if not prompts and drafting.tree is None:
-                return None
-            if not prompts:
-                raise InputError(
-                    "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
-                )
+            if self.tokenizer is None:
+                if drafting.tree is None:
+                    return None
+                raise InputError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
+            prompts = [encode(self.tokenizer, prompt) for prompt in PROMPTS]
             self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
             calibration = calibrate(
                 self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
