@@ -6,8 +6,6 @@ from helpers.states import paths, random_tree
 
 from checkpoint.calibration import Confidence
 from drafters.base import Drafter, Proposal
-from drafters.eagle import Eagle
-from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from engine.calibrate import fit_confidence
 from engine.engine import Engine
@@ -72,13 +70,12 @@ def test_a_confidence_is_found_again():
     assert slope == pytest.approx(0.8, abs=0.04) and shift == pytest.approx(-0.2, abs=0.03)
 
 
-def test_where_one_has_nothing_the_other_drafts_alone(models):
-    """Lookup without a match leaves its rows to the head, and gets none of its own."""
-    target, head = models
-    torch.manual_seed(0)
-    prompt, sampling = torch.randperm(256)[:24].tolist(), Sampling(16, temperature=1.0, seed=3)
-    lengths, eagle = [], Eagle(head, TreeShape(12, 3, 4))
-    for drafter in (eagle, Mixed(Lookup(shortest=4), Eagle(head, TreeShape(12, 3, 4)))):
-        request, = Engine(target, drafter, max_seq_len=100, compile=False).generate([prompt], sampling)
-        lengths.append(request.accept_lengths)
-    assert lengths[0] == lengths[1] and max(lengths[0]) > 1
+def test_a_drafter_reads_the_features_of_its_own_layers(models):
+    """Of those that two drafters need, side by side."""
+    one, other = Eagle(models[1], TreeShape(8, 2, 3)), Drafter()
+    other.aux_layers = (*one.aux_layers[1:], 99)
+    mixed = Mixed(one, other)
+    each = {layer: torch.full((1, 2, 4), layer) for layer in mixed.aux_layers}
+    every = torch.cat([each[layer] for layer in mixed.aux_layers], -1)
+    for part in one, other:
+        assert torch.equal(part.own_features(every), torch.cat([each[i] for i in part.aux_layers], -1))
