@@ -6,6 +6,7 @@ from helpers.states import paths, random_tree
 
 from checkpoint.calibration import Confidence
 from drafters.base import Drafter, Proposal
+from drafters.eagle import Eagle
 from drafters.mixed import Mixed
 from engine.calibrate import fit_confidence
 from engine.engine import Engine
