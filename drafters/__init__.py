@@ -233,8 +233,8 @@ class Drafting:
     coupled: bool = True  # draft with the target's sampling noise
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
-    flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
-    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.Ring`
+    flags: dict = field(default_factory=dict)  # options of the method, see FLAGS; others take their default
+    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.KeptTokens`
     chosen: bool = False  # stands for "auto": what cannot be built is left out
 
     def __post_init__(self):

@@ -126,23 +126,23 @@ class Times:
             elif old:
                 seconds[shape] = middle(old)
                 stale.add(shape)
-            else:
-                guess, is_stale = self._guess(count, shape)
-                stale |= {shape} if is_stale else set()
-                seconds |= {} if guess is None else {shape: guess}
+            elif guess := self._guess(count, shape):
+                seconds[shape], is_stale = guess
+                if is_stale:
+                    stale.add(shape)
         change = middle(changes) if changes else 1.0
         return {s: t * change if s in stale else t for s, t in seconds.items()}
 
-    def _guess(self, count: int, shape: TreeShape | None) -> tuple[float | None, bool]:
-        """Guess the seconds of a step that has not run (None: no idea), and return whether they may be stale.
+    def _guess(self, count: int, shape: TreeShape | None) -> tuple[float, bool] | None:
+        """Guess the seconds of a step that has not run, if it has with other numbers of sequences.
 
-        Between steps with fewer and with more sequences they are interpolated. Else they are those with few
+        Returns whether they may be stale, too. Between steps with fewer and with more sequences they are interpolated. Else they are those with few
         sequences, and the cost of additional rows there.
         """
         found = self._timed.items()
         by_count = minima((n, middle(t.seconds for t in timed)) for (n, _, s), timed in found if s == shape)
         if not by_count:
-            return None, True
+            return None
         few, rows = min(by_count), shape.nodes if shape else 1
         if few <= count <= max(by_count):
             return between(by_count, count), False

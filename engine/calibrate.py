@@ -228,7 +228,7 @@ def _rights(growth: Growth, truth: Tensor, rows: list[int]) -> tuple[Tensor, Ten
 
 
 def fit_confidence(scored: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """(slope, shift) of `drafters.base.Confidence`: those under which what was right is likeliest.
+    """(slope, shift) of `checkpoint.calibration.Confidence`: those under which what was right is likeliest.
 
     scored: scores of nodes and whether they were right. The nodes that no tree would take are left out. By
     Fisher's scoring.
