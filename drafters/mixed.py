@@ -1,8 +1,8 @@
 """Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
 
 `--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Scores of different drafters are
-on different scales: a head has its softmax, lookup the length of a match. A
-`checkpoint.calibration.Confidence` maps each to the probability of acceptance; `engine.calibrate` measures it.
+on different scales: a head has its softmax, lookup the length of a match. Each has a `Confidence`, which maps
+them to the probability of acceptance. `engine.calibrate` measures that of a head.
 """
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ class Times:
     def _guess(self, count: int, shape: TreeShape | None) -> tuple[float, bool] | None:
         """Guess the seconds of a step that has not run, if it has with other numbers of sequences.
 
-        Returns whether they may be stale, too. Between steps with fewer and with more sequences they are interpolated. Else they are those with few
-        sequences, and the cost of additional rows there.
+        Returns whether they may be stale, too. Between steps with fewer and with more sequences they are
+        interpolated. Else they are those with few sequences, and the cost of additional rows there.
         """
         found = self._timed.items()
         by_count = minima((n, middle(t.seconds for t in timed)) for (n, _, s), timed in found if s == shape)
