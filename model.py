@@ -335,7 +335,7 @@ def rows_of(module: nn.Module, first: int, count: int) -> nn.Module:
 
 
 def buffer_bytes(module: nn.Module) -> int:
-    """Return the bytes of all buffers. Of a module on the meta device: those that it would take elsewhere."""
+    """Return the bytes of all buffers, on the meta device those that they would take elsewhere."""
     return sum(buffer.nbytes for buffer in module.buffers())
 
 

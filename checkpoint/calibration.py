@@ -31,7 +31,7 @@ def by_temperature(kind: Any) -> Any:
 
 
 def rounded(kind: Any) -> Any:
-    """Numbers of a type, four digits of which are written."""
+    """Numbers of a type, written with four digits."""
     return Annotated[kind, PlainSerializer(lambda x: round(x, 4))]
 
 

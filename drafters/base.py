@@ -253,8 +253,7 @@ class Drafter(nn.Module):
         return any(part.has_guess(state, slots) for part in self.parts)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
-        """Read a chunk of the prompt: the tokens of `state` at positions [B, C], their features [B, C, F],
-        from which `own_features` selects.
+        """Read a chunk of the prompt: the tokens of `state` at positions [B, C], features [B, C, F] of these.
 
         The token after a prompt's last one is not known yet: a drafter that wants it reads that row again in
         its first `propose`.

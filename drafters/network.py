@@ -22,9 +22,9 @@ MOST = 64  # rows that are moved in one call, whose entries a GPU holds in regis
 class KeptTokens(nn.Module):
     """The tokens whose keys and values a head keeps: the last `reach` of a text, or, with 0, all.
 
-    Of all, token i is in slot i. Of the last N, i is in slot i mod N of a ring until i + N takes its place; a
-    pass's own rows stand behind the ring. The papers' heads are trained on 2,048 tokens, and a head that
-    attends to all of a long text reads more in every draft pass than the pass has weights.
+    With all of a text, token i is in slot i. With the last N, i is in slot i mod N of a ring until i + N
+    takes its place; a pass's own rows stand behind the ring. The papers' heads are trained on 2,048 tokens,
+    and a head that attends to all of a long text reads more in every draft pass than the pass has weights.
 
     So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
     other mask than there. Their order is another, which attention does not mind: keys are rotated by their

@@ -133,6 +133,11 @@ def test_restrict_equals_sorting(top_k, top_p):
             assert torch.equal(got[b, t], want)
 
 
+def test_the_token_that_reaches_top_p_exactly_is_the_last():
+    kept = restrict(torch.tensor([[[2.0, 1.0, 1.0]]]).log(), *map(torch.tensor, ([1.0], [0], [0.5])))
+    assert (kept > -math.inf).tolist() == [[[True, False, False]]]
+
+
 @pytest.mark.parametrize(
     "temperature,top_k,top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.5, 6, 1.0), (1.0, 0, 0.8), (0.9, 8, 0.7)]
 )
