@@ -30,14 +30,14 @@ def by_temperature(kind: Any) -> Any:
     return Annotated[dict[temperature, kind], AfterValidator(_of_all_temperatures)]
 
 
-def rounded(kind: Any) -> Any:
+def four_digits(kind: Any) -> Any:
     """Numbers of a type, written with four digits."""
     return Annotated[kind, PlainSerializer(lambda x: round(x, 4))]
 
 
 Shape = Annotated[TreeShape, BeforeValidator(TreeShape.parse), PlainSerializer(lambda shape: shape.name)]
-Taus = Annotated[dict[Shape, rounded(number(1, 1e6))], Field(min_length=1)]
-Line = tuple[rounded(number(above=0, high=100)), rounded(number(-100, 100))]  # slope and shift
+Taus = Annotated[dict[Shape, four_digits(number(1, 1e6))], Field(min_length=1)]
+Line = tuple[four_digits(number(above=0, high=100)), four_digits(number(-100, 100))]  # slope and shift
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Far:
     """Accepted drafts after `context` tokens over those after SHORT, by temperature."""
 
     context: whole(SHORT + 1)
-    kept: by_temperature(rounded(number(above=0, high=1e6)))
+    kept: by_temperature(four_digits(number(above=0, high=1e6)))
 
     def at(self, temperature: float, context: int) -> float:
         """Interpolate the ratio at any context: linear up to `self.context`, constant after it."""
@@ -73,7 +73,7 @@ class Calibration:
     """
 
     taus: Annotated[by_temperature(Taus), Field(alias="tau")]
-    ease: Annotated[tuple[rounded(number(0, 1e6)), ...], Field(min_length=1)]
+    ease: Annotated[tuple[four_digits(number(0, 1e6)), ...], Field(min_length=1)]
     far: Far | None = None
     confidence: Confidence | None = None
     format: Literal[1] = 1

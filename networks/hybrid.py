@@ -140,7 +140,7 @@ class DeltaBlock(TargetBlock):
         v = v.unflatten(-1, (self.heads_of_values, self.value_dim))
         return heads(q) * self.key_dim**-0.5, heads(k), v
 
-    def columns(self, sees: Tensor, mixed: Tensor, rates: Tensor) -> Columns:
+    def as_columns(self, sees: Tensor, mixed: Tensor, rates: Tensor) -> Columns:
         """Return tokens by what they put into the rings."""
         return Columns(sees, *self.split_mixed(mixed), *rates.chunk(2, dim=-1))
 
@@ -317,7 +317,7 @@ class DeltaCache(nn.Module):
         while bool((behind := start < base(length)).any()):
             slots = start[:, None] + torch.arange(BLOCK, device=start.device)
             sees = torch.ones(len(start), BLOCK, BLOCK, dtype=torch.bool, device=start.device)
-            tokens = block.columns(sees, self.at(self.mixed, slots), self.at(self.rates, slots))
+            tokens = block.as_columns(sees, self.at(self.mixed, slots), self.at(self.rates, slots))
             state = torch.where(behind[:, None, None, None], tokens.advance(state), state)
             start = torch.where(behind, start + BLOCK, start)
         return state, start
@@ -339,7 +339,7 @@ class DeltaCache(nn.Module):
         sees[:, OPEN:, OPEN:] = local
         mixed, rates = (torch.cat((self.at(ring, before), new), 1)
                         for ring, new in zip((self.mixed, self.rates), own))
-        tokens = block.columns(sees, mixed, rates)
+        tokens = block.as_columns(sees, mixed, rates)
         _, _, out = tokens.solve(state, OPEN)
         later = base(positions) > start[:, None]
         if bool(later.any()):
