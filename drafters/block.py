@@ -89,7 +89,6 @@ class BlockDrafter(HeadDrafter):
         backend, head, k, levels = state.backend, self.head, shape.width, shape.window - 1
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels: the lm_head is read once
-        noise = None if noise is None else noise[:, :levels]
         if not head.args.markov_rank:
             scores, ids = backend.rank(logits, noise, k, self._names)  # [B, L, k]
             if head.args.confidence:

@@ -154,8 +154,11 @@ class NetworkDrafter(Drafter):
         return backend.rank(logits, None if noise is None else noise[:, step, None], k, self._names)
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
-        return noise if self.coupled else None
+        """The target's noise [B, W, V] at the network's ids [B, levels, Vd]; None if it is not to be used."""
+        if noise is None or not self.coupled:
+            return None
+        noise = noise[:, : self.shape.window - 1]  # a joint tree may have more levels
+        return noise if self._names is None else noise[..., self._names]
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read what the last step committed. Returns the output [B, 1, H] for the first level."""
@@ -241,8 +244,3 @@ class HeadDrafter(NetworkDrafter):
     @property
     def _names(self) -> Tensor:
         return self.head.draft_ids
-
-    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        if noise is None or not self.coupled:
-            return None
-        return noise[:, : self.shape.window - 1, self.head.draft_ids]  # a joint tree may have more levels
