@@ -212,7 +212,7 @@ def plan_target(
     names = family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
-    tensors = family.tensors(family.rearranged(source, fields))
+    tensors = family.rearranged(source, fields)
     extra = {n: tensors.pop(n) for n in [*tensors] if family.hybrid and n.startswith("mtp.")}
     if SCALES in names and names[SCALES][0].format(i=0, e=0) in tensors:
         config["quantization"] = Scheme(None, 0, None, MXFP4).written()

@@ -1,6 +1,7 @@
-"""GGUF files as a `Source`. The keys of their metadata are those of llama.cpp's gguf/constants.py.
+"""GGUF files as a `Source` with the keys and names of Hugging Face.
 
-Which tensors a family has is in `checkpoint.families`; here are the container and its config.
+The keys of their metadata and the names of their tensors are those of llama.cpp's gguf/constants.py, the
+changes of tensors those of its converter.
 """
 from __future__ import annotations
 
@@ -15,14 +16,13 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from checkpoint import hybrid
 from checkpoint.folder import Factor, Length
-from checkpoint.hybrid import GGUF_HYBRIDS
+from checkpoint.huggingface import CONFIG_KEYS
 from checkpoint.source import Entry, Source, unique_ids
 from common.cli import library_errors
 from common.errors import InputError, printable
 from common.files import check_file
-from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Width, number, text, whole
+from common.schema import Flag, Many, Name, Schema, Text, Whole, Width, number, text, whole
 from tokens.gguf_tokenizer import rebuild
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
@@ -32,23 +32,59 @@ TOKENIZER = {
     "token_type": list[whole(0, 2**16)], "add_bos_token": Flag, "add_space_prefix": Flag,
     **{f"{name}_token_id": Token for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
-OWN = {  # of the architecture, under its name and a dot
-    "embedding_length": Width, "attention.head_count": Many, "attention.head_count_kv": Many,
-    "rope.dimension_count": Many, "attention.key_length": Many, "attention.value_length": Many,
-    "attention.layer_norm_rms_epsilon": number(above=0, high=1), "vocab_size": Ids,
-    "feed_forward_length": Width, "expert_feed_forward_length": Width, "expert_count": whole(0, 10_000),
-    "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
-    "rope.freq_base": number(above=1, high=1e15), "rope.freq_base_swa": number(above=1, high=1e15),
-    "attention.sliding_window": Whole, "attention.sliding_window_pattern": whole(1),
-    "rope.scaling.type": Short, "nextn_predict_layers": Whole, "full_attention_interval": whole(1),
-    "expert_shared_feed_forward_length": Width,
-    **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank"), Many),
-    "ssm.inner_size": Width,
-    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
-    "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
-    "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,
-    "rope.scaling.yarn_attn_factor": Factor,
+# Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
+SAME = {
+    "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "vocab_size": "vocab_size",
+    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "intermediate_size",
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
+OWN = {key: CONFIG_KEYS[theirs] for key, theirs in SAME.items()} | {
+    "rope.dimension_count": Many, "attention.value_length": Many, "ssm.inner_size": Width,
+    "nextn_predict_layers": Whole, "rope.scaling.type": Short,
+    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
+    "rope.scaling.original_context_length": Length,
+    **{f"rope.scaling.{name}": Factor for name in (
+        "yarn_beta_fast", "yarn_beta_slow", "attn_factor", "yarn_attn_factor")},
+}
+# The tensors of a layer, without the last part of their names, and Hugging Face's names for them.
+NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{x}{kind}": f"mlp.{place}{x}_proj" for x in ("gate", "up", "down") for kind, place in (
+        ("", ""), ("_exps", "experts.{e}."), ("_shexp", "shared_expert."))},
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+OTHER_NAMES = {  # of some architectures
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+WHOLE = {  # complete names
+    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight", "attn_sinks.weight": "self_attn.sinks",
+    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
+}
+MTP = {
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
+}
+HYBRIDS = "qwen3next", "qwen35", "qwen35moe"
 
 
 def metadata(arch: str) -> Schema:
@@ -72,37 +108,69 @@ def open_gguf(path: Path) -> Source:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
     short, _ = (stored.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long"))  # longrope's
     config = _config(path, arch, fields, stored, stored.pop("rope_freqs.weight", short))
-    # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
-    # Only the size of a head matters for undoing it, not the number of heads.
-    interleaved = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
-    tensors, stacks = {}, [tensor for tensor in stored.values() if len(tensor.shape) == 3]
-    kept = {tensor.tensor_type.name for tensor in stacks} == {"MXFP4"}  # at 4 bits
-    for name, tensor in stored.items():
-        if "_exps." in name or len(tensor.shape) == 3:  # a matrix, or a bias, for each expert
-            if tensor.shape[-1] != config["num_experts"]:
-                raise InputError(
-                    f"{path}: tensor {printable(name)} has {tensor.shape[-1]:,} matrices; expected"
-                    f" {config['num_experts']:,}, {arch}.expert_count"
-                )
-            for e in range(int(tensor.shape[-1])):
-                if kept and len(tensor.shape) == 3:
-                    values, exponents = _mxfp4(tensor, e)
-                    tensors |= {f"{name}[{e}]": values, f"{name.removesuffix('weight')}scale[{e}]": exponents}
-                else:
-                    tensors[f"{name}[{e}]"] = _entry(path, tensor, expert=e)
-        else:
-            entry = _entry(path, tensor, config.get("head_dim") if interleaved.fullmatch(name) else None)
-            # llama.cpp's converter adds the 1 that zero-centred norms multiply by.
-            tensors[name] = _less_one(entry) if arch == "gemma3" and name.endswith("norm.weight") else entry
-
-    if arch in GGUF_HYBRIDS:
-        tensors = hybrid.from_gguf(tensors, config.get("num_hidden_layers", 0))
+    tensors: dict[str, Entry] = {}
+    kept = {tensor.tensor_type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
+    for theirs, tensor in stored.items():
+        name = _name(theirs, arch, config)
+        name = theirs if name in tensors else name  # of two with one name, the second is unexpected
+        if "_exps." not in theirs and len(tensor.shape) < 3:
+            entry = _entry(path, tensor, _interleaved(theirs, arch, config))
+            tensors[name] = _as_published(name, arch, entry)
+            continue
+        # A matrix, or a bias, for each expert.
+        count, expected = int(tensor.shape[-1]), config.get("num_experts", 0)
+        if count != expected:
+            raise InputError(f"{path}: tensor {printable(theirs)} has {count:,} matrices; expected"
+                             f" {expected:,}, {arch}.expert_count")
+        for e in range(count):
+            own = name.replace("{e}", str(e)) if "{e}" in name else f"{name}[{e}]"
+            if kept and len(tensor.shape) == 3:  # at 4 bits
+                tensors[own], tensors[f"{own.removesuffix('weight')}scale"] = _mxfp4(tensor, e)
+            else:
+                tensors[own] = _entry(path, tensor, expert=e)
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
+    family = f"gguf:{arch}" + ("+experts" if config.get("num_experts") else "")
     return Source(
         path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
         tokenizer=partial(rebuild, fields, where=str(path)),
     )
+
+
+def _name(theirs: str, arch: str, config: dict) -> str:
+    """Return Hugging Face's name of a tensor, with {e} for the expert; the same name if there is none."""
+    block = re.fullmatch(r"blk\.(\d+)\.((?:nextn\.)?(\w+)(\.weight|\.bias)?)", theirs)
+    if not block:
+        return WHOLE.get(theirs, theirs)
+    layer, last, stem, leaf = int(block[1]), block[2], block[3], block[4] or ""
+    after = layer - config.get("num_hidden_layers", 0)  # the last layers of hybrids are their MTP layers
+    if last.startswith("nextn."):
+        return f"mtp.{MTP[stem]}{leaf}" if stem in MTP else theirs
+    prefix = f"mtp.layers.{after}." if arch in HYBRIDS and after >= 0 else f"model.layers.{layer}."
+    if last in WHOLE:
+        return prefix + WHOLE[last]
+    known = NAMES | OTHER_NAMES.get(arch, {})
+    return f"{prefix}{known[stem]}{leaf}" if stem in known else theirs
+
+
+def _interleaved(theirs: str, arch: str, config: dict) -> int | None:
+    """Return the size of the heads whose rows are interleaved in this tensor.
+
+    llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head of
+    LLaMA. Only the size of a head matters for undoing it, not the number of heads.
+    """
+    return config.get("head_dim") if arch == "llama" and re.search(r"\.attn_[qk]\.weight$", theirs) else None
+
+
+def _as_published(name: str, arch: str, entry: Entry) -> Entry:
+    """Return a tensor as it was before llama.cpp's converter changed it. name: Hugging Face's."""
+    zero_centred = arch == "gemma3" or (arch in HYBRIDS and "linear_attn." not in name)
+    if zero_centred and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
+        return entry.changed(lambda x: x - 1)
+    if name.endswith("linear_attn.A_log"):
+        return entry.changed(lambda x: (-x).log())
+    if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
+        return entry.changed(lambda x: x[None], (1, *entry.shape))
+    return entry
 
 
 def _read(path: Path) -> tuple[dict, dict]:
@@ -136,37 +204,28 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
     def get(key: str, default=None):
         return fields.get(f"{arch}.{key}", default)
 
-    hidden, heads, rotary = get("embedding_length"), get("attention.head_count"), get("rope.dimension_count")
-    head_dim = get("attention.key_length") or rotary or (hidden // heads if hidden and heads else None)
-    turning = head_dim if arch in GGUF_HYBRIDS else rotary or head_dim
+    config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
+    hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    rotary, embed = get("rope.dimension_count"), tensors.get("token_embd.weight")
+    head_dim = config.get("head_dim") or rotary or (hidden // heads if hidden and heads else None)
+    turning = head_dim if arch in HYBRIDS else rotary or head_dim
     if turning != head_dim or get("attention.value_length", head_dim) != head_dim:
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
-    embed, blocks = tensors.get("token_embd.weight"), get("block_count")
-    eps = get("attention.layer_norm_rms_epsilon")
-    # As llama.cpp: of Gemma 3, only the model of 27B has scores over another root than that of head_dim.
-    scalar = hidden // heads if arch == "gemma3" and get("block_count") == 62 and hidden and heads else None
-    config = {
-        "vocab_size": int(embed.shape[-1]) if embed is not None else get("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
-        "num_experts": get("expert_count", 0),
-        "num_experts_per_tok": get("expert_used_count", 0),
+    inner, values = get("ssm.inner_size"), config.get("linear_num_value_heads")
+    eps, scalar = config.get("rms_norm_eps"), head_dim if arch == "gemma3" else None
+    if arch == "gemma3" and blocks == 62 and hidden and heads:
+        scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
+    config |= {
+        "vocab_size": config.get("vocab_size") if embed is None else int(embed.shape[-1]),
         "num_hidden_layers": blocks and blocks - get("nextn_predict_layers", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "num_key_value_heads": config.get("num_key_value_heads", heads), "head_dim": head_dim,
         "rms_norm_eps": None if eps is None else _shortest_decimal(eps),
-        "rope_theta": get("rope.freq_base"),
         "rope_scaling": _rope_scaling(path, arch, get, divisors),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "max_position_embeddings": get("context_length"),
-        "sliding_window": get("attention.sliding_window"),
-        "sliding_window_pattern": get("attention.sliding_window_pattern"),
-        "rope_local_base_freq": get("rope.freq_base_swa"),
-        "query_pre_attn_scalar": scalar or (head_dim if arch == "gemma3" else None),
+        "tie_word_embeddings": "output.weight" not in tensors, "query_pre_attn_scalar": scalar,
+        "norm_topk_prob": True if config.get("num_experts") else None,  # llama.cpp knows no other mixtures
+        "linear_value_head_dim": inner // values if inner and values else None,
+        "partial_rotary_factor": rotary / head_dim if arch in HYBRIDS and rotary and head_dim else None,
     }
-    if arch in GGUF_HYBRIDS:
-        config |= hybrid.gguf_config(get, rotary, head_dim)
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 
@@ -205,11 +264,6 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors) -> dict | None
     if arch == "gpt-oss":  # a key of its config that a GGUF has not
         values["truncate"] = False
     return {"rope_type": kind, "factor": factor, **values}
-
-
-def _less_one(entry: Entry) -> Entry:
-    """Return a tensor less one."""
-    return Entry.of(entry.shape, entry.dtype, lambda: entry.read() - 1)
 
 
 def _numbers(data, tensor) -> Tensor:

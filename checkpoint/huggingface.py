@@ -25,15 +25,6 @@ READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
 }
-MODEL_TYPES = {  # for configs without `architectures`
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "phi3": "Phi3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
-    "gpt_oss": "GptOssForCausalLM",
-}
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
 Token = whole(-1, 2**24) | list[whole(-1, 2**24)] | None  # -1: none
 LayerIds = list[whole(-1, 10_000)]
@@ -92,7 +83,7 @@ def open_folder(path: Path) -> Source:
     generation = GENERATION.require(read_json(file), file) if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
-    family = (config.get("architectures") or [MODEL_TYPES.get(config.get("model_type"))])[0]
+    family = (config.get("architectures") or [config.get("model_type")])[0]
     return Source(
         path, family, config, tensors,
         stop_ids=unique_ids(stop_ids), bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None,

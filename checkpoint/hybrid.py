@@ -5,8 +5,6 @@ Sources: transformers' modelling files, llama.cpp's conversion/qwen.py.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,67 +39,6 @@ EXPECTED = {  # other keys, and the values that we compute
     "output_gate_type": ("swish", "silu", None),
 }
 READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_rotary_factor"}
-
-# Architectures of GGUF files, and whether heads of values are tiled over those of keys there.
-GGUF_HYBRIDS = {"qwen3next": False, "qwen35": True, "qwen35moe": True}
-GGUF_NAMES = {  # of a layer's tensors
-    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
-    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
-    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
-    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj", "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-    **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
-}
-GGUF_MTP = {
-    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
-    "shared_head_norm": "norm",
-}
-GGUF_WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-
-
-def from_gguf(tensors: dict[str, Entry], layers: int) -> dict[str, Entry]:
-    """Return tensors of a GGUF file under Hugging Face's names. Others keep theirs: they are unexpected."""
-    def renamed(name: str) -> str:
-        block = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        if not block:
-            return GGUF_WHOLE.get(name, name)
-        layer = int(block[1])
-        prefix = f"model.layers.{layer}." if layer < layers else f"mtp.layers.{layer - layers}."
-        if block[2] in ("ssm_a", "ssm_dt.bias"):
-            return f"{prefix}linear_attn.{'A_log' if block[2] == 'ssm_a' else 'dt_bias'}"
-        if expert := re.fullmatch(r"ffn_(gate|up|down)_exps\.weight\[(\d+)\]", block[2]):
-            return f"{prefix}mlp.experts.{expert[2]}.{expert[1]}_proj.weight"
-        stem = block[2].removesuffix(".weight")
-        if stem.startswith("nextn."):
-            return f"mtp.{GGUF_MTP.get(stem.removeprefix('nextn.'), stem)}.weight"
-        return f"{prefix}{GGUF_NAMES[stem]}.weight" if stem in GGUF_NAMES else name
-
-    found = {renamed(name): entry for name, entry in tensors.items()}
-    for name, entry in found.items():
-        if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
-            found[name] = _changed(entry, lambda x: x[None], (1, *entry.shape))
-    return found
-
-
-def gguf_config(get: Callable, rotary: int | None, head_dim: int | None) -> dict:
-    """Return what the metadata of such a GGUF file say under the keys of a config. get(key): a value."""
-    inner, values = get("ssm.inner_size"), get("ssm.time_step_rank")
-    config = {
-        "linear_num_value_heads": values, "linear_num_key_heads": get("ssm.group_count"),
-        "linear_key_head_dim": get("ssm.state_size"), "linear_conv_kernel_dim": get("ssm.conv_kernel"),
-        "linear_value_head_dim": inner // values if inner and values else None,
-        "full_attention_interval": get("full_attention_interval"),
-        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
-        "partial_rotary_factor": rotary / head_dim if rotary and head_dim else None,
-    }
-    return {key: value for key, value in config.items() if value is not None}
 
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
@@ -143,10 +80,6 @@ def _rows(entry: Entry, order: Tensor) -> Entry:
     return Entry.of((len(order), *entry.shape[1:]), entry.dtype, lambda: entry.read()[order])
 
 
-def _changed(entry: Entry, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
-    return Entry.of(shape or entry.shape, entry.dtype, lambda: change(entry.read()))
-
-
 def turning_first(head_dim: int, rotary: int) -> Tensor:
     """Return the order of a head's numbers that puts pairs that turn at (j, j + hd/2), from the first on.
 
@@ -160,12 +93,12 @@ def turning_first(head_dim: int, rotary: int) -> Tensor:
 class Rearranged:
     """The tensors of a model under the names of Qwen3.5 with q and its gate apart, heads as `turning_first`.
 
-    path: for errors. fields: of ModelArgs. gguf: norms have 1 added, as llama.cpp writes them. tiled: heads
-    of values lie in groups with one for every head of keys.
+    path: for errors. fields: of ModelArgs. tiled: heads of values lie in groups with one for every head of
+    keys.
     """
 
-    def __init__(self, path: Path, fields: dict, gguf: bool = False, tiled: bool = False):
-        self.path, self.gguf, self.tiled = path, gguf, tiled
+    def __init__(self, path: Path, fields: dict, tiled: bool):
+        self.path, self.tiled = path, tiled
         self.head_dim, self.rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
         self.keys, self.values = fields["delta_key_heads"], fields["delta_heads"]
         self.key_dim, self.value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
@@ -190,12 +123,8 @@ class Rearranged:
         if stem:
             return {f"{stem}linear_attn.{n}": e for n, e in self._delta(name, last, entry).items()}
         stem, _, last = name.rpartition("self_attn.")
-        if self.gguf and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
-            entry = _changed(entry, lambda x: x - 1)
         if stem and last in ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"):
             return {f"{stem}self_attn.{n}": e for n, e in self._attention(name, last, entry).items()}
-        if (fused := re.fullmatch(r"(.*mlp\.experts\.)(gate_up|down)_proj", name)) and len(entry.shape) == 3:
-            return self._experts(fused[1], fused[2], entry)
         return {name: entry}
 
     def _attention(self, name: str, last: str, entry: Entry) -> dict[str, Entry]:
@@ -207,20 +136,6 @@ class Rearranged:
         if last == "q_proj.weight":
             parts["gate_proj.weight"] = _rows(entry, (first + size + torch.arange(size)).flatten())
         return parts
-
-    def _experts(self, prefix: str, kind: str, entry: Entry) -> dict[str, Entry]:
-        """Take the stack of all experts apart."""
-        count, rows, columns = entry.shape
-        def part(expert: int, first: int, size: int) -> Entry:
-            read = lambda: entry.read()[expert, first : first + size]  # noqa: E731
-            return Entry.of((size, columns), entry.dtype, read)
-
-        half = rows // 2
-        names = {"gate": (0, half), "up": (half, half)} if kind == "gate_up" else {"down": (0, rows)}
-        return {
-            f"{prefix}{e}.{n}_proj.weight": part(e, *place)
-            for e in range(count) for n, place in names.items()
-        }
 
     def _untiled(self, size: int) -> Tensor:
         """Return the order that puts heads of values back beside the head of keys that they use."""
@@ -243,16 +158,14 @@ class Rearranged:
             b, a = torch.arange(2 * self.values).view(self.keys, 2 * each).chunk(2, dim=1)
             return {f"in_proj_{n}.weight": _rows(entry, x.flatten()) for n, x in (("b", b), ("a", a))}
         if last == "conv1d.weight" and len(entry.shape) == 3:
-            entry = _changed(entry, lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
-        if self.gguf and last == "A_log":
-            entry = _changed(entry, lambda x: (-x).log())
+            entry = entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
         if self.tiled:
             order = self._untiled(1 if last in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")
                                   else self.value_dim)
             if last in ("in_proj_qkv.weight", "conv1d.weight"):
                 order = torch.cat((torch.arange(2 * keys), 2 * keys + order))
             if last == "out_proj.weight":
-                entry = _changed(entry, lambda x: x[:, order])
+                entry = entry.changed(lambda x: x[:, order])
             elif last != "norm.weight":
                 self._fit(name, entry, len(order))
                 entry = _rows(entry, order)

@@ -47,6 +47,10 @@ class Entry:
         """A tensor that is read in one block, by calling `read`."""
         return cls(tuple(shape), dtype, lambda: iter([read()]))
 
+    def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
+        """A tensor that `change` makes of this one. shape: if it is another."""
+        return Entry.of(shape or self.shape, self.dtype, lambda: change(self.read()))
+
     def read(self) -> Tensor:
         """The complete tensor; a view of its file if that has it in one block."""
         blocks = list(self.blocks())

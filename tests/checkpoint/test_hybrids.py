@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from checkpoint.convert import convert
 from checkpoint.families import model_fields
 from checkpoint.folder import read_config
-from checkpoint.hybrid import GGUF_MTP, GGUF_NAMES, GGUF_WHOLE, hybrid_fields
+from checkpoint.gguf import MTP, NAMES, WHOLE
+from checkpoint.hybrid import hybrid_fields
 from checkpoint.loading import load_head, load_model, shares_of
 from common.errors import InputError
 from drafters.draft_model import DraftModel
@@ -257,9 +258,9 @@ def test_what_these_targets_do_not_do(folder):
 def hybrid_gguf(file, state: dict, config, arch: str) -> None:
     """Write a file as llama.cpp's converter does. state: a whole checkpoint's, with its MTP layer."""
     keys, values, each, size = 2, 6, 3, 12
-    names = {ours: theirs for theirs, ours in GGUF_NAMES.items()}
-    mtp = {ours: theirs for theirs, ours in GGUF_MTP.items()}
-    whole = {ours: theirs for theirs, ours in GGUF_WHOLE.items()}
+    names = {ours: theirs for theirs, ours in NAMES.items()}
+    mtp = {ours: theirs for theirs, ours in MTP.items()}
+    whole = {ours: theirs for theirs, ours in WHOLE.items()}
     w = gguf.GGUFWriter(file, arch)
     w.add_block_count(LAYERS + 1)
     w.add_nextn_predict_layers(1)
@@ -314,8 +315,7 @@ def hybrid_gguf(file, state: dict, config, arch: str) -> None:
             w.add_tensor(f"blk.{block}.attn_qkv.weight", torch.cat((q, k, v)).numpy())
             w.add_tensor(f"blk.{block}.attn_gate.weight", z.contiguous().numpy())
             continue
-        special = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-        theirs = special.get(last) or f"{names[last.removesuffix('.weight')]}.weight"
+        theirs = whole.get(last) or f"{names[last.removesuffix('.weight')]}.weight"
         w.add_tensor(f"blk.{block}.{theirs}", x.contiguous().numpy())
     for name, experts in stacks.items():
         w.add_tensor(name, torch.stack([experts[e] for e in range(len(experts))]).numpy())
