@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
-from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
+from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, read_config
+from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
 from common.errors import InputError, counted
@@ -132,21 +132,12 @@ def report(source: Path, out: Path, errors: list) -> None:
               f" (worst {worst:.2%}, {layer})")
 
 
-def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
-    """Judge what the options name, before anything is loaded. Raises InputError.
+def judge(o, source: Path) -> tuple[Path, dict[str, Quantised]]:
+    """Return the output, and what is quantised by its subfolder: "" is the source itself, others its heads.
 
-    Returns source; output; subfolder: the kind of checkpoint in it, where "" is the source itself; the texts
-    of --text and --calibrate.
+    Raises InputError, before anything is loaded, on options that do not fit the source.
     """
-    text, calibrate = (
-        read_text(file, what=flag) if file else None
-        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
-    )
-    if o.out:
-        check_replaceable("--out", o.out)
-    source = Path(converted_folder(o.checkpoint, note))
-    out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
-    kind = read_config(source)["kind"]
+    out, kind = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}"), read_config(source)["kind"]
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
@@ -155,42 +146,37 @@ def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
     for flag, given in for_targets.items():
         if given and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
-    heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
-    kinds = {"": kind, **dict(zip(heads, heads))}
-    for name, kind in kinds.items():
-        check_exact(source / name, read_config(source / name, kind))
-    stale = [kind for kind in HEAD_KINDS if is_target and kind not in heads and (out / kind).exists()]
+    heads = [kind for kind in sorted(HEADS) if is_target and (source / kind / CONFIG).is_file()]
+    scheme, of_heads = schemes(o)
+    parts = {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
+             for name in ("", *heads)}
+    stale = [kind for kind in HEADS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
-        raise InputError(
-            f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
-            " --out"
-        )
-    for name, kind in kinds.items():
-        check_out(out / name, kind, o.force)
-    return source, out, kinds, text, calibrate
+        raise InputError(f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or"
+                         " choose another --out")
+    for name in parts:
+        check_out(out / name, name or kind, o.force)
+    return out, parts
 
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
-    source, out, kinds, compared, calibrate = judge(o)
+    compared, calibrate = (read_text(file, what=flag) if file else None
+                           for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)))
+    if o.out:
+        check_replaceable("--out", o.out)
+    source = Path(converted_folder(o.checkpoint, note))
+    out, parts = judge(o, source)
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
-    scheme, of_heads = schemes(o)
-    parts = {name: of_heads if name else scheme for name in kinds}  # how each subfolder is quantised
-    size = 0
-    for kind, how in parts.items():  # a mistake shows before anything is written
-        config = check_source(source / kind)
-        _, module = quantized_module(config, source / kind, how)
-        size += sum(t.nbytes for t in module.state_dict().values())
-    calibrated = kinds[""] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
-    text = calibration_text(o, calibrate, source) if calibrated else None
-    errors = {}
-    with staging(out, size) as folder:  # the target and its heads are there together, or not at all
-        for kind, how in parts.items():
-            given = None if kind else text
-            errors[kind] = quantize_folder(source / kind, folder / kind, how, given, o.allow_nonfinite)
-    for kind in parts:
-        report(source / kind, out / kind, errors[kind])
+    calibrated = parts[""].before["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
+    text, errors = calibration_text(o, calibrate, source) if calibrated else None, {}
+    # The target and its heads are there together, or not at all.
+    with staging(out, sum(plan.size for plan in parts.values())) as folder:
+        for name, plan in parts.items():
+            errors[name] = quantize_folder(plan, folder / name, None if name else text, o.allow_nonfinite)
+    for name in parts:
+        report(source / name, out / name, errors[name])
     if ids is not None:
         result = compare(source, out, ids)
         print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"

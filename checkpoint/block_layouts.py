@@ -103,10 +103,8 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Writte
             **({"causal": True} if a.causal else {}), **(layouts.write_markov(a) if dspark else {}),
         }, target), tensors)
     if small:
-        raise InputError(
-            f"the published layout has the target's vocabulary, this head {a.draft_vocab_size} ids of"
-            f" {a.vocab_size}; write --layout speculators"
-        )
+        raise InputError(f"the published layout has the target's vocabulary, this head {a.draft_vocab_size}"
+                         f" ids of {a.vocab_size}; write --layout speculators")
     nested = {"mask_token_id": a.mask_id, "target_layer_ids": [i - 1 for i in a.aux_layers]}
     nested |= {"causal": True} if a.causal else {}
     config = {**layouts.llama_config(head), "model_type": "qwen3", "block_size": a.block}
@@ -116,10 +114,8 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Writte
     lent = {"embed_tokens.weight": head.embed.weight, "lm_head.weight": head.lm_head.weight}
     for name in lent.keys() - tensors.keys():
         if not lent[name].is_floating_point():
-            raise InputError(
-                f"the published layout holds the target's {name.partition('.')[0]}, and this target is"
-                " quantised; name the target before quantisation"
-            )
+            raise InputError(f"the published layout holds the target's {name.partition('.')[0]}, and this"
+                             " target is quantised; name the target before quantisation")
         tensors[name] = lent[name].clone()  # of a tied target both are one tensor
     config |= nested | layouts.write_markov(a) | {"sample_from_anchor": a.from_anchor}
     return WrittenHead(config, tensors)

@@ -53,10 +53,8 @@ def eagle_kind(source: Source) -> str | None:
     """Return "eagle", "eagle3" or "p-eagle" if a source is such a head. Raises InputError on unknown ones."""
     tensors, speculator = _renamed(source), source.config.get("speculators_model_type")
     if speculator is not None and speculator not in ("eagle3", "peagle"):
-        raise InputError(
-            f"{source.path}: a speculators head of type {speculator!r} is not supported (eagle3, peagle,"
-            " dflash and dspark are)"
-        )
+        raise InputError(f"{source.path}: a speculators head of type {speculator!r} is not supported"
+                         " (eagle3, peagle, dflash and dspark are)")
     masked = any(source.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
     if speculator == "peagle" or masked or "mask_hidden" in tensors:
         return "p-eagle"
@@ -125,9 +123,8 @@ def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: Mo
         raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
     for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
         if f"{norm}.weight" in tensors:
-            raise InputError(
-                f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not supported"
-            )
+            raise InputError(f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not"
+                             " supported")
     config = fields | {
         "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
         "own_lm_head": "lm_head.weight" in tensors,
@@ -183,10 +180,8 @@ def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
     if mask_id is None:
         mask_id = layouts.first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
     if type(mask_id) is not int:
-        raise InputError(
-            f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
-            f" ptd_token_id or pard_token; found {mask_id!r}"
-        )
+        raise InputError(f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under"
+                         f" mask_token_id, ptd_token_id or pard_token; found {mask_id!r}")
     if "mask_hidden" not in tensors:
         raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
     drafts = layouts.first_of(config, "num_draft_steps", "k_train")
@@ -205,10 +200,9 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
     if _of_speculators(source.config):
-        raise InputError(
-            f"{source.path}: config has no norm_before_residual and programs disagree on what that means:"
-            " say --norm-before-residual or --no-norm-before-residual (try both, one drafts far better)"
-        )
+        raise InputError(f"{source.path}: config has no norm_before_residual and programs disagree on what"
+                         " that means: say --norm-before-residual or --no-norm-before-residual (try both,"
+                         " one drafts far better)")
     return False
 
 
@@ -225,15 +219,12 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
     if _of_speculators(source.config):
         return bool(flags["norm_output"])
     if not flags["norm_output"]:
-        raise InputError(
-            f"{source.path}: norm_output false: SGLang norms before the lm_head all the same, SpecForge then"
-            " trains without: say --recycle raw if it is normed there; a head without that norm is not"
-            " supported"
-        )
-    raise InputError(
-        f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw"
-        " one: say --recycle normed or --recycle raw (try both, one drafts far better)"
-    )
+        raise InputError(f"{source.path}: norm_output false: SGLang norms before the lm_head all the same,"
+                         " SpecForge then trains without: say --recycle raw if it is normed there; a head"
+                         " without that norm is not supported")
+    raise InputError(f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains"
+                     " with the raw one: say --recycle normed or --recycle raw (try both, one drafts far"
+                     " better)")
 
 
 def _aux_layers(
@@ -255,18 +246,15 @@ def _aux_layers(
     if len(readings) > 1:
         options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))
         inner, outer = in_config
-        raise InputError(
-            f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}"
-        )
+        raise InputError(f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say"
+                         f" {options}")
     if readings:
         return readings.pop()
     fc = tensors.get("fc.weight")
     states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
     if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
-        raise InputError(
-            f"{path}: fc.weight takes {states} states of the target and the config does not say of which"
-            " layers: say --aux-layers"
-        )
+        raise InputError(f"{path}: fc.weight takes {states} states of the target and the config does not say"
+                         " of which layers: say --aux-layers")
     return eagle3_aux_layers(target.num_layers)
 
 
@@ -277,10 +265,8 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
     if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
         return tuple(ids)
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
-    raise InputError(
-        f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers?"
-        f" say --aux-layers {inputs} if inputs, {outputs} if outputs"
-    )
+    raise InputError(f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers? say --aux-layers"
+                     f" {inputs} if inputs, {outputs} if outputs")
 
 
 def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> WrittenHead:

@@ -302,10 +302,8 @@ def target_fields(source: Source) -> dict:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")
     if config.get("decoder_sparse_step", 1) != 1:
-        raise InputError(
-            f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not"
-            " supported"
-        )
+        raise InputError(f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without"
+                         " experts are not supported")
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     if experts < 1:
         raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")
@@ -365,10 +363,9 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
         if {*kinds} == {"full_attention"}:
             return []
         if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:
-            raise InputError(
-                f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)}; expected for each"
-                f" of {layers} layers full_attention or, with a window, sliding_attention"
-            )
+            raise InputError(f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)};"
+                             f" expected for each of {layers} layers full_attention or, with a window,"
+                             " sliding_attention")
         full = [kind == "full_attention" for kind in kinds[:layers]]
     else:
         first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
@@ -385,10 +382,8 @@ def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | 
     full, sliding = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
     both = isinstance(full, dict) and isinstance(sliding, dict)
     if not both or sliding.get("rope_type", "default") != "default":
-        raise InputError(
-            f"{path}: rope parameters per kind of layer must be of two kinds, full_attention and, without"
-            " scaling, sliding_attention"
-        )
+        raise InputError(f"{path}: rope parameters per kind of layer must be of two kinds, full_attention"
+                         " and, without scaling, sliding_attention")
     return full, sliding.get("rope_theta", local)
 
 

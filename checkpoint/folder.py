@@ -43,11 +43,10 @@ HEADS = {
     "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "medusa": MedusaHeads,
     "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead, "mtp": MtpHead,
 }
-HEAD_KINDS = tuple(HEADS)
 
 # Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
 FOLDER = Schema(TypedDict("Folder", {
-    "kind": Literal[("target", *HEAD_KINDS)], "format": NotRequired[whole(1, 1000)],
+    "kind": Literal[("target", *HEADS)], "format": NotRequired[whole(1, 1000)],
     "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
     "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
     "quantization": NotRequired[dict],
@@ -210,10 +209,8 @@ def read_config(
     if not is_ours(config):
         raise InputError(f"{name}: not converted yet; {_conversion(folder, kind, target)}")
     if config["format"] != FORMAT or isinstance(config["format"], float):
-        raise InputError(
-            f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version reads; convert it"
-            " again"
-        )
+        raise InputError(f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version"
+                         " reads; convert it again")
     with named(folder / CONFIG, ADVICE):
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
@@ -272,9 +269,8 @@ def check_out(out: Path, kind: str, force: bool) -> None:
     if not is_ours(old):  # of any version: --force replaces old ones too
         raise InputError(f"{out}: exists and is not one of our checkpoint folders; choose another --out")
     if old["kind"] != kind:
-        raise InputError(
-            f"{out}: is of kind {in_words(old['kind'])}, which {kind} may not replace; choose another --out"
-        )
+        raise InputError(f"{out}: is of kind {in_words(old['kind'])}, which {kind} may not replace; choose"
+                         " another --out")
     if not force:
         raise InputError(f"{out}: exists; replace it with --force or choose another --out")
 
@@ -300,8 +296,6 @@ def verify(checkpoint: str | Path, draft: str | Path | None, must: bool, say: Ca
             while block := file.read(1 << 20):
                 digest.update(block)
         if digest.hexdigest() != expected:
-            raise InputError(
-                f"{path}: its sha256 is {digest.hexdigest()}; expected {expected}, which {CONFIG} holds: it"
-                f" is damaged, or was changed; {ADVICE}"
-            )
+            raise InputError(f"{path}: its sha256 is {digest.hexdigest()}; expected {expected}, which"
+                             f" {CONFIG} holds: it is damaged, or was changed; {ADVICE}")
     say(f"verified {size:,} bytes of weights in {time.perf_counter() - began:.1f} s")

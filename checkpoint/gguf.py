@@ -192,9 +192,8 @@ def _read(path: Path) -> tuple[dict, dict]:
             dequantize(block, tensor.tensor_type)
         except NotImplementedError:
             kind = tensor.tensor_type.name
-            raise InputError(
-                f"{path}: tensor {printable(tensor.name)} is of type {kind}, which cannot be dequantised"
-            ) from None
+            raise InputError(f"{path}: tensor {printable(tensor.name)} is of type {kind}, which"
+                             " cannot be dequantised") from None
     return fields, tensors
 
 
@@ -308,9 +307,8 @@ def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | Non
     dtypes = {"F32": torch.float32, "F16": torch.float16}
     unit = interleaved or 1
     if shape[0] % unit:
-        raise InputError(
-            f"{path}: tensor {printable(tensor.name)} {list(shape)} is not a multiple of heads of {unit} rows"
-        )
+        raise InputError(f"{path}: tensor {printable(tensor.name)} {list(shape)} is not a multiple of heads"
+                         f" of {unit} rows")
     rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
 
     def blocks() -> Iterator[Tensor]:

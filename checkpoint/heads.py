@@ -63,10 +63,9 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> ReadHead
     """
     depth = source.config.get("num_target_layers")
     if depth is not None and depth != target.num_layers:
-        raise InputError(
-            f"{source.path}: config: num_target_layers is {depth}; expected {target.num_layers}, as many"
-            " layers as the converted target has; is the head another model's?"
-        )
+        raise InputError(f"{source.path}: config: num_target_layers is {depth}; expected"
+                         f" {target.num_layers}, as many layers as the converted target has; is the head"
+                         " another model's?")
     return KINDS[kind_of(source)].read(source, target, answers)
 
 

@@ -166,10 +166,8 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path}: is not a state dict of tensors")
     for name, tensor in state.items():
         if tensor.nbytes > size:  # one number, said to be a matrix
-            raise InputError(
-                f"{path}: tensor {printable(name)} {list(tensor.shape)} is {tensor.nbytes:,} bytes; expected"
-                f" at most {size:,}, the size of the file"
-            )
+            raise InputError(f"{path}: tensor {printable(name)} {list(tensor.shape)} is {tensor.nbytes:,}"
+                             f" bytes; expected at most {size:,}, the size of the file")
     return state
 
 

@@ -58,10 +58,8 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
         period = config.get("full_attention_interval", 4)
         kinds = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if {*kinds} != {"full_attention", "linear_attention"} or len(kinds) != layers:
-        raise InputError(
-            f"{path}: layer_types must be linear_attention or full_attention for each of {layers} layers, and"
-            " both among them"
-        )
+        raise InputError(f"{path}: layer_types must be linear_attention or full_attention for each of"
+                         f" {layers} layers, and both among them")
     fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))

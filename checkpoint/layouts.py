@@ -72,9 +72,8 @@ def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
         rows = [shape[0] for shape in parts.values()]
         tensors |= dict(zip(parts, tensor.split(rows)))
     if left:
-        raise InputError(
-            f"this head has weights that no layout written here has a place for: {', '.join(sorted(left))}"
-        )
+        raise InputError("this head has weights that no layout written here has a place for:"
+                         f" {', '.join(sorted(left))}")
     return tensors
 
 
@@ -114,10 +113,8 @@ def first_of(config: dict, *keys: str):
 def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> None:
     """Raise InputError if one of these layers' inputs is the last layer's output. said: in the config."""
     if max(inputs) >= target.num_layers:
-        raise InputError(
-            f"{path}: config: {said}: the output of the target's last layer is normed where this head was"
-            " trained, and not here; it is not supported"
-        )
+        raise InputError(f"{path}: config: {said}: the output of the target's last layer is normed where"
+                         " this head was trained, and not here; it is not supported")
 
 
 def read_layer_flags(tensors: dict[str, Entry]) -> dict:
@@ -141,10 +138,8 @@ def read_markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
     table = tensors.get("markov_head.markov_w1.weight")
     reads = tensors.get("confidence_head.proj.weight")
     if table is not None and kind not in ("vanilla", "gated"):
-        raise InputError(
-            f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated are): its"
-            " state goes from token to token"
-        )
+        raise InputError(f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated"
+                         " are): its state goes from token to token")
     rank = table.shape[1] if table is not None and len(table.shape) == 2 else 0
     width = reads.shape[-1] if reads is not None and reads.shape else 0
     with_markov = flags.get("confidence_head_with_markov")

@@ -95,9 +95,8 @@ def _load(
             tensor = share.take(name, file) if share else file.get_tensor(name)
         fixed = _fixed(name, tensor, meta)
         if fixed and tensor.dtype != meta.dtype:
-            raise InputError(
-                f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
-            )
+            raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise"
+                             " again")
         state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
     if "draft_ids" in state:
         check_draft_ids(state["draft_ids"], module.args.vocab_size, str(path))
@@ -126,10 +125,8 @@ def check_draft_ids(ids: torch.Tensor, vocab_size: int, where: str) -> None:
     """Raise InputError unless the draft ids [Vd] are in the vocabulary, each once."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        raise InputError(
-            f"{where}: tensor draft_ids holds the id {low if low < 0 else high}; expected ids from 0, below"
-            f" vocab_size, {vocab_size}"
-        )
+        raise InputError(f"{where}: tensor draft_ids holds the id {low if low < 0 else high}; expected ids"
+                         f" from 0, below vocab_size, {vocab_size}")
     if len(ids.unique()) < len(ids):
         raise InputError(f"{where}: tensor draft_ids holds an id twice; expected each once")
 
@@ -142,17 +139,14 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
     )
     for what, found, size in sizes:
         if found != size:
-            raise InputError(
-                f"{where}: the head was made for another target: {what} {found}, this target has {size}"
-            )
+            raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
+                             f" has {size}")
     width = head.hidden_size
     own = {"embedding": head.own_embedding, "lm_head": head.own_lm_head or head.tie_embeddings}
     for matrix, has_own in own.items():
         if not has_own and width != target.hidden_size:
-            raise InputError(
-                f"{where}: the head's width {width} differs from the target's {target.hidden_size}"
-                f" and it carries no {matrix} of its own"
-            )
+            raise InputError(f"{where}: the head's width {width} differs from the target's"
+                             f" {target.hidden_size} and it carries no {matrix} of its own")
     last = max(head.aux_layers)
     if last > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")

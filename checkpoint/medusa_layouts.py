@@ -134,18 +134,15 @@ def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Fo
     block = medusa if kind == "medusa" else "hydra_mlp.{}.{}.linear"
     places = numbers(block + ".weight")
     if not places:
-        raise InputError(
-            f"{source.path}: no {kind.title()} head is complete: {block.format(0, 0)}.weight is missing"
-        )
+        raise InputError(f"{source.path}: no {kind.title()} head is complete: {block.format(0, 0)}.weight is"
+                         " missing")
     guesses = 1 + max(k for k, _ in places)
     slots = tuple(slot for k, slot in places if k == 0)
     if kind == "medusa":
         slots = tuple(range(1 + max(slot for _, slot in places)))
     if max(guesses, len(slots)) > MOST:
-        raise InputError(
-            f"{source.path}: tensors of {guesses:,} guesses of {len(slots):,} blocks; expected at most {MOST}"
-            " of each"
-        )
+        raise InputError(f"{source.path}: tensors of {guesses:,} guesses of {len(slots):,} blocks; expected"
+                         f" at most {MOST} of each")
     if kind == "medusa":
         return guesses, Form(block, "lm_heads.{}" if vllm else f"{{}}.{len(slots)}", slots)
     lm_slot = numbers("hydra_lm_head.0.{}.weight")

@@ -173,10 +173,8 @@ def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
         most = torch.finfo(dtype).max
         others = [name for name, other in DTYPES.items() if torch.finfo(getattr(torch, other)).max >= largest]
         advice = f"use --dtype {' or '.join(others)}" if others else "no --dtype can hold that"
-        raise InputError(
-            f"{what} overflows {str(dtype)[6:]}: it holds {largest:.3g}; expected at most {most:.3g};"
-            f" {advice}"
-        )
+        raise InputError(f"{what} overflows {str(dtype)[6:]}: it holds {largest:.3g}; expected at most"
+                         f" {most:.3g}; {advice}")
     return cast
 
 

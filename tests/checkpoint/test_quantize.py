@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
-from checkpoint.quantizing import quantize_folder
+from checkpoint.quantizing import Quantised, quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
@@ -360,7 +360,7 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
     make_target(tmp_path / "in", "gpt-oss in MXFP4")
     source = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
     ids = torch.arange(256).view(2, 128) % 50
-    quantize_folder(source, tmp_path / "q", scheme, ids if scheme.mode == "int4" else None)
+    quantize_folder(Quantised.of(source, scheme), tmp_path / "q", ids if scheme.mode == "int4" else None)
     (exact, _), (target, config) = map(load_model, (source, tmp_path / "q"))
     assert config["quantization"]["experts"] == "mxfp4" and target.lm_head.mode == scheme.lm_head
     for one, other in zip(exact.layers, target.layers):
