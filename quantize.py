@@ -147,16 +147,15 @@ def judge(o, source: Path) -> tuple[Path, dict[str, Quantised]]:
         if given and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
     heads = [kind for kind in sorted(HEADS) if is_target and (source / kind / CONFIG).is_file()]
-    scheme, of_heads = schemes(o)
-    parts = {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
-             for name in ("", *heads)}
     stale = [kind for kind in HEADS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
         raise InputError(f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or"
                          " choose another --out")
-    for name in parts:
+    for name in ("", *heads):
         check_out(out / name, name or kind, o.force)
-    return out, parts
+    scheme, of_heads = schemes(o)
+    return out, {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
+                 for name in ("", *heads)}
 
 
 def run(o) -> None:
