@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,6 +39,7 @@ from sampling.options import Sampling
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
+ROWS, MOST_WRITTEN = 32, 224  # texts that a target writes itself, and new tokens of each
 
 
 def parser() -> Options:
@@ -83,20 +83,20 @@ def schemes(o):
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
 
 
-def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most: int = 224) -> Tensor:
-    """Return texts [rows, T] of token ids, the last `most` or more sampled at temperature 1 after `PROMPTS`.
+def own_text(checkpoint: Path) -> Tensor:
+    """Return `ROWS` texts of token ids that the target samples at temperature 1 after `PROMPTS`.
 
-    After the end of an answer the target goes on with turns of its own. `say` is called if our
-    kernels cannot be used. Raises InputError without a tokenizer of this model, or if the caches do not fit.
+    After the end of an answer the target goes on with turns of its own. Raises InputError without a tokenizer
+    of this model, or if the caches do not fit.
     """
-    target = load_target(checkpoint, Runtime(device="cpu"), say)
+    target = load_target(checkpoint, Runtime(device="cpu"), note)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
-    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
-    length = max(map(len, prompts)) + most
-    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(rows)]
+    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
+    length = max(map(len, prompts)) + MOST_WRITTEN
+    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(ROWS)]
     try:
-        engine = Engine(target.model, batch=rows, max_seq_len=length, compile=False)
+        engine = Engine(target.model, batch=ROWS, max_seq_len=length, compile=False)
         return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])
     except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
         raise InputError(f"{checkpoint}: {e}") from None
@@ -112,7 +112,7 @@ def calibration_text(o, text: str | None, source: Path):
         return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
     note(f"{source}: writes a text to calibrate on")
     try:
-        return own_text(source, note)
+        return own_text(source)
     except InputError as e:
         raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, ReadHead, WrittenHead
+from checkpoint.layouts import LAYER, MARKOV, Answers, Published, ReadHead
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
@@ -87,7 +87,7 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
     return inputs
 
 
-def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Published:
     """Write a DFlash or DSpark head as its authors publish it ("sglang"), or as speculators does.
 
     The authors' layout has the target's vocabulary, and DSpark's copies of its embedding and lm_head.
@@ -97,11 +97,11 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Writte
     if small:
         tensors |= layouts.vocabulary_map(head)
     if layout == "speculators":
-        return WrittenHead(layouts.write_speculators(head, kind, {
+        return layouts.write_speculators(head, kind, {
             "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
             "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
             **({"causal": True} if a.causal else {}), **(layouts.write_markov(a) if dspark else {}),
-        }, target), tensors)
+        }, target), tensors
     if small:
         raise InputError(f"the published layout has the target's vocabulary, this head {a.draft_vocab_size}"
                          f" ids of {a.vocab_size}; write --layout speculators")
@@ -110,7 +110,7 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Writte
     config = {**layouts.llama_config(head), "model_type": "qwen3", "block_size": a.block}
     if not dspark:
         nested |= {"sample_from_anchor": True} if a.from_anchor else {}
-        return WrittenHead(config | {"dflash_config": nested}, tensors)
+        return config | {"dflash_config": nested}, tensors
     lent = {"embed_tokens.weight": head.embed.weight, "lm_head.weight": head.lm_head.weight}
     for name in lent.keys() - tensors.keys():
         if not lent[name].is_floating_point():
@@ -118,4 +118,4 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Writte
                              " target is quantised; name the target before quantisation")
         tensors[name] = lent[name].clone()  # of a tied target both are one tensor
     config |= nested | layouts.write_markov(a) | {"sample_from_anchor": a.from_anchor}
-    return WrittenHead(config, tensors)
+    return config, tensors

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
@@ -58,11 +59,6 @@ from tokens.tokenizer import Tokenizer
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
 
-def open_source(path: Path) -> Source:
-    """Open what `resolve_source` returned. Raises InputError if anything in it is missing or damaged."""
-    return open_gguf(path) if is_gguf(path) else open_folder(path)
-
-
 def convert(
     checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None, *,
     dtype: str = "keep", answers: Answers | None = None, template: str = "auto", force: bool = False,
@@ -81,7 +77,8 @@ def convert(
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
     started = time.perf_counter()
-    source = open_source(resolve_source(checkpoint))
+    path = resolve_source(checkpoint)
+    source = open_gguf(path) if is_gguf(path) else open_folder(path)
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
     kind = kind_of(source)
     if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
@@ -351,8 +348,8 @@ def _args(source: Source, config: dict) -> ModelArgs:
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
     """Return the dtype that most numbers are stored in: a model computes in one dtype."""
-    counts: dict[torch.dtype, int] = {}
+    counts = Counter()
     for entry in tensors.values():
-        counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
+        counts[entry.dtype] += math.prod(entry.shape)
     dtype = max(counts, key=counts.get)
     return torch.float32 if dtype == torch.float64 else dtype

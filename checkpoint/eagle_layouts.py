@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, ReadHead, WrittenHead
+from checkpoint.layouts import LAYER, MARKOV, Answers, Published, ReadHead
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -79,9 +79,8 @@ def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
     }
     if kind == "eagle":
-        layout = _read_eagle1(source.path, fields, tensors, target)
-    else:
-        layout = _read_eagle3(source, config, fields, tensors, target, answers)
+        return _read_eagle1(source.path, fields, tensors, target)
+    layout = _read_eagle3(source, config, fields, tensors, target, answers)
     if not any(name.startswith("midlayer.") for name in source.tensors):
         return layout
     # So that errors name tensors as the user knows them.
@@ -160,9 +159,7 @@ def _read_eagle3(
         "recycle_normed": _recycle_normed(source, flags, answers),
     }
     if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
-        tensors["mask_hidden"] = Entry.of(
-            (math.prod(mask.shape),), mask.dtype, lambda: mask.read().flatten()
-        )
+        tensors["mask_hidden"] = mask.changed(Tensor.flatten, (math.prod(mask.shape),))
     later_norms = {}
     for k in range(1, fields["num_layers"]):
         if f"layers.{k}.hidden_norm.weight" in tensors:
@@ -176,16 +173,14 @@ def _read_eagle3(
 
 def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
     """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    mask_id = layouts.first_of(config.get("dflash_config") or {}, "mask_token_id")
-    if mask_id is None:
-        mask_id = layouts.first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
+    given, keys = config | (config.get("dflash_config") or {}), ("mask_token_id", "pard_token", "ptd_token_id")
+    mask_id = next((given[key] for key in keys if given.get(key) is not None), None)
     if type(mask_id) is not int:
         raise InputError(f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under"
                          f" mask_token_id, ptd_token_id or pard_token; found {mask_id!r}")
     if "mask_hidden" not in tensors:
         raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
-    drafts = layouts.first_of(config, "num_draft_steps", "k_train")
-    drafts = 8 if drafts is None else drafts
+    drafts = config.get("num_draft_steps", config.get("k_train", 8))
     return {"mask_id": mask_id, "drafts": drafts, **layouts.read_markov(source, config, tensors)}
 
 
@@ -269,13 +264,13 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
                      f" {inputs} if inputs, {outputs} if outputs")
 
 
-def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
     """Write an EAGLE-1 head as SafeAILab does."""
     flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
-    return WrittenHead(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
+    return layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1)
 
 
-def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
     """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
     a, parallel = head.args, kind == "p-eagle"
     speculators = layout == "speculators"
@@ -290,12 +285,12 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Writ
         tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
     tensors |= layouts.vocabulary_map(head)
     if speculators:
-        return WrittenHead(layouts.write_speculators(head, kind, {
+        return layouts.write_speculators(head, kind, {
             "norm_before_residual": a.norm_before_residual,
             "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
             "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
             AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
-        }, target), tensors)
+        }, target), tensors
     config = {
         **layouts.llama_config(head),
         **(_write_p_eagle(a) if parallel else {}),
@@ -304,7 +299,7 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Writ
         "eagle_config": {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
         **_unusual_layers(a),
     }
-    return WrittenHead(config, tensors)
+    return config, tensors
 
 
 def _write_p_eagle(a: HeadArgs) -> dict:

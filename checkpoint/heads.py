@@ -18,7 +18,7 @@ from checkpoint.block_layouts import block_kind, read_block, write_block
 from checkpoint.eagle_layouts import eagle_kind, read_eagle, write_eagle1, write_eagle3
 from checkpoint.folder import CONFIG, HEADS, WEIGHTS
 from checkpoint.huggingface import PUBLISHED
-from checkpoint.layouts import Answers, ReadHead, WrittenHead
+from checkpoint.layouts import Answers, Published, ReadHead
 from checkpoint.medusa_layouts import medusa_kind, read_medusa, write_medusa
 from checkpoint.source import Source
 from checkpoint.writer import staging
@@ -34,7 +34,7 @@ class HeadKind:
     """A reader and a writer of one kind of head. architectures: in each of LAYOUTS that it has."""
 
     read: Callable[[Source, ModelArgs, Answers], ReadHead]
-    write: Callable[[Head, str, str, dict], WrittenHead]  # head, kind, layout, the target's config.json
+    write: Callable[[Head, str, str, dict], Published]  # head, kind, layout, the target's config.json
     architectures: tuple[str, ...]
 
 
@@ -95,12 +95,10 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     architectures = dict(zip(LAYOUTS, KINDS[kind].architectures))
     if layout not in architectures:
         raise InputError(f"the {layout} layout has no place for {kind} heads; write --layout sglang")
-    published = KINDS[kind].write(head, kind, layout, target_config or {})
-    config = {"architectures": [architectures[layout]], **published.config}
-    tensors = {
-        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
-        for name, t in published.tensors.items()
-    }
+    config, tensors = KINDS[kind].write(head, kind, layout, target_config or {})
+    config = {"architectures": [architectures[layout]], **config}
+    for name, t in tensors.items():
+        tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
     PUBLISHED.require(config, folder / CONFIG)
     folder.mkdir(exist_ok=True)
     # Not save_file, which makes a file that only its owner can read.

@@ -5,7 +5,8 @@ import pickle
 import re
 import warnings
 import zipfile
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -75,7 +76,8 @@ def open_folder(path: Path) -> Source:
     name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
-    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
+    load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
+    tensors = _sharded(path / name, load) if name.endswith(".json") else _one_file(path / name, load)
     if text := config.get("text_config"):
         config = text | {key: value for key, value in config.items() if value is not None}
         tensors = _text_part(tensors)
@@ -101,15 +103,13 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
     return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
 
 
-def _sharded(index: Path) -> dict[str, Entry]:
-    weight_map = shards(index)
-    tensors: dict[str, Entry] = {}
-    last: dict[Path, dict] = {}
+def _sharded(index: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
+    weight_map, tensors = shards(index), {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.parent / file
         if not path.exists():
             raise InputError(f"{path}: missing, though {index.name} lists it")
-        shard = _one_file(path, last)
+        shard = _one_file(path, load)
         for name in (n for n, f in weight_map.items() if f == file):
             if name not in shard:
                 raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
@@ -118,32 +118,19 @@ def _sharded(index: Path) -> dict[str, Entry]:
     return tensors
 
 
-def _one_file(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
-    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path, last)
-
-
-def _safetensors(path: Path) -> dict[str, Entry]:
+def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
         # process's memory until the last tensor.
         with opened(path, AGAIN) as file:
             return file.get_tensor(name)
 
-    return {name: Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), partial(read, name))
-            for name, stored in listed(path, AGAIN).items()}
-
-
-def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
-    """Return the tensors of a pickle. last: the file that is open: one at a time is mapped."""
-    def load() -> dict[str, Tensor]:
-        if path not in last:
-            last.clear()
-            last[path] = _load_pickle(path)
-        return last[path]
-
+    if path.suffix == ".safetensors":
+        return {name: Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), partial(read, name))
+                for name, stored in listed(path, AGAIN).items()}
     known = READABLE_DTYPES.values()
     return {name: Entry.of(tensor.shape, tensor.dtype if tensor.dtype in known else None,
-                           lambda name=name: load()[name]) for name, tensor in load().items()}
+                           lambda name=name: load(path)[name]) for name, tensor in load(path).items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:

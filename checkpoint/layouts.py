@@ -4,7 +4,7 @@ A layout is a table of names that is read in both directions. `checkpoint.heads`
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -50,12 +50,7 @@ class ReadHead:
     tensors: dict[str, Entry]
 
 
-@dataclass(frozen=True)
-class WrittenHead:
-    """A head as another program reads it: its config.json and its tensors."""
-
-    config: dict
-    tensors: dict[str, Tensor] = field(repr=False)
+Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it: its config.json and tensors
 
 
 def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
@@ -103,11 +98,6 @@ def flat_config(config: dict) -> dict:
     if inner:  # the inner vocabulary is the target's; the outer one may be the draft's
         merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))
     return merged
-
-
-def first_of(config: dict, *keys: str):
-    """Return the first value in a config under these keys that is not null."""
-    return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
 def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> None:

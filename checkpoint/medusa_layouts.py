@@ -21,7 +21,7 @@ import re
 import torch
 
 from checkpoint.families import NameTable, with_prefix
-from checkpoint.layouts import LAYER, Answers, ReadHead, WrittenHead, publish
+from checkpoint.layouts import LAYER, Answers, Published, ReadHead, publish
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -183,7 +183,7 @@ def _prefix_layer(config: dict, tensors: dict[str, Entry]) -> dict:
     }
 
 
-def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) -> Published:
     """Write Medusa heads in vLLM's layout, Hydra heads in their authors'."""
     args = head.args
     slots = tuple(range(args.blocks))
@@ -206,4 +206,4 @@ def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) ->
     tensors |= {copy: tensors[name].clone() for copy, name in copies.items()}
     if args.draft_vocab_size < args.vocab_size:
         tensors["token_map"] = head.draft_ids.cpu()
-    return WrittenHead(config, tensors)
+    return config, tensors

@@ -11,7 +11,7 @@ from helpers.tokenizers import write_byte_tokenizer
 from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
-from checkpoint.convert import convert, open_source
+from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.layouts import Answers
 from checkpoint.loading import load_model
@@ -100,8 +100,9 @@ def test_gguf_linear_rope(tmp_path, keys, scaling, longest):
 
 def test_gguf_rope_divisors(tmp_path):
     divisors = np.linspace(1, 8, 8, dtype=np.float32)
-    source = open_source(write_gguf(tmp_path / "m.gguf", target_state(), extra=lambda w: w.add_tensor(
-        "rope_freqs.weight", divisors)))
+    file = write_gguf(tmp_path / "m.gguf", target_state(), extra=lambda w: w.add_tensor(
+        "rope_freqs.weight", divisors))
+    source = gguf_source.open_gguf(file)
     assert source.config["rope_scaling"] == {"rope_type": "divisors", "divisors": divisors.tolist()}
 
 

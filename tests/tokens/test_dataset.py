@@ -48,8 +48,8 @@ def test_prompt_files_of_every_kind(write):
 @pytest.mark.parametrize("read, row, words", [
     (read_prompts, "{}\n", "line 1: no conversation"),
     (read_prompts, '{"turns": ["a"]}\n{"turns": [3]}\n', "line 2: no user turns"),
-    (read_prompts, "x\n", "line 1 is no JSON object"), (read_prompts, "", "holds no prompts"),
-    (read_prompts, '[{"prompt": "a"}', "begins like a JSON array"),
+    (read_prompts, "x\n", "line 1: cannot be read as JSON"), (read_prompts, "", "holds no prompts"),
+    (read_prompts, '[{"prompt": "a"}', "cannot be read as JSON"),
     (read_prompts, '{"messages": ["hello"]}', "line 1: a message is no JSON object"),
     (read_prompts, '{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
     (read_prompts, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "holds no prompts"),
