@@ -173,7 +173,8 @@ def _read_eagle3(
 
 def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
     """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    given, keys = config | (config.get("dflash_config") or {}), ("mask_token_id", "pard_token", "ptd_token_id")
+    given = config | (config.get("dflash_config") or {})
+    keys = "mask_token_id", "pard_token", "ptd_token_id"
     mask_id = next((given[key] for key in keys if given.get(key) is not None), None)
     if type(mask_id) is not int:
         raise InputError(f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under"

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
-from checkpoint.hybrid import Rearranged, hybrid_fields, part_rows
+from checkpoint.hybrid import hybrid_fields, part_rows, rearranged
 from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
@@ -161,10 +161,9 @@ class Family:
 
     def rearranged(self, source: Source, fields: dict) -> dict[str, Entry]:
         """Return the source's tensors under the names of the table. fields: of `target_fields`."""
-        tensors = _experts_apart(source.tensors, self.in_turn) if self.experts else source.tensors
-        if not self.hybrid:
-            return dict(tensors)
-        return Rearranged(source.path, fields, source.family in TILED).of(tensors)
+        tensors = _experts_apart(source.tensors, self.in_turn) if self.experts else dict(source.tensors)
+        tiled = source.family in TILED
+        return rearranged(source.path, fields, tensors, tiled) if self.hybrid else tensors
 
 
 def _experts_apart(tensors: dict[str, Entry], in_turn: bool) -> dict[str, Entry]:

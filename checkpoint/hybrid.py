@@ -5,6 +5,8 @@ Sources: transformers' modelling files, llama.cpp's conversion/qwen.py.
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +40,7 @@ EXPECTED = {  # other keys, and the values that we compute
     "attn_output_gate": (True, None), "mtp_use_dedicated_embeddings": (False, None),
     "output_gate_type": ("swish", "silu", None),
 }
+MOST_ROWS = 2**22  # of a matrix
 READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_rotary_factor"}
 
 
@@ -73,11 +76,6 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
     return rest | {"rope_parameters": rope}, fields
 
 
-def _rows(entry: Entry, order: Tensor) -> Entry:
-    """Return a tensor with these of its rows, in this order."""
-    return Entry.of((len(order), *entry.shape[1:]), entry.dtype, lambda: entry.read()[order])
-
-
 def turning_first(head_dim: int, rotary: int) -> Tensor:
     """Return the order of a head's numbers that puts pairs that turn at (j, j + hd/2), from the first on.
 
@@ -88,86 +86,68 @@ def turning_first(head_dim: int, rotary: int) -> Tensor:
     return torch.cat((turning[0], rest[0], turning[1], rest[1]))
 
 
-class Rearranged:
-    """The tensors of a model under the names of Qwen3.5 with q and its gate apart, heads as `turning_first`.
+def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool) -> dict[str, Entry]:
+    """Return the tensors of a model under the names of Qwen3.5, with q and its gate apart, as `_orders` says.
 
     path: for errors. fields: of ModelArgs. tiled: heads of values lie in groups with one for every head of
-    keys.
+    keys. Raises InputError if a tensor has other rows than the fields say.
     """
-
-    def __init__(self, path: Path, fields: dict, tiled: bool):
-        self.path, self.tiled = path, tiled
-        self.head_dim, self.rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
-        self.keys, self.values = fields["delta_key_heads"], fields["delta_heads"]
-        self.key_dim, self.value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
-        if not self.keys or self.values % self.keys:
-            raise InputError(f"{path}: {self.values} heads of values are no multiple of {self.keys} of keys")
-
-    def of(self, tensors: dict[str, Entry]) -> dict[str, Entry]:
-        """Return the tensors. Raises InputError if one has a shape that cannot be taken apart."""
-        found: dict[str, Entry] = {}
-        for name, entry in tensors.items():
-            for new, part in self._parts(name, entry).items():
-                found[new] = part
-        return found
-
-    def _fit(self, name: str, entry: Entry, rows: int) -> None:
-        if not entry.shape or entry.shape[0] != rows:
-            found = list(entry.shape)
-            raise InputError(f"{self.path}: tensor {printable(name)} {found}: expected {rows} rows")
-
-    def _parts(self, name: str, entry: Entry) -> dict[str, Entry]:
-        stem, _, last = name.rpartition("linear_attn.")
-        if stem:
-            return {f"{stem}linear_attn.{n}": e for n, e in self._delta(name, last, entry).items()}
-        stem, _, last = name.rpartition("self_attn.")
-        if stem and last in ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"):
-            return {f"{stem}self_attn.{n}": e for n, e in self._attention(name, last, entry).items()}
-        return {name: entry}
-
-    def _attention(self, name: str, last: str, entry: Entry) -> dict[str, Entry]:
-        order, size = turning_first(self.head_dim, self.rotary), self.head_dim
-        unit = 2 * size if last == "q_proj.weight" else size
-        self._fit(name, entry, (entry.shape[0] // unit if entry.shape else 0) * unit or unit)
-        first = torch.arange(entry.shape[0] // unit)[:, None] * unit
-        parts = {last: _rows(entry, (first + order).flatten())}
-        if last == "q_proj.weight":
-            parts["gate_proj.weight"] = _rows(entry, (first + size + torch.arange(size)).flatten())
-        return parts
-
-    def _untiled(self, size: int) -> Tensor:
-        """Return the order that puts heads of values back beside the head of keys that they use."""
-        each = self.values // self.keys
-        place = torch.arange(self.values * size).view(each, self.keys, size)
-        return place.transpose(0, 1).flatten()
-
-    def _delta(self, name: str, last: str, entry: Entry) -> dict[str, Entry]:
-        keys, values = self.keys * self.key_dim, self.values * self.value_dim
-        each = self.values // self.keys
-        if last == "in_proj_qkvz.weight":  # head of keys by head of keys
-            sizes = self.key_dim, self.key_dim, each * self.value_dim, each * self.value_dim
-            self._fit(name, entry, 2 * keys + 2 * values)
-            place = torch.arange(2 * keys + 2 * values).view(self.keys, sum(sizes)).split(sizes, dim=1)
-            q, k, v, z = (x.flatten() for x in place)
-            parts = {"qkv": torch.cat((q, k, v)), "z": z}
-            return {f"in_proj_{n}.weight": _rows(entry, order) for n, order in parts.items()}
-        if last == "in_proj_ba.weight":
-            self._fit(name, entry, 2 * self.values)
-            b, a = torch.arange(2 * self.values).view(self.keys, 2 * each).chunk(2, dim=1)
-            return {f"in_proj_{n}.weight": _rows(entry, x.flatten()) for n, x in (("b", b), ("a", a))}
-        if last == "conv1d.weight" and len(entry.shape) == 3:
+    orders, found = _orders(path, fields, tiled), {}
+    for name, entry in tensors.items():
+        stem, last = re.fullmatch(r"(.*?)((?:linear|self)_attn\..*)?", name, re.DOTALL).groups()
+        if last == "linear_attn.conv1d.weight" and len(entry.shape) == 3:
             entry = entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
-        if self.tiled:
-            order = self._untiled(1 if last in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")
-                                  else self.value_dim)
-            if last in ("in_proj_qkv.weight", "conv1d.weight"):
-                order = torch.cat((torch.arange(2 * keys), 2 * keys + order))
-            if last == "out_proj.weight":
-                entry = entry.changed(lambda x: x[:, order])
-            elif last != "norm.weight":
-                self._fit(name, entry, len(order))
-                entry = _rows(entry, order)
-        return {last: entry}
+        if last == "linear_attn.out_proj.weight" and tiled:
+            entry = entry.changed(lambda x: x[:, orders["linear_attn.in_proj_z.weight"]["in_proj_z.weight"]])
+        if last not in orders:
+            found[name] = entry
+            continue
+        rows = sum(map(len, orders[last].values()))
+        if entry.shape[:1] != (rows,):
+            raise InputError(f"{path}: tensor {printable(name)} {list(entry.shape)}: expected {rows} rows")
+        for new, order in orders[last].items():
+            change, shape = partial(torch.index_select, dim=0, index=order), (len(order), *entry.shape[1:])
+            found[f"{stem}{last.partition('.')[0]}.{new}"] = entry.changed(change, shape)
+    return found
+
+
+def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor]]:
+    """Return the rows of a file's tensor that each of ours has, in order: its name -> {our name: rows}."""
+    size, rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
+    keys, values = fields["delta_key_heads"], fields["delta_heads"]
+    key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
+    if not keys or values % keys:
+        raise InputError(f"{path}: {values} heads of values are no multiple of {keys} of keys")
+    if max(keys * key_dim, values * value_dim, fields["num_heads"] * size) > MOST_ROWS:
+        raise InputError(f"{path}: the heads have more than {MOST_ROWS:,} rows together")
+
+    def each(heads: int, rows: int, order: Tensor) -> Tensor:
+        """These rows of each of many heads."""
+        return (torch.arange(heads)[:, None] * rows + order).flatten()
+
+    turning, straight = turning_first(size, rotary), torch.arange(size)
+    # A head of keys and its heads of values follow one another.
+    sizes = key_dim, key_dim, values // keys * value_dim, values // keys * value_dim
+    q, k, v, z = (each(keys, sum(sizes), rows) for rows in torch.arange(sum(sizes)).split(sizes))
+    b, a = (each(keys, 2 * values // keys, rows) for rows in torch.arange(2 * values // keys).chunk(2))
+    orders = {
+        "self_attn.q_proj.weight": {"q_proj.weight": each(fields["num_heads"], 2 * size, turning),
+                                    "gate_proj.weight": each(fields["num_heads"], 2 * size, size + straight)},
+        "self_attn.k_proj.weight": {"k_proj.weight": each(fields["num_kv_heads"], size, turning)},
+        **{f"self_attn.{x}_norm.weight": {f"{x}_norm.weight": turning} for x in "qk"},
+        "linear_attn.in_proj_qkvz.weight": {
+            "in_proj_qkv.weight": torch.cat((q, k, v)), "in_proj_z.weight": z},
+        "linear_attn.in_proj_ba.weight": {"in_proj_b.weight": b, "in_proj_a.weight": a},
+    }
+    if not tiled:
+        return orders
+    # Heads of values go back beside the head of keys that they use.
+    heads = torch.arange(values).view(-1, keys).T.flatten()
+    rows = (heads[:, None] * value_dim + torch.arange(value_dim)).flatten()
+    both = torch.cat((torch.arange(2 * keys * key_dim), 2 * keys * key_dim + rows))
+    untiled = dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"), heads) | {
+        "in_proj_z.weight": rows, "in_proj_qkv.weight": both, "conv1d.weight": both}
+    return orders | {f"linear_attn.{name}": {name: order} for name, order in untiled.items()}
 
 
 def part_rows(args, name: str) -> tuple[int, ...] | None:
