@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
+from checkpoint.families import FAMILIES, Family
 from checkpoint.folder import Factor, Length
 from checkpoint.huggingface import CONFIG_KEYS
 from checkpoint.source import Entry, Source, unique_ids
@@ -56,35 +58,11 @@ OWN = {key: CONFIG_KEYS[theirs] for key, theirs in SAME.items()} | {
     **{f"rope.scaling.{name}": Factor for name in (
         "yarn_beta_fast", "yarn_beta_slow", "attn_factor", "yarn_attn_factor")},
 }
-# The tensors of a layer, without the last part of their names, and Hugging Face's names for them.
-NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
-    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
-    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
-    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{x}{kind}": f"mlp.{place}{x}_proj" for x in ("gate", "up", "down") for kind, place in (
-        ("", ""), ("_exps", "experts.{e}."), ("_shexp", "shared_expert."))},
-    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-OTHER_NAMES = {  # of some architectures
-    "gemma3": {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
-    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
-    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
-WHOLE = {  # complete names
-    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight", "attn_sinks.weight": "self_attn.sinks",
-    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
-}
-MTP = {
+FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
+MTP = {  # of the layer after the last, under nextn.
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
     "shared_head_norm": "norm",
 }
-HYBRIDS = "qwen3next", "qwen35", "qwen35moe"
 
 
 def metadata(arch: str) -> Schema:
@@ -106,16 +84,17 @@ def open_gguf(path: Path) -> Source:
     metadata(arch).require(fields, path)
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
+    family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
+    known = FAMILIES.get(family, Family({}))
     short, _ = (stored.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long"))  # longrope's
     config = _config(path, arch, fields, stored, stored.pop("rope_freqs.weight", short))
-    tensors: dict[str, Entry] = {}
+    names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.tensor_type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
-        name = _name(theirs, arch, config)
-        name = theirs if name in tensors else name  # of two with one name, the second is unexpected
+        name = _name(theirs, names, layers)
         if "_exps." not in theirs and len(tensor.shape) < 3:
             entry = _entry(path, tensor, _interleaved(theirs, arch, config))
-            tensors[name] = _as_published(name, arch, entry)
+            tensors[name] = _as_published(name, known, entry)
             continue
         # A matrix, or a bias, for each expert.
         count, expected = int(tensor.shape[-1]), config.get("num_experts", 0)
@@ -129,27 +108,35 @@ def open_gguf(path: Path) -> Source:
             else:
                 tensors[own] = _entry(path, tensor, expert=e)
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    family = f"gguf:{arch}" + ("+experts" if config.get("num_experts") else "")
     return Source(
         path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
         tokenizer=partial(rebuild, fields, where=str(path)),
     )
 
 
-def _name(theirs: str, arch: str, config: dict) -> str:
-    """Return Hugging Face's name of a tensor, with {e} for the expert; the same name if there is none."""
-    block = re.fullmatch(r"blk\.(\d+)\.((?:nextn\.)?(\w+)(\.weight|\.bias)?)", theirs)
-    if not block:
-        return WHOLE.get(theirs, theirs)
-    layer, last, stem, leaf = int(block[1]), block[2], block[3], block[4] or ""
-    after = layer - config.get("num_hidden_layers", 0)  # the last layers of hybrids are their MTP layers
-    if last.startswith("nextn."):
-        return f"mtp.{MTP[stem]}{leaf}" if stem in MTP else theirs
-    prefix = f"mtp.layers.{after}." if arch in HYBRIDS and after >= 0 else f"model.layers.{layer}."
-    if last in WHOLE:
-        return prefix + WHOLE[last]
-    known = NAMES | OTHER_NAMES.get(arch, {})
-    return f"{prefix}{known[stem]}{leaf}" if stem in known else theirs
+def _names(arch: str, family: Family) -> dict[str, str]:
+    """Return llama.cpp's names of a family's tensors, with layer 0: theirs -> ours, with {i} and {e}."""
+    import gguf
+
+    if not family.names:
+        return {}
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    known, found = gguf.get_tensor_name_map(kind, 1), {}
+    for ours in chain([FUSED], *family.names.values()):
+        asked = ours.format(i=0, e="*").replace(".*", "").replace("dt_bias", "dt_proj.bias")
+        asked += ".weight" if asked.endswith("sinks") else ""
+        if theirs := known.get_name(asked, try_suffixes=(".weight", ".bias")):
+            found[theirs] = ours
+    return found | {f"blk.0.nextn.{theirs}.weight": f"mtp.{ours}.weight" for theirs, ours in MTP.items()}
+
+
+def _name(theirs: str, names: dict[str, str], layers: int) -> str:
+    """Return our name of a tensor, with {e} for the expert; theirs if there is none."""
+    block = re.match(r"blk\.(\d+)\.", theirs)
+    ours = names.get(re.sub(r"^blk\.\d+\.", "blk.0.", theirs), theirs)
+    if block and int(block[1]) >= layers:  # of a hybrid: its MTP layers
+        return ours.replace("model.layers.{i}.", f"mtp.layers.{int(block[1]) - layers}.")
+    return ours.replace("{i}", block[1]) if block else ours
 
 
 def _interleaved(theirs: str, arch: str, config: dict) -> int | None:
@@ -161,10 +148,10 @@ def _interleaved(theirs: str, arch: str, config: dict) -> int | None:
     return config.get("head_dim") if arch == "llama" and re.search(r"\.attn_[qk]\.weight$", theirs) else None
 
 
-def _as_published(name: str, arch: str, entry: Entry) -> Entry:
-    """Return a tensor as it was before llama.cpp's converter changed it. name: Hugging Face's."""
-    zero_centred = arch == "gemma3" or (arch in HYBRIDS and "linear_attn." not in name)
-    if zero_centred and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
+def _as_published(name: str, family: Family, entry: Entry) -> Entry:
+    """Return a tensor as it was before llama.cpp's converter changed it. name: ours."""
+    norm = re.search(r"norm(_embedding|_hidden)?\.weight$", name)
+    if norm and family.fixed.get("zero_centred") and "linear_attn." not in name:
         return entry.changed(lambda x: x - 1)
     if name.endswith("linear_attn.A_log"):
         return entry.changed(lambda x: (-x).log())
@@ -205,13 +192,15 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
 
     config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
     hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    rotary, embed = get("rope.dimension_count"), tensors.get("token_embd.weight")
+    rotary, inner = get("rope.dimension_count"), get("ssm.inner_size")
     head_dim = config.get("head_dim") or rotary or (hidden // heads if hidden and heads else None)
-    turning = head_dim if arch in HYBRIDS else rotary or head_dim
+    hybrid = inner is not None
+    turning = head_dim if hybrid else rotary or head_dim
     if turning != head_dim or get("attention.value_length", head_dim) != head_dim:
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
-    inner, values = get("ssm.inner_size"), config.get("linear_num_value_heads")
-    eps, scalar = config.get("rms_norm_eps"), head_dim if arch == "gemma3" else None
+    values, eps = config.get("linear_num_value_heads"), config.get("rms_norm_eps")
+    embed = tensors.get("token_embd.weight")
+    scalar = head_dim if arch == "gemma3" else None
     if arch == "gemma3" and blocks == 62 and hidden and heads:
         scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
     config |= {
@@ -223,7 +212,7 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
         "tie_word_embeddings": "output.weight" not in tensors, "query_pre_attn_scalar": scalar,
         "norm_topk_prob": True if config.get("num_experts") else None,  # llama.cpp knows no other mixtures
         "linear_value_head_dim": inner // values if inner and values else None,
-        "partial_rotary_factor": rotary / head_dim if arch in HYBRIDS and rotary and head_dim else None,
+        "partial_rotary_factor": rotary / head_dim if hybrid and rotary and head_dim else None,
     }
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}

@@ -1,16 +1,14 @@
 """Conversion: every form of a source gives the same tensors, and heads are read as their files mean."""
 import json
 
-import numpy as np
 import pytest
 import torch
 from helpers.converting import assert_same, fused, run
 from helpers.launching import measured
-from helpers.sources import CONFIG, HEAD_CONFIG, LARGE, head_state, target_state, write_gguf, write_source
+from helpers.sources import CONFIG, HEAD_CONFIG, LARGE, head_state, target_state, write_source
 from helpers.tokenizers import write_byte_tokenizer
 from safetensors.torch import load_file
 
-from checkpoint import gguf as gguf_source
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.layouts import Answers
@@ -43,67 +41,6 @@ def test_bin_from_before_zip(tmp_path):
     torch.save(target_state(), source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     out = convert(source, tmp_path / "out", quiet=True)
     assert_same(load_file(out / "model.safetensors"), fused(target_state()))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_gguf_f32(tmp_path, tied):
-    config = {**CONFIG, "tie_word_embeddings": tied}
-    out = convert(write_gguf(tmp_path / "m.gguf", target_state(config), config), tmp_path / "out", quiet=True)
-    assert_same(load_file(out / "model.safetensors"), fused(target_state(config)))
-    written = read_config(out)
-    assert written["norm_eps"] == 1e-5 and written["tie_embeddings"] == tied and written["stop_ids"] == [3, 5]
-
-
-def test_gguf_quantised(tmp_path, monkeypatch):
-    # One head per block, so that tensors come in several.
-    monkeypatch.setattr(gguf_source, "BLOCK_BYTES", 16 * 4 * 32)
-    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), kind="Q8_0"), tmp_path / "out", quiet=True)
-    state, exact = load_file(out / "model.safetensors"), fused(target_state())
-    assert state.keys() == exact.keys()
-    for name, tensor in exact.items():
-        assert state[name].dtype == torch.bfloat16
-        # Q8_0: half a step of max|block|/127, then bf16's 8 bits.
-        bound = tensor.abs().max() * (1 / 254 + 1 / 256)
-        assert (state[name].float() - tensor).abs().max() < bound, name
-
-
-def test_gguf_stop_ids(tmp_path):
-    """Those of the metadata, and well-known end tokens, of whatever type."""
-    def extra(w):
-        w.add_tokenizer_model("llama"), w.add_unk_token_id(0)
-        w.add_token_list(["<unk>", "<s>", "b", "<eos>", "<|im_end|>", "<|x|>", "<|eot_id|>", "<|y|>"])
-        w.add_token_types([2, 3, 1, 3, 1, 4, 5, 4])
-        w.add_token_scores([0.0] * 8)
-
-    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
-    assert read_config(out)["stop_ids"] == [3, 5, 4, 6] and read_config(out)["bos_id"] == 1
-
-
-@pytest.mark.parametrize("keys, scaling, longest", [
-    # As llama.cpp reads them: the factor alone is a linear one.
-    ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0, 512),
-    ({"scaling.type": "linear", "scale_linear": 4.0, "scaling.factor": 2.0}, 2.0, 256),
-    ({"scaling.factor": 4.0, "scaling.original_context_length": 32}, 4.0, 128),  # of 128 that are stretched
-    ({"scaling.type": "none", "scaling.factor": 4.0}, None, 128), ({"scaling.factor": 1.0}, None, 128),
-])
-def test_gguf_linear_rope(tmp_path, keys, scaling, longest):
-    adders = {str: "add_string", float: "add_float32", int: "add_uint32"}
-
-    def extra(w):
-        for key, value in keys.items():
-            getattr(w, adders[type(value)])(f"llama.rope.{key}", value)
-
-    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
-    written, expected = read_config(out), scaling and {"rope_type": "linear", "factor": scaling}
-    assert (written["rope_scaling"], written["max_seq_len"]) == (expected, longest)
-
-
-def test_gguf_rope_divisors(tmp_path):
-    divisors = np.linspace(1, 8, 8, dtype=np.float32)
-    file = write_gguf(tmp_path / "m.gguf", target_state(), extra=lambda w: w.add_tensor(
-        "rope_freqs.weight", divisors))
-    source = gguf_source.open_gguf(file)
-    assert source.config["rope_scaling"] == {"rope_type": "divisors", "divisors": divisors.tolist()}
 
 
 @pytest.mark.parametrize("dtype, expected", [

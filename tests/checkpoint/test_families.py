@@ -4,18 +4,13 @@ Logits agree to 1e-4 relative, and 64 greedy tokens are equal, with plain and wi
 of the prompts is longer than the windows of families that have one.
 """
 import json
-import math
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from helpers.blocks import published
-from helpers.families import GEMMA3, GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, H, V, make_target
+from helpers.families import GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, H, V, make_target
 from helpers.heads import make_head, write_head
-from helpers.sources import write_gguf
-from safetensors.torch import load_file
 from shapes import SHAPES
 
 from checkpoint.convert import convert
@@ -216,121 +211,6 @@ def test_experts_of_few_rows_and_of_many(tmp_path):
         alone = torch.cat([experts(x[:, i : i + 1], torch.zeros(1, 1, H)) for i in range(30)], dim=1)
     assert (together - alone).abs().max() < 1e-5 * together.abs().max()
     assert 1 * experts.used < experts.router.out_features <= 30 * experts.used  # both branches ran
-
-
-# GGUF files of every family
-
-
-GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def gguf_experts(stacks: dict) -> dict:
-    """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
-    """
-    gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
-    if "down_proj_bias" not in stacks:  # gate above up
-        gate, up = gate_up.chunk(2, dim=1)
-        return {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down}
-    gate_up, bias = gate_up.transpose(1, 2), stacks["gate_up_proj_bias"]  # gpt-oss: in turn
-    return {
-        "gate_exps.weight": gate_up[:, ::2], "up_exps.weight": gate_up[:, 1::2],
-        "down_exps.weight": down.transpose(1, 2), "gate_exps.bias": bias[:, ::2],
-        "up_exps.bias": bias[:, 1::2], "down_exps.bias": stacks["down_proj_bias"],
-    }
-
-
-def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
-    """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
-    config, state = reference.config, dict(reference.state_dict())
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    keys = config.to_dict() | {
-        "rope_theta": rope["rope_theta"],
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    }
-    if config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    if arch == "gemma3":  # llama.cpp adds the 1 of zero-centred norms
-        state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
-        for theirs, ours in GEMMA_NORMS.items():
-            state = {n.replace(theirs, ours): t for n, t in state.items()}
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:  # transformers 5 holds them stacked: gate above up
-        for i in range(config.num_hidden_layers):
-            prefix = f"model.layers.{i}.mlp.experts."
-            stacks = {n.removeprefix(prefix): state.pop(n) for n in [*state] if n.startswith(prefix)}
-            state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks).items()}
-    if arch == "gpt-oss":
-        state = {n.replace("post_attention_layernorm", "post_attention_norm"): t for n, t in state.items()}
-
-    def extra(w) -> None:
-        if arch == "gpt-oss":
-            w.add_expert_feed_forward_length(config.intermediate_size)
-        if arch in ("gemma3", "phi3", "gpt-oss"):
-            w.add_sliding_window(config.sliding_window)
-        if arch == "gemma3":
-            w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
-            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            w.add_rope_scaling_factor(rope["factor"])
-        if rope["rope_type"] == "yarn":
-            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            w.add_rope_scaling_factor(rope["factor"])
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        if "short_factor" in rope:
-            for kind in ("short", "long"):
-                w.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-            w.add_rope_scaling_attn_factors((1 + math.log(2) / math.log(256)) ** 0.5)
-        if experts:
-            w.add_expert_count(experts)
-            w.add_expert_used_count(config.num_experts_per_tok)
-            if arch == "qwen3moe":
-                w.add_expert_feed_forward_length(config.moe_intermediate_size)
-
-    return write_gguf(file, state, keys, kind, extra, arch)
-
-
-@pytest.mark.parametrize("name,arch", [
-    ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
-    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
-    ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
-])
-def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
-    reference = make_target(tmp_path / "in", name)
-    a = convert(tmp_path / "in", tmp_path / "a", quiet=True)
-    b = convert(family_gguf(tmp_path / "m.gguf", reference, arch), tmp_path / "b", quiet=True)
-    x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert x.keys() == y.keys()
-    for k in x:  # 1 is added and taken away
-        torch.testing.assert_close(x[k], y[k], rtol=0, atol=2e-7 if arch == "gemma3" and "norm" in k else 0)
-    same = (
-        "num_layers", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_base", "qkv_bias", "qk_norm",
-        "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings", "windows",
-        "local_rope_base", "activation", "zero_centred", "output_norms", "scaled_embedding", "max_seq_len",
-        "sinks", "biases",
-    )
-    one, two = read_config(a), read_config(b)
-    for config in (one, two):
-        if rope := config["rope_scaling"]:  # float32 in a GGUF
-            keys = "attention_factor", "factor", "original_max_position_embeddings"
-            factors = (rope.get(key) or 1 for key in keys)
-            config["numbers"] = [*rope.get("divisors", ()), *factors]
-    assert one.get("numbers") == pytest.approx(two.get("numbers"))
-    assert [one.get(k) for k in same] == [two.get(k) for k in same]
-
-
-def test_a_gguf_keeps_experts_in_mxfp4(tmp_path):
-    reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
-    file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
-    target, config = load_model(convert(file, tmp_path / "out", quiet=True))
-    assert config["quantization"] == {"mode": None, "group": 0, "lm_head": None, "experts": "mxfp4"}
-    assert config["rope_scaling"]["truncate"] is False
-    tokens = torch.randint(0, V, (1, 60), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
-    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("length, rope, longest", [
