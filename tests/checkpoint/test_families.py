@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.blocks import published
-from helpers.families import GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, H, V, make_target
+from helpers.families import GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, V, greedy, make_target
 from helpers.heads import make_head, write_head
+from helpers.hybrids import HYBRIDS, make_hybrid
 from shapes import SHAPES
 
 from checkpoint.convert import convert
@@ -27,22 +28,6 @@ from engine.engine import Engine
 from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
-
-
-@torch.no_grad()
-def greedy(reference, prompt: list[int], count: int) -> list[int]:
-    """The tokens that a model of transformers goes on with."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def reference_text(reference) -> tuple[list[list[int]], list[list[int]]]:
-    """(Prompts, what the reference goes on with)."""
-    g = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, V, (n,), generator=g).tolist() for n in (3, WINDOW + 7)]
-    return prompts, [greedy(reference, p, 64) for p in prompts]
 
 
 def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
@@ -84,7 +69,9 @@ def test_target(tmp_path, name, kernels):
         logits = target.logits(target.causal(tokens)[0])
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     assert error < 1e-4, f"the largest error is {error:.1e} of the largest logit"
-    prompts, texts = reference_text(reference)
+    g = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, V, (n,), generator=g).tolist() for n in (3, WINDOW + 7)]
+    texts = [greedy(reference, prompt, 64) for prompt in prompts]
     decoders = decoders_of(tmp_path, folder, target, **{"sliding_window": 10} if kernels else {})
     for method, decoder in decoders.items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
@@ -144,11 +131,34 @@ GPT_OSS_20B = {
 }
 
 
-def test_the_published_config_of_gpt_oss():
-    PUBLISHED.check(GPT_OSS_20B)
-    source = Source(Path("x"), "GptOssForCausalLM", GPT_OSS_20B, {}, [], None, lambda folder, added: False)
-    fields = {"kind": "target", **target_fields(source)}
-    assert check_config(fields) == SHAPES["gpt-oss-20b"][0]  # which benchmarks time
+QWEN36_27B = {  # as far as it says something about text
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5_text",
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+    "dtype": "bfloat16", "eos_token_id": 248044,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 17408, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24,
+    "num_hidden_layers": 64, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 248320, "partial_rotary_factor": 0.25, "image_token_id": 248056,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+}
+
+
+def test_published_configs():
+    def fields_of(config: dict) -> dict:
+        PUBLISHED.check(config)
+        source = Source(Path("x"), config["architectures"][0], config, {}, [], None, lambda *given: False)
+        return {"kind": "target", **target_fields(source)}
+
+    assert check_config(fields_of(GPT_OSS_20B)) == SHAPES["gpt-oss-20b"][0]  # which benchmarks time
+    fields = fields_of(QWEN36_27B)
+    assert check_config(fields) and fields["delta_layers"] == [1, 1, 1, 0] * 16
+    assert (fields["rotary_dim"], fields["delta_heads"], fields["rope_base"]) == (64, 48, 1e7)
 
 
 SEEN = {  # config keys -> the windows of 8 layers
@@ -187,6 +197,14 @@ REFUSED_TARGETS = {
     "experts quantised otherwise": ("gpt-oss", {"quantization_config": {"quant_method": "awq"}}, "awq"),
     "longrope without factors": ("Phi-3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    "a key that we do not know": ("Qwen3.5", {"residual_scale": 2.0}, "residual_scale 2.0"),
+    "no gate": ("Qwen3.5", {"attn_output_gate": False}, "attn_output_gate"),
+    "yarn of a part of a head": (
+        "Qwen3.5", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
+    "another kind of layer": (
+        "Qwen3.5", {"layer_types": ["full_attention"] * 7 + ["chunked"]}, "each of 8 layers"),
+    "heads that do not fit": (
+        "Qwen3.5", {"linear_num_key_heads": 4}, "6 heads of values are no multiple of 4"),
     "more layers than can be": ("Llama-3", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
 }
 
@@ -194,23 +212,11 @@ REFUSED_TARGETS = {
 @pytest.mark.parametrize("name", REFUSED_TARGETS)
 def test_refused_targets(tmp_path, name):
     which, changes, words = REFUSED_TARGETS[name]
-    make_target(tmp_path / "in", which)
+    (make_hybrid if which in HYBRIDS else make_target)(tmp_path / "in", which)
     file = tmp_path / "in" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(InputError, match=words):
         convert(tmp_path / "in", tmp_path / "out", quiet=True)
-
-
-def test_experts_of_few_rows_and_of_many(tmp_path):
-    """The two ways to compute a mixture agree: few rows gather the weights of their experts, many run all."""
-    make_target(tmp_path / "in", "Qwen3-MoE")
-    target, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
-    experts, x = target.layers[3].mlp, torch.randn(1, 30, H)
-    with torch.no_grad():
-        together = experts(x, torch.zeros_like(x))
-        alone = torch.cat([experts(x[:, i : i + 1], torch.zeros(1, 1, H)) for i in range(30)], dim=1)
-    assert (together - alone).abs().max() < 1e-5 * together.abs().max()
-    assert 1 * experts.used < experts.router.out_features <= 30 * experts.used  # both branches ran
 
 
 @pytest.mark.parametrize("length, rope, longest", [

@@ -191,24 +191,19 @@ def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
     assert head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
 
 
-def test_the_mask_alone_tells_the_draft_ids(tmp_path, base):
-    state, config = make_head("eagle3")
-    ids = torch.arange(state["d2t"].numel()) + state.pop("d2t")
-    state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
-    folder = converted(tmp_path, base["Llama-3"][0], state, config)
-    assert torch.equal(load_file(folder / "model.safetensors")["draft_ids"], ids)
-
-
-@pytest.mark.parametrize("key", ["d2t", "token_map"])
+@pytest.mark.parametrize("key", ["d2t", "token_map", "t2d"])
 def test_draft_ids_are_sorted(tmp_path, base, key):
+    """Those of the mask are; it alone tells them, too."""
     state, config = make_head("eagle3")
     folder, weights = base["Llama-3"][0], "model.safetensors"
     expected = load_file(converted(tmp_path, folder, state, config, "ascending") / weights)
     count = len(state["d2t"])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(count) if key == "t2d" else order
     ids = (torch.arange(count) + state.pop("d2t"))[order]
-    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(),
-              key: ids - torch.arange(count) if key == "d2t" else ids}
+    given = {"d2t": ids - torch.arange(count), "token_map": ids,
+             "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
+    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(), key: given[key]}
     found = load_file(converted(tmp_path, folder, state, config, "shuffled") / weights)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

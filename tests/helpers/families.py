@@ -138,3 +138,12 @@ def make_target(folder: Path, name: str):
         torch.save(load_file(file), folder / "pytorch_model.bin")
         file.unlink()
     return reference
+
+
+@torch.no_grad()
+def greedy(reference, prompt: list[int], count: int) -> list[int]:
+    """The tokens that a model of transformers goes on with."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
