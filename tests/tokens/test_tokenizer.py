@@ -104,11 +104,10 @@ def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
     assert tok.decode(tok.encode(" fox")) == " fox"
 
 
-@pytest.mark.parametrize("setting, bos", [(None, True), (True, True), (False, False)])
-@pytest.mark.parametrize("kind", ["bpe", "sp"])
-def test_add_bos_token_has_the_last_word(kind, request, tmp_path, setting, bos):
+@pytest.mark.parametrize("kind, setting", [("bpe", True), ("bpe", False), ("sp", True), ("sp", False)])
+def test_add_bos_token_has_the_last_word(kind, request, tmp_path, setting):
     tok = with_settings(request.getfixturevalue(kind), tmp_path, add_bos_token=setting)
-    assert (tok.encode("fox")[0] == tok.bos_id) is bos
+    assert (tok.encode("fox")[0] == tok.bos_id) is setting
 
 
 def test_many_threads_use_one_tokenizer(bpe, sp):
@@ -192,20 +191,11 @@ def test_stream_equals_decode(kind, request):
             streamed += stream.push(ids[i : i + step])
             i += step
             assert text.startswith(streamed)  # so a U+FFFD in a piece is one of the text
-            split += tok.decode(ids[:i]) != streamed
+            waiting = tok.decode(ids[:i]).removeprefix(streamed)
+            assert not waiting.strip("\ufffd")  # nothing waits but the bytes of one character
+            split += bool(waiting)
         assert streamed + stream.flush() == text
     assert split > 100  # the samples did hold characters split between pushes
-
-
-def test_stream_holds_back_a_split_emoji(bpe, sp):
-    for folder in (bpe, sp):
-        tok = Tokenizer.load(folder)
-        ids = tok.encode("a🦔b", bos=False)  # not in the corpus: split over several tokens
-        stream = tok.stream()
-        pushed = [stream.push([i]) for i in ids]
-        assert [p for p in pushed if p] == ["a", "🦔", "b"] and pushed.count("") >= 2 and stream.flush() == ""
-        stream = tok.stream()
-        assert stream.push(ids[:-2]) == "a" and stream.flush() == "\ufffd"
 
 
 # ---- files ----
