@@ -25,36 +25,14 @@ BLOCK: NameTable = {
 }
 # Copies of the target's that speculators keep for training.
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
-NEEDS = {
-    "DFlash2": "its dynamic convolutions around every sublayer and its path selector",
-    "Domino": "its recurrent correction head",
-}
 
 
-def block_kind(source: Source) -> str | None:
-    """Return "dflash" or "dspark" if a source is such a head. Raises InputError for their successors."""
-    config = source.config
-    classes = " ".join(map(str, config.get("architectures") or ()))
-    said = config.get("speculators_model_type")
-    for name, what in NEEDS.items():
-        if name in classes or said == name.lower():
-            raise InputError(f"{source.path}: a {name} head is not supported: it needs {what}")
-    # P-EAGLE heads may have a Markov head too.
-    bare = {name.removeprefix("model.") for name in source.tensors}
-    markov = any(name.startswith("markov_head.") for name in bare) and "mask_hidden" not in bare
-    if said == "dspark" or "DSpark" in classes or markov:
-        return "dspark"
-    if said == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
-        return "dflash"
-    return None
-
-
-def read_block(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read a DFlash or DSpark head.
 
     Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
     """
-    path, config, kind = source.path, layouts.flat_config(source.config), block_kind(source)
+    path, config = source.path, layouts.flat_config(source.config)
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     flags = config | (config.get("dflash_config") or {})

@@ -49,26 +49,12 @@ def eagle3_names(
     return names
 
 
-def eagle_kind(source: Source) -> str | None:
-    """Return "eagle", "eagle3" or "p-eagle" if a source is such a head. Raises InputError on unknown ones."""
-    tensors, speculator = _renamed(source), source.config.get("speculators_model_type")
-    if speculator is not None and speculator not in ("eagle3", "peagle"):
-        raise InputError(f"{source.path}: a speculators head of type {speculator!r} is not supported"
-                         " (eagle3, peagle, dflash and dspark are)")
-    masked = any(source.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
-    if speculator == "peagle" or masked or "mask_hidden" in tensors:
-        return "p-eagle"
-    if speculator or source.config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in tensors:
-        return "eagle3"
-    return "eagle" if "fc.weight" in tensors else None
-
-
-def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_eagle(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read an EAGLE head of any kind.
 
     Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
     """
-    tensors, kind, config = _renamed(source), eagle_kind(source), layouts.flat_config(source.config)
+    tensors, config = _renamed(source), layouts.flat_config(source.config)
     query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and query.shape and heads:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.

@@ -78,15 +78,6 @@ def table(form: Form, config: dict) -> tuple[NameTable, dict[str, str]]:
     return names, copies
 
 
-def medusa_kind(source: Source) -> str | None:
-    """Return "medusa" or "hydra" if the tensors are such heads."""
-    names = source.tensors
-    if any(name.startswith("hydra_mlp.") for name in names):
-        return "hydra"
-    medusa = r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)$"
-    return "medusa" if any(re.match(medusa, name) for name in names) else None
-
-
 def target_inside(source: Source) -> Source | None:
     """Return the target of a Medusa-2 model, which carries its heads; None of any other source."""
     own = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
@@ -94,9 +85,9 @@ def target_inside(source: Source) -> Source | None:
     return dataclasses.replace(source, tensors=own) if whole else None
 
 
-def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_medusa(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read Medusa or Hydra heads. Raises InputError if tensors are missing or make no sense."""
-    kind, tensors = medusa_kind(source), dict(source.tensors)
+    tensors = dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
         tensors = {n.removeprefix(MEDUSA2): t for n, t in tensors.items() if n.startswith(MEDUSA2)}
     tensors = {name: entry for name, entry in tensors.items() if name not in TARGETS_TABLE}
