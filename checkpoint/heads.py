@@ -63,7 +63,8 @@ def kind_of(source: Source) -> str | None:
     Raises InputError for unknown heads.
     """
     config, names = source.config, {name.removeprefix("model.") for name in source.tensors}
-    said, classes = config.get("speculators_model_type"), " ".join(map(str, config.get("architectures") or ()))
+    classes = " ".join(map(str, config.get("architectures") or ()))
+    said = config.get("speculators_model_type")
     for name, what in NEEDS.items():
         if name in classes or said == name.lower():
             raise InputError(f"{source.path}: a {name} head is not supported: it needs {what}")
