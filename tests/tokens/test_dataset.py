@@ -6,14 +6,7 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens.dataset import (
-    read_chats,
-    read_conversations,
-    read_prompts,
-    read_questions,
-    read_turns,
-    row_texts,
-)
+from tokens.dataset import read_chats, read_conversations, read_prompts, read_questions, read_turns, row_texts
 
 
 def said(*messages: str) -> list[dict]:

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from helpers.tokenizers import (
-    CORPUS,
-    changed_json,
-    json_library,
-    sentencepiece_library,
-    with_template,
-)
+from helpers.tokenizers import CORPUS, changed_json, json_library, sentencepiece_library, with_template
 
 from common.errors import InputError
 from tokens.templates import TEMPLATES, Template, find_template, render_template
@@ -109,12 +103,7 @@ def test_template_language(bpe, tmp_path):
         "    {%- for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ mood }}"
     )
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
-    changed_json(bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "chat_template": named})
-    )
-    tok = Tokenizer.load(tmp_path)
+    tok = with_template(bpe, tmp_path, template)
     ids = tok.chat([{"role": "ü", "content": "<a>"}, {"role": "x", "content": "y"}], mood="!")
     assert ids[0] == 2 and tok.decode(ids) == '4{"role": "ü", "content": "<a>"}!'
 
