@@ -6,7 +6,6 @@ If sources contradict each other, the file decides. If it cannot, an error names
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 from torch import Tensor
@@ -20,32 +19,30 @@ from model import ModelArgs
 from networks.eagle import Eagle1Head, Eagle3Head
 from networks.head import HeadArgs, eagle3_aux_layers
 
-# All layers are called layers.K here; SafeAILab and SGLang call the first one of EAGLE-3 midlayer.
-EAGLE1: NameTable = {
+EAGLE: NameTable = {
     "embed.weight": ["embed_tokens.weight"],
     **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
-    **with_prefix(LAYER, "layer.", "layers.0."),
 }
-EAGLE3: NameTable = EAGLE1 | MARKOV | {
-    "layer.embed_norm.weight": ["layers.0.input_layernorm.weight"],
-    "layer.feature_norm.weight": ["layers.0.hidden_norm.weight"],
-    "norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"],
+EAGLE1 = EAGLE | with_prefix(LAYER, "layer.", "layers.0.")
+EAGLE3 = EAGLE | MARKOV | {"norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"]}
+EAGLE3_LAYER = LAYER | {  # the first
+    "embed_norm.weight": ["input_layernorm.weight"], "feature_norm.weight": ["hidden_norm.weight"],
 }
+MIDLAYER, FIRST = "midlayer.", "layers.0."  # the first layer of EAGLE-3: of SafeAILab and SGLang, of others
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def eagle3_names(
-    layers: int, feature_norm: str, states: int, later_norms: dict[int, str] | None = None
-) -> NameTable:
+def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> NameTable:
     """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` states.
 
-    feature_norm: see `networks.head.HeadArgs`. later_norms: names of the input norm of further layers.
+    feature_norm: see `networks.head.HeadArgs`. first: the prefix of the first layer.
     """
     norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
     names = EAGLE3 | {f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)}
+    names |= with_prefix(EAGLE3_LAYER, "layer.", first)
     for k in range(1, layers):
-        norm = f"{(later_norms or {}).get(k, 'input_layernorm')}.weight"
-        names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", f"layers.{k}.")
+        later = LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}
+        names |= with_prefix(later, f"more_layers.{k - 1}.", f"layers.{k}.")
     return names
 
 
@@ -55,46 +52,35 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, answers: Answers) -
     Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
     """
     tensors, config = _renamed(source), layouts.flat_config(source.config)
-    query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
+    first = _first(tensors)
+    query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and query.shape and heads:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
         config["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors) | {
+    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors, first) | {
         "kind": kind,
         "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
     }
     if kind == "eagle":
         return _read_eagle1(source.path, fields, tensors, target)
-    layout = _read_eagle3(source, config, fields, tensors, target, answers)
-    if not any(name.startswith("midlayer.") for name in source.tensors):
-        return layout
-    # So that errors name tensors as the user knows them.
-    names = {name: [_midlayer(s) for s in sources] for name, sources in layout.names.items()}
-    return ReadHead(layout.config, names, {_midlayer(n): entry for n, entry in layout.tensors.items()})
+    return _read_eagle3(source, config, fields, tensors, target, answers)
 
 
-def _midlayer(name: str) -> str:
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
+def _first(tensors: dict[str, Entry]) -> str:
+    """Return the prefix of the first layer."""
+    return MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """Return the tensors under one set of names.
-
-    No `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and for the norms before fc the
-    names of speculators (SGLang has others).
-    """
-    renamed = {
-        "midlayer": "layers.0",
-        "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
-    }
+    """Return the tensors without `model.` in front (vLLM), and SGLang's norms under speculators' names."""
+    renamed = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
     def rename(name: str) -> str:
-        first, dot, rest = name.partition(".")
+        first, dot, rest = name.removeprefix("model.").partition(".")
         return renamed.get(first, first) + dot + rest
 
-    is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
-    return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
+    return {rename(name): entry for name, entry in source.tensors.items()}
 
 
 def _of_speculators(config: dict) -> bool:
@@ -146,14 +132,12 @@ def _read_eagle3(
     }
     if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
         tensors["mask_hidden"] = mask.changed(Tensor.flatten, (math.prod(mask.shape),))
-    later_norms = {}
     for k in range(1, fields["num_layers"]):
-        if f"layers.{k}.hidden_norm.weight" in tensors:
+        if norm := tensors.pop(f"layers.{k}.hidden_norm.weight", None):
             # SGLang builds its further layers from the first one's class. It norms their input by
             # `hidden_norm`, and never uses the other norm.
-            later_norms[k] = "hidden_norm"
-            tensors.pop(f"layers.{k}.input_layernorm.weight", None)
-    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), later_norms)
+            tensors[f"layers.{k}.input_layernorm.weight"] = norm
+    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), _first(tensors))
     return ReadHead(config, names, tensors)
 
 
@@ -264,12 +248,10 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Publ
     for flag in ("norm_before_residual", "recycle_normed"):
         if getattr(a, flag) and not speculators:
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
-    names = eagle3_names(a.num_layers, a.feature_norm if speculators else "", len(a.aux_layers))
-    tensors: dict[str, Tensor] = layouts.publish(head, names)
+    first, norm = (FIRST, a.feature_norm) if speculators else (FIRST if parallel else MIDLAYER, "")
+    tensors = layouts.publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
     if parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
-    elif not speculators:
-        tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
     tensors |= layouts.vocabulary_map(head)
     if speculators:
         return layouts.write_speculators(head, kind, {

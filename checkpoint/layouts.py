@@ -107,12 +107,14 @@ def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> 
                          " this head was trained, and not here; it is not supported")
 
 
-def read_layer_flags(tensors: dict[str, Entry]) -> dict:
-    """Return the fields that follow from the names of tensors: configs omit them, or are wrong."""
-    first = "layers.0.self_attn"
+def read_layer_flags(tensors: dict[str, Entry], first: str = "layers.0.") -> dict:
+    """Return the fields that follow from the names of tensors: configs omit them, or are wrong.
+
+    first: the prefix of the first layer.
+    """
     return {
-        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}.q_proj.bias" in tensors,
-        "qk_norm": f"{first}.q_norm.weight" in tensors,
+        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}self_attn.q_proj.bias" in tensors,
+        "qk_norm": f"{first}self_attn.q_norm.weight" in tensors,
     }
 
 
