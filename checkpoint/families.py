@@ -286,7 +286,7 @@ def target_fields(source: Source) -> dict:
             "use_bidirectional_attention", *(() if family.fixed.get("biases") else ("attention_bias",)))
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
     config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
-    for key, value in family.only.items():
+    for key, value in (family.only | ({"decoder_sparse_step": 1} if family.experts else {})).items():
         if config.get(key, value) != value:
             raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
     if SCALES in family.names and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
@@ -300,9 +300,6 @@ def target_fields(source: Source) -> dict:
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")
-    if config.get("decoder_sparse_step", 1) != 1:
-        raise InputError(f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without"
-                         " experts are not supported")
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     if experts < 1:
         raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")

@@ -103,62 +103,57 @@ def check_args(args: ModelArgs) -> None:
     _check_relations(args)
 
 
-def _check_relations(args: ModelArgs) -> None:
-    scaling = args.rope_scaling or {}
+def _check_relations(a: ModelArgs) -> None:
+    scaling, delta = a.rope_scaling or {}, any(a.delta_layers)
     divisors, kind = scaling.get("divisors"), scaling.get("rope_type", scaling.get("type"))
-    if args.rope_scaling is not None:
-        check_rope(args.rope_scaling)
+    if a.rope_scaling is not None:
+        check_rope(a.rope_scaling)
     rules = [
-        ("num_kv_heads", args.num_heads % args.num_kv_heads == 0,
-         f"a divisor of num_heads, {args.num_heads}"),
-        ("head_dim", args.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
-        ("head_dim", args.num_heads * args.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
-        ("experts_per_token", not args.num_experts or 1 <= args.experts_per_token <= args.num_experts,
-         f"1 to num_experts, {args.num_experts}"),
-        ("rope_scaling", divisors is None or len(divisors) == args.head_dim // 2,
-         f"{args.head_dim // 2} divisors, half of head_dim"),
-        ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
-        ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
+        ("num_kv_heads", a.num_heads % a.num_kv_heads == 0, f"a divisor of num_heads, {a.num_heads}"),
+        ("head_dim", a.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
+        ("head_dim", a.num_heads * a.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
+        ("experts_per_token", not a.num_experts or 1 <= a.experts_per_token <= a.num_experts,
+         f"1 to num_experts, {a.num_experts}"),
+        ("rope_scaling", divisors is None or len(divisors) == a.head_dim // 2,
+         f"{a.head_dim // 2} divisors, half of head_dim"),
+        ("windows", len(a.windows) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
+        ("local_rope_base", a.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
-        ("delta_layers", len(args.delta_layers) in (0, args.num_layers),
-         f"one for each of {args.num_layers} layers"),
-        ("rotary_dim", args.rotary_dim <= args.head_dim and args.rotary_dim % 2 == 0,
-         f"an even number up to head_dim, {args.head_dim}"),
-        ("rotary_dim", not args.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
-        ("delta_heads", not any(args.delta_layers) or (
-            args.delta_key_heads > 0 and args.delta_heads % args.delta_key_heads == 0
-        ), "a multiple of delta_key_heads"),
-        ("delta_taps", not any(args.delta_layers) or min(
-            args.delta_heads, args.delta_key_dim, args.delta_value_dim, args.delta_taps - 1) >= 1,
+        ("delta_layers", len(a.delta_layers) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
+        ("rotary_dim", a.rotary_dim <= a.head_dim and a.rotary_dim % 2 == 0,
+         f"an even number up to head_dim, {a.head_dim}"),
+        ("rotary_dim", not a.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
+        ("delta_heads", not delta or (a.delta_key_heads > 0 and a.delta_heads % a.delta_key_heads == 0),
+         "a multiple of delta_key_heads"),
+        ("delta_taps", not delta or min(
+            a.delta_heads, a.delta_key_dim, a.delta_value_dim, a.delta_taps - 1) >= 1,
          "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),
     ]
-    has = vars(args).get
+    has = vars(a).get
     if (aux := has("aux_layers")) is not None:
         rules += [
-            ("draft_vocab_size", args.draft_vocab_size <= args.vocab_size,
-             f"at most vocab_size, {args.vocab_size}"),
-            ("aux_layers", all(a < b for a, b in pairwise(aux)), "ascending layers"),
-            ("target_hidden_size", args.feature_width <= 2**22, f"at most {2**22:,} over their number"),
+            ("draft_vocab_size", a.draft_vocab_size <= a.vocab_size, f"at most vocab_size, {a.vocab_size}"),
+            ("aux_layers", all(low < high for low, high in pairwise(aux)), "ascending layers"),
+            ("target_hidden_size", a.feature_width <= 2**22, f"at most {2**22:,} over their number"),
         ]
     if has("mask_id") is not None:
-        rank = args.markov_rank
+        reads = a.confidence and a.confidence_reads_markov
         rules += [
-            ("mask_id", args.mask_id < args.vocab_size, f"an id below vocab_size, {args.vocab_size}"),
-            ("markov_rank", rank or not args.markov_gated, "at least 1: markov_gated is true"),
-            ("markov_rank", rank or not (args.confidence and args.confidence_reads_markov),
-             "at least 1: confidence_reads_markov is true"),
+            ("mask_id", a.mask_id < a.vocab_size, f"an id below vocab_size, {a.vocab_size}"),
+            ("markov_rank", a.markov_rank or not a.markov_gated, "at least 1: markov_gated is true"),
+            ("markov_rank", a.markov_rank or not reads, "at least 1: confidence_reads_markov is true"),
         ]
     if has("block") is not None:
-        rules += [("block", args.drafts >= 1, "at least 2: one row, the anchor's, drafts nothing")]
+        rules += [("block", a.drafts >= 1, "at least 2: one row, the anchor's, drafts nothing")]
     if has("guesses") is not None:
         rules += [
             ("aux_layers", len(aux) == 1, "one: Medusa and Hydra heads read one state"),
-            ("hidden_size", args.hidden_size == args.target_hidden_size,
-             f"target_hidden_size, {args.target_hidden_size}: these heads have the target's width"),
+            ("hidden_size", a.hidden_size == a.target_hidden_size,
+             f"target_hidden_size, {a.target_hidden_size}: these heads have the target's width"),
         ]
     for key, fits, expected in rules:
         if not fits:
-            raise Wrong(key, getattr(args, key), expected)
+            raise Wrong(key, getattr(a, key), expected)
 
 
 def check_config(config: dict) -> ModelArgs:

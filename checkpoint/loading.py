@@ -37,11 +37,6 @@ def build_module(config: dict, share: Share | None = None) -> Transformer | Head
     return module
 
 
-def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a module's file has to hold."""
-    return {name: tuple(t.shape) for name, t in module.state_dict().items()}
-
-
 def load_model(
     folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict]:
@@ -117,7 +112,8 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
     """
     with named(folder / CONFIG, ADVICE):
         module = build_module(config)
-    check_shapes({name: s.shape for name, s in stored.items()}, state_shapes(module), str(folder / WEIGHTS))
+    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    check_shapes({name: s.shape for name, s in stored.items()}, shapes, str(folder / WEIGHTS))
     return module
 
 
