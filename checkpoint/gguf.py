@@ -110,8 +110,7 @@ def open_gguf(path: Path) -> Source:
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return Source(
         path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
-        tokenizer=partial(rebuild, fields, where=str(path)),
-    )
+        tokenizer=partial(rebuild, fields, where=str(path)))
 
 
 def _names(arch: str, family: Family) -> dict[str, str]:
@@ -278,8 +277,7 @@ def _mxfp4(tensor, expert: int) -> tuple[Entry, Entry]:
 
     return (
         Entry.of((outputs, inputs // 2), torch.uint8, values),
-        Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]),
-    )
+        Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]))
 
 
 def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:

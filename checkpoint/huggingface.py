@@ -89,8 +89,7 @@ def open_folder(path: Path) -> Source:
     return Source(
         path, family, config, tensors,
         stop_ids=unique_ids(stop_ids), bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None,
-        tokenizer=lambda folder, added: copy_files(path, folder),
-    )
+        tokenizer=lambda folder, added: copy_files(path, folder))
 
 
 def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
@@ -147,8 +146,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             raise InputError(
                 f"{path}: unsafe pickle or damaged file, not loaded ({printable(reason)})") from None
     dense = isinstance(state, dict) and all(
-        isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()
-    )
+        isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items())
     if not dense:
         raise InputError(f"{path}: is not a state dict of tensors")
     for name, tensor in state.items():

@@ -131,8 +131,7 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
     """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
     sizes = (
         ("vocabulary", head.vocab_size, target.vocab_size),
-        ("target hidden size", head.target_hidden_size, target.hidden_size),
-    )
+        ("target hidden size", head.target_hidden_size, target.hidden_size))
     for what, found, size in sizes:
         if found != size:
             raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"

@@ -23,8 +23,7 @@ _QWEN2 = _LLAMA3.replace("{1,3}", "")
 def _cased(ending: str, digits: str) -> str:
     """Return the pattern of words that end where small letters do, with this ending."""
     begin, large, small = (
-        r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    )
+        r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]")
     words = rf"{begin}{large}*{small}+{ending}|{begin}{large}+{small}*{ending}|{digits}"
     return words + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 

@@ -123,8 +123,7 @@ def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
     x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
     assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
     decoders = (Engine(target, drafter, max_seq_len=80, compile=False) for drafter in (
-        Eagle(head, TreeShape(8, 2, 3)), None
-    ))
+        Eagle(head, TreeShape(8, 2, 3)), None))
     drafted, plain = (decoder.generate([prompt], Sampling(20))[0].ids for decoder in decoders)
     assert drafted == plain
 

@@ -31,8 +31,7 @@ def test_prompt_files_of_every_kind(write):
     parts = [{"type": "text", "text": "f"}]
     file = write(
         {"turns": ["a", "b"]}, '{"prompt": "c\\u2028d"}\n', {"conversations": TALK},
-        {"messages": [*said("system: s"), {"role": "user", "content": parts}]},
-    )
+        {"messages": [*said("system: s"), {"role": "user", "content": parts}]})
     assert read_turns(file) == [["a", "b"], ["c\u2028d"], ["e", "g"], ["f"]]
     assert read_prompts(file) == ["a", "c\u2028d", "e", "f"]
     assert read_prompts(write('[{"prompt": "a"},\n {"prompt": "b"}]')) == ["a", "b"]
@@ -69,8 +68,7 @@ def test_conversations_end_with_an_answer(write):
 def test_rows_without_talk_are_left_out_and_counted(write):
     lines, file = [], write(*({"messages": messages} for messages in (
         said("tool: x", "user: y"), said("assistant: z"),
-        said("system: a", "user: q", "developer: b", "assistant: r"),
-    )))
+        said("system: a", "user: q", "developer: b", "assistant: r"))))
     asked = said("system: a\n\nb", "user: q")
     assert read_chats(file, lines.append) == [asked]
     assert read_conversations(file, lines.append) == [[*asked, *said("assistant: r")]]

@@ -149,8 +149,7 @@ def test_templates_equal_transformers(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     library = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), chat_template=config["chat_template"],
-        **special_tokens_map(config),
-    )
+        **special_tokens_map(config))
     for chat in CHATS:
         for options in ({}, {"enable_thinking": False}) if folder.name == "Qwen3" else ({},):
             text = library.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)

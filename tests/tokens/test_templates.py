@@ -39,8 +39,7 @@ def test_a_user_cannot_type_control_tokens(bpe, text):
     ids = tok.chat(user(text))
     assert [i for i in ids if i in (0, 1, 2)] == [1, 2, 1]
     assert library.decode(ids, skip_special_tokens=False) == (
-        f"<|im_start|>user\n{text.strip()}<|im_end|>\n<|im_start|>assistant\n"
-    )
+        f"<|im_start|>user\n{text.strip()}<|im_end|>\n<|im_start|>assistant\n")
     start, end = ids.index(1), ids.index(2)  # and the tokens are those of the plain text where it stands
     assert ids[start + 1 : end] == tok.encode("user\n" + text.strip(), bos=False)
 
@@ -101,8 +100,7 @@ def test_template_language(bpe, tmp_path):
         "    {% if true %}\n{% endif %}\n"
         "{%- if tools is not none %}tools{% endif %}{{ eos_token }}{{ strftime_now('%Y') | length }}\n"
         "    {%- for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ mood }}"
-    )
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ mood }}")
     tok = with_template(bpe, tmp_path, template)
     ids = tok.chat([{"role": "ü", "content": "<a>"}, {"role": "x", "content": "y"}], mood="!")
     assert ids[0] == 2 and tok.decode(ids) == '4{"role": "ü", "content": "<a>"}!'

@@ -43,8 +43,7 @@ def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, scheme):
     alphabet = [f"<0x{b:02X}>" for b in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<unk>", "<s>", "</s>", *alphabet], limit_alphabet=60,
-        show_progress=False
-    )
+        show_progress=False)
     model.train_from_iterator(CORPUS, trainer)
     spec = json.loads(model.to_str())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["content"].startswith("<0x")]
@@ -181,8 +180,7 @@ def test_stream_equals_decode(kind, request):
     for n in range(120):
         samples.append([
             rng.choice(bytewise) if rng.random() < n / 120 else rng.randrange(tok.vocab_size)
-            for _ in range(60)
-        ])
+            for _ in range(60)])
     split = 0
     for ids in samples:
         text, stream, streamed, i = tok.decode(ids), tok.stream(), "", 0
