@@ -19,7 +19,6 @@ from checkpoint.layouts import Answers
 from common.cli import Options, check_replaceable, command, library_errors
 from common.dtypes import DTYPES
 from common.threads import use_threads
-from tokens.templates import find_template
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:
@@ -59,7 +58,6 @@ def run(o) -> None:
         read_config(o.target, "target", "--target")
     if o.out:
         check_replaceable("--out", o.out)
-    find_template(o.template)
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     # A checkpoint can be malformed in more ways than anyone can list.

@@ -117,17 +117,16 @@ def calibration_text(o, text: str | None, source: Path):
         raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 
 
-def report(source: Path, out: Path, errors: list) -> None:
+def report(source: Path, out: Path, errors: dict[str, tuple[str, float]]) -> None:
     """Print the sizes, and the errors: all layers of a kind in one line."""
     before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, out))
     print(f"{out}: {before:,} -> {after:,} bytes ({after / before:.0%})")
     kinds = defaultdict(list)
-    for layer in errors:
-        kinds[layer.name.split(".")[-1], layer.of_outputs].append((layer.error, layer.name))
-    for (kind, of_outputs), layers in kinds.items():
+    for name, (what, error) in sorted(errors.items()):
+        kinds[name.split(".")[-1], what].append((error, name))
+    for (kind, what), layers in kinds.items():
         mean = sum(error for error, _ in layers) / len(layers)
         worst, layer = max(layers)
-        what = "of outputs" if of_outputs else "of weights"
         print(f"  {kind:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
               f" (worst {worst:.2%}, {layer})")
 

@@ -80,14 +80,6 @@ class Quantised:
         return sum(t.nbytes for t in self.module.state_dict().values())
 
 
-class LayerError(NamedTuple):
-    """The relative error of a quantised layer's weight, or of its outputs on the calibration text."""
-
-    name: str
-    error: float
-    of_outputs: bool
-
-
 @dataclass
 class _LayerWriter:
     """Quantises one layer when the writer asks for it: first for the scales, then for the weight.
@@ -120,8 +112,10 @@ class _LayerWriter:
 
 def quantize_folder(
     plan: Quantised, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
-) -> list[LayerError]:
-    """Write a folder quantised into `folder` -> the error of every such layer.
+) -> dict[str, tuple[str, float]]:
+    """Write a folder quantised into `folder` -> the relative error of every such layer.
+
+    It is of the weight ("of weights") or, if the layer was calibrated, "of outputs" on the text.
 
     text [B, T]: token ids; the int4 layers of a target's blocks are calibrated on it. A target's tied lm_head
     becomes a quantised matrix of its own beside the table. Raises OSError, and InputError on numbers that are
@@ -160,8 +154,8 @@ def quantize_folder(
 
         tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
         fill(folder, plan.after, tensors, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
-    errors = [LayerError(name, layer.error, False) for name, layer in layers.items()]
-    return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
+    errors = {name: ("of weights", layer.error) for name, layer in layers.items()}
+    return errors | {name: ("of outputs", layer.error) for name, layer in ready.items()}
 
 
 class Calibrated(NamedTuple):

@@ -181,11 +181,6 @@ def test_overflow_names_the_tensor_of_the_file(tmp_path, capsys, dtype, stored, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_converted_folder_is_no_source(tmp_path, target):
-    with pytest.raises(InputError, match="already converted"):
-        convert(target, tmp_path / "again")
-
-
 # Weights of converted folders
 
 
