@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
-from checkpoint.hybrid import hybrid_fields, part_rows, rearranged
+from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
@@ -122,11 +122,12 @@ def parts_of(
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     if len(patterns) == 1:
         rows = shape[:1]
-    elif stacked := part_rows(args, name):
-        rows = stacked
-    elif ".wqkv." in f".{name}":
-        kv = args.num_kv_heads * args.head_dim
-        rows = args.num_heads * args.head_dim, kv, kv
+    elif ".w_in." in name:
+        values = args.delta_heads * args.delta_value_dim
+        rows = args.delta_width, values, args.delta_heads, args.delta_heads
+    elif ".wqkv." in f".{name}":  # q, k, v, and of hybrids the gate
+        width, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+        rows = (width, kv, kv, width)[: len(patterns)]
     else:  # w_gate_up
         rows = (args.shared_expert_size if ".shared." in name else args.intermediate_size,) * 2
     return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts), strict=True)}

@@ -148,12 +148,3 @@ def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor
     untiled = dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"), heads) | {
         "in_proj_z.weight": rows, "in_proj_qkv.weight": both, "conv1d.weight": both}
     return orders | {f"linear_attn.{name}": {name: order} for name, order in untiled.items()}
-
-
-def part_rows(args, name: str) -> tuple[int, ...] | None:
-    """Return the rows of the sources of one of our tensors that are stacked here; None of other tensors."""
-    if ".w_in." in name:
-        values = args.delta_heads * args.delta_value_dim
-        return args.delta_width, values, args.delta_heads, args.delta_heads
-    width, keys = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    return (width, keys, keys, width) if ".wqkv." in f".{name}" and args.delta_layers else None

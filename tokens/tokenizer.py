@@ -44,8 +44,6 @@ def copy_files(source: Path, target: Path) -> bool:
     """
     if Tokenizer.load(source) is None:
         return False
-    if source.resolve() == target.resolve():
-        return True
     for name in files.COPIED:
         if files.has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)

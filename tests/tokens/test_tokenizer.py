@@ -203,7 +203,7 @@ def test_copy_and_load(bpe, tmp_path):
         (tmp_path / name).mkdir()
     assert Tokenizer.load(tmp_path / "empty") is None and Tokenizer.load(tmp_path / "nowhere") is None
     assert not copy_files(tmp_path / "empty", tmp_path / "copy") and not list((tmp_path / "copy").iterdir())
-    assert copy_files(bpe, tmp_path / "copy") and copy_files(bpe, bpe)
+    assert copy_files(bpe, tmp_path / "copy")
     copy = Tokenizer.load(tmp_path / "copy")
     assert copy.encode("fox") == Tokenizer.load(bpe).encode("fox") and copy.same_ids(Tokenizer.load(bpe))
     assert Tokenizer.load(tmp_path / "copy") is copy
