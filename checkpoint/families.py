@@ -1,6 +1,7 @@
 """The families of targets: how their files name tensors and what their configs leave unsaid.
 
-`FAMILIES` has one entry for each. Sources: transformers' modelling files, llama.cpp's gguf/constants.py.
+`ROWS` has one for each. Source: transformers' modelling files. GGUF files come under the same names
+(`checkpoint.gguf`).
 """
 from __future__ import annotations
 
