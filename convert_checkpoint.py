@@ -16,11 +16,9 @@ import sys
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.layouts import Answers
-from common.cli import Options, check_replaceable, command
+from common.cli import Options, check_replaceable, command, library_errors
 from common.dtypes import DTYPES
-from common.errors import InputError
 from common.threads import use_threads
-from tokens.templates import find_template
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:
@@ -60,20 +58,12 @@ def run(o) -> None:
         read_config(o.target, "target", "--target")
     if o.out:
         check_replaceable("--out", o.out)
-    find_template(o.template)
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
-    try:
-        convert(
-            o.checkpoint, o.out, o.target, dtype=o.dtype, answers=answers, template=o.template, force=o.force,
-            allow_nonfinite=o.allow_nonfinite,
-        )
-    except (InputError, BrokenPipeError):
-        raise
-    except Exception as e:  # a checkpoint can be malformed in more ways than anyone can list
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        what = f"{o.checkpoint}: malformed in a way this program does not know"
-        raise InputError(f"{what} ({reason})") from None
+    # A checkpoint can be malformed in more ways than anyone can list.
+    with library_errors(f"{o.checkpoint}: malformed in a way this program does not know"):
+        convert(o.checkpoint, o.out, o.target, dtype=o.dtype, answers=answers, template=o.template,
+                force=o.force, allow_nonfinite=o.allow_nonfinite)
 
 
 def main(argv: list[str] | None = None) -> int:

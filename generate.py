@@ -17,8 +17,7 @@ from common.torchrun import command_in_words, several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
-from tokens.grammar import grammar_of
-from tokens.schema import ANY_OBJECT, read_schema
+from tokens.grammar import ANY_OBJECT, grammar_of, read_schema
 
 STARTED = time.perf_counter()
 Prompts = list[str | list[int]]

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
-from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
+from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, read_config
+from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
 from common.errors import InputError, counted
@@ -40,6 +39,7 @@ from sampling.options import Sampling
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
+ROWS, MOST_WRITTEN = 32, 224  # texts that a target writes itself, and new tokens of each
 
 
 def parser() -> Options:
@@ -83,20 +83,20 @@ def schemes(o):
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
 
 
-def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most: int = 224) -> Tensor:
-    """Return texts [rows, T] of token ids, the last `most` or more sampled at temperature 1 after `PROMPTS`.
+def own_text(checkpoint: Path) -> Tensor:
+    """Return `ROWS` texts of token ids that the target samples at temperature 1 after `PROMPTS`.
 
-    After the end of an answer the target goes on with turns of its own. `say` is called if our
-    kernels cannot be used. Raises InputError without a tokenizer of this model, or if the caches do not fit.
+    After the end of an answer the target goes on with turns of its own. Raises InputError without a tokenizer
+    of this model, or if the caches do not fit.
     """
-    target = load_target(checkpoint, Runtime(device="cpu"), say)
+    target = load_target(checkpoint, Runtime(device="cpu"), note)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
-    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
-    length = max(map(len, prompts)) + most
-    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(rows)]
+    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
+    length = max(map(len, prompts)) + MOST_WRITTEN
+    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(ROWS)]
     try:
-        engine = Engine(target.model, batch=rows, max_seq_len=length, compile=False)
+        engine = Engine(target.model, batch=ROWS, max_seq_len=length, compile=False)
         return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])
     except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
         raise InputError(f"{checkpoint}: {e}") from None
@@ -112,41 +112,31 @@ def calibration_text(o, text: str | None, source: Path):
         return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
     note(f"{source}: writes a text to calibrate on")
     try:
-        return own_text(source, note)
+        return own_text(source)
     except InputError as e:
         raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 
 
-def report(source: Path, out: Path, errors: list) -> None:
+def report(source: Path, out: Path, errors: dict[str, tuple[str, float]]) -> None:
     """Print the sizes, and the errors: all layers of a kind in one line."""
     before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, out))
     print(f"{out}: {before:,} -> {after:,} bytes ({after / before:.0%})")
     kinds = defaultdict(list)
-    for layer in errors:
-        kinds[layer.name.split(".")[-1], layer.of_outputs].append((layer.error, layer.name))
-    for (kind, of_outputs), layers in kinds.items():
+    for name, (what, error) in sorted(errors.items()):
+        kinds[name.split(".")[-1], what].append((error, name))
+    for (kind, what), layers in kinds.items():
         mean = sum(error for error, _ in layers) / len(layers)
         worst, layer = max(layers)
-        what = "of outputs" if of_outputs else "of weights"
         print(f"  {kind:10s} {counted(len(layers), 'layer'):10s} relative error {what} {mean:.2%}"
               f" (worst {worst:.2%}, {layer})")
 
 
-def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
-    """Judge what the options name, before anything is loaded. Raises InputError.
+def judge(o, source: Path) -> tuple[Path, dict[str, Quantised]]:
+    """Return the output, and what is quantised by its subfolder: "" is the source itself, others its heads.
 
-    Returns source; output; subfolder: the kind of checkpoint in it, where "" is the source itself; the texts
-    of --text and --calibrate.
+    Raises InputError, before anything is loaded, on options that do not fit the source.
     """
-    text, calibrate = (
-        read_text(file, what=flag) if file else None
-        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
-    )
-    if o.out:
-        check_replaceable("--out", o.out)
-    source = Path(converted_folder(o.checkpoint, note))
-    out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
-    kind = read_config(source)["kind"]
+    out, kind = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}"), read_config(source)["kind"]
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
@@ -155,42 +145,36 @@ def judge(o) -> tuple[Path, Path, dict[str, str], str | None, str | None]:
     for flag, given in for_targets.items():
         if given and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
-    heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
-    kinds = {"": kind, **dict(zip(heads, heads))}
-    for name, kind in kinds.items():
-        check_exact(source / name, read_config(source / name, kind))
-    stale = [kind for kind in HEAD_KINDS if is_target and kind not in heads and (out / kind).exists()]
+    heads = [kind for kind in sorted(HEADS) if is_target and (source / kind / CONFIG).is_file()]
+    stale = [kind for kind in HEADS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
-        raise InputError(
-            f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
-            " --out"
-        )
-    for name, kind in kinds.items():
-        check_out(out / name, kind, o.force)
-    return source, out, kinds, text, calibrate
+        raise InputError(f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or"
+                         " choose another --out")
+    for name in ("", *heads):
+        check_out(out / name, name or kind, o.force)
+    scheme, of_heads = schemes(o)
+    return out, {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
+                 for name in ("", *heads)}
 
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
-    source, out, kinds, compared, calibrate = judge(o)
+    compared, calibrate = (read_text(file, what=flag) if file else None
+                           for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)))
+    if o.out:
+        check_replaceable("--out", o.out)
+    source = Path(converted_folder(o.checkpoint, note))
+    out, parts = judge(o, source)
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
-    scheme, of_heads = schemes(o)
-    parts = {name: of_heads if name else scheme for name in kinds}  # how each subfolder is quantised
-    size = 0
-    for kind, how in parts.items():  # a mistake shows before anything is written
-        config = check_source(source / kind)
-        _, module = quantized_module(config, source / kind, how)
-        size += sum(t.nbytes for t in module.state_dict().values())
-    calibrated = kinds[""] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
-    text = calibration_text(o, calibrate, source) if calibrated else None
-    errors = {}
-    with staging(out, size) as folder:  # the target and its heads are there together, or not at all
-        for kind, how in parts.items():
-            given = None if kind else text
-            errors[kind] = quantize_folder(source / kind, folder / kind, how, given, o.allow_nonfinite)
-    for kind in parts:
-        report(source / kind, out / kind, errors[kind])
+    calibrated = parts[""].before["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
+    text, errors = calibration_text(o, calibrate, source) if calibrated else None, {}
+    # The target and its heads are there together, or not at all.
+    with staging(out, sum(plan.size for plan in parts.values())) as folder:
+        for name, plan in parts.items():
+            errors[name] = quantize_folder(plan, folder / name, None if name else text, o.allow_nonfinite)
+    for name in parts:
+        report(source / name, out / name, errors[name])
     if ids is not None:
         result = compare(source, out, ids)
         print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"

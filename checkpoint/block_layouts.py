@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, ReadHead, WrittenHead
+from checkpoint.layouts import LAYER, MARKOV, Answers, Published, ReadHead
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
@@ -25,36 +25,14 @@ BLOCK: NameTable = {
 }
 # Copies of the target's that speculators keep for training.
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
-NEEDS = {
-    "DFlash2": "its dynamic convolutions around every sublayer and its path selector",
-    "Domino": "its recurrent correction head",
-}
 
 
-def block_kind(source: Source) -> str | None:
-    """Return "dflash" or "dspark" if a source is such a head. Raises InputError for their successors."""
-    config = source.config
-    classes = " ".join(map(str, config.get("architectures") or ()))
-    said = config.get("speculators_model_type")
-    for name, what in NEEDS.items():
-        if name in classes or said == name.lower():
-            raise InputError(f"{source.path}: a {name} head is not supported: it needs {what}")
-    # P-EAGLE heads may have a Markov head too.
-    bare = {name.removeprefix("model.") for name in source.tensors}
-    markov = any(name.startswith("markov_head.") for name in bare) and "mask_hidden" not in bare
-    if said == "dspark" or "DSpark" in classes or markov:
-        return "dspark"
-    if said == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
-        return "dflash"
-    return None
-
-
-def read_block(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read a DFlash or DSpark head.
 
     Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
     """
-    path, config, kind = source.path, layouts.flat_config(source.config), block_kind(source)
+    path, config = source.path, layouts.flat_config(source.config)
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     flags = config | (config.get("dflash_config") or {})
@@ -87,7 +65,7 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
     return inputs
 
 
-def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Published:
     """Write a DFlash or DSpark head as its authors publish it ("sglang"), or as speculators does.
 
     The authors' layout has the target's vocabulary, and DSpark's copies of its embedding and lm_head.
@@ -97,29 +75,25 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Writte
     if small:
         tensors |= layouts.vocabulary_map(head)
     if layout == "speculators":
-        return WrittenHead(layouts.write_speculators(head, kind, {
+        return layouts.write_speculators(head, kind, {
             "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
             "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
             **({"causal": True} if a.causal else {}), **(layouts.write_markov(a) if dspark else {}),
-        }, target), tensors)
+        }, target), tensors
     if small:
-        raise InputError(
-            f"the published layout has the target's vocabulary, this head {a.draft_vocab_size} ids of"
-            f" {a.vocab_size}; write --layout speculators"
-        )
+        raise InputError(f"the published layout has the target's vocabulary, this head {a.draft_vocab_size}"
+                         f" ids of {a.vocab_size}; write --layout speculators")
     nested = {"mask_token_id": a.mask_id, "target_layer_ids": [i - 1 for i in a.aux_layers]}
     nested |= {"causal": True} if a.causal else {}
     config = {**layouts.llama_config(head), "model_type": "qwen3", "block_size": a.block}
     if not dspark:
         nested |= {"sample_from_anchor": True} if a.from_anchor else {}
-        return WrittenHead(config | {"dflash_config": nested}, tensors)
+        return config | {"dflash_config": nested}, tensors
     lent = {"embed_tokens.weight": head.embed.weight, "lm_head.weight": head.lm_head.weight}
     for name in lent.keys() - tensors.keys():
         if not lent[name].is_floating_point():
-            raise InputError(
-                f"the published layout holds the target's {name.partition('.')[0]}, and this target is"
-                " quantised; name the target before quantisation"
-            )
+            raise InputError(f"the published layout holds the target's {name.partition('.')[0]}, and this"
+                             " target is quantised; name the target before quantisation")
         tensors[name] = lent[name].clone()  # of a tied target both are one tensor
     config |= nested | layouts.write_markov(a) | {"sample_from_anchor": a.from_anchor}
-    return WrittenHead(config, tensors)
+    return config, tensors

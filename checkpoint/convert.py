@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
@@ -57,11 +58,6 @@ from tokens.tokenizer import Tokenizer
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
 
-def open_source(path: Path) -> Source:
-    """Open what `resolve_source` returned. Raises InputError if anything in it is missing or damaged."""
-    return open_gguf(path) if is_gguf(path) else open_folder(path)
-
-
 def convert(
     checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None, *,
     dtype: str = "keep", answers: Answers | None = None, template: str = "auto", force: bool = False,
@@ -80,30 +76,28 @@ def convert(
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
     started = time.perf_counter()
-    source = open_source(resolve_source(checkpoint))
+    path = resolve_source(checkpoint)
+    source = open_gguf(path) if is_gguf(path) else open_folder(path)
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
     kind = kind_of(source)
     if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
         kind, source = None, inside
     if kind and target is None:
-        raise InputError(
-            f"{source.path}: is a draft head, which needs --target, the converted model that it is for"
-        )
+        raise InputError(f"{source.path}: is a draft head, which needs --target, the converted model that it"
+                         " is for")
     if target and not kind:
         raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
     if kind:
         out = Path(out or Path(target) / kind)
-        (config, plan), mtp = plan_head(source, Path(target), cast_to, answers or Answers()), None
+        parts = {"": plan_head(source, Path(target), cast_to, answers or Answers())}
     else:
         out = Path(out or default_folder(checkpoint))
-        config, plan, mtp = plan_target(source, cast_to)
-    name = _name(checkpoint)
-    about = {"format": FORMAT, "name": name, "source": origin(checkpoint)}
-    config = about | config
+        parts = plan_target(source, cast_to)
+    name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
-    size = sum(t.nbytes for t in (*plan, *(mtp[1] if mtp else ())))
+    size = sum(t.nbytes for _, tensors in parts.values() for t in tensors)
     with staging(out, size) as folder:
         if kind and (file := source.path / CALIBRATION).exists():
             Calibration.read(source.path)
@@ -115,12 +109,10 @@ def convert(
         if tokenizer and added and (template != "auto" or not tokenizer.has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
             (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
-        fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
-             title=out.name)
-        if mtp:
-            (folder / "mtp").mkdir()
-            fill(folder / "mtp", about | mtp[0], mtp[1], quiet=quiet, allow_nonfinite=allow_nonfinite,
-                 where=str(source.path), title=f"{out.name}/mtp")
+        for part, (fields, tensors) in parts.items():
+            fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
+            fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
+                 where=str(source.path), title=f"{out.name}/{part}".strip("/"))
     if not kind:
         _warn(checkpoint, tokenizer, config)
     if not quiet:
@@ -199,10 +191,8 @@ def _name(checkpoint: str | Path) -> str:
     return path.resolve().name if path.is_dir() else path.name
 
 
-def plan_target(
-    source: Source, dtype: torch.dtype | None
-) -> tuple[dict, list[Planned], tuple[dict, list[Planned]] | None]:
-    """Return the config of a converted target, its tensors, and both of its MTP layer, if it has one.
+def plan_target(source: Source, dtype: torch.dtype | None) -> dict[str, tuple[dict, list[Planned]]]:
+    """Return the config of a converted target and its tensors, under "", and those of its MTP layer, if any.
 
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
@@ -211,7 +201,7 @@ def plan_target(
     names = family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
-    tensors = family.tensors(family.rearranged(source, fields))
+    tensors = family.rearranged(source, fields)
     extra = {n: tensors.pop(n) for n in [*tensors] if family.hybrid and n.startswith("mtp.")}
     if SCALES in names and names[SCALES][0].format(i=0, e=0) in tensors:
         config["quantization"] = Scheme(None, 0, None, MXFP4).written()
@@ -221,20 +211,20 @@ def plan_target(
         # uses it, so it may be dropped only if both are equal.
         copy, embed = tensors.pop(name), tensors.get(names["embed.weight"][0])
         if embed is None or copy.shape != embed.shape or not torch.equal(copy.read(), embed.read()):
-            raise InputError(
-                f"{source.path}: tie_word_embeddings is true, yet there is an {name} that differs from the"
-                " embedding; set it to false in config.json if that tensor is meant"
-            )
+            raise InputError(f"{source.path}: tie_word_embeddings is true, yet there is an {name} that"
+                             " differs from the embedding; set it to false in config.json if that tensor is"
+                             " meant")
     plan = _plan(source, config, names, tensors, dtype)
-    return config, plan, _plan_mtp(source, config, mtp_names(names), extra, plan[0].dtype) if extra else None
+    mtp = _plan_mtp(source, config, mtp_names(names), extra, plan[0].dtype) if extra else {}
+    return {"": (config, plan)} | mtp
 
 
 def _plan_mtp(
     source: Source, target: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype
-) -> tuple[dict, list[Planned]] | None:
-    """Return `plan_target` of the MTP layer of a target of this config.
+) -> dict[str, tuple[dict, list[Planned]]]:
+    """Return what `plan_target` has of the MTP layer of a target of this config.
 
-    Prints why if it is another than we know.
+    Nothing, and prints why, if it is another than we know.
     """
     config = {k: v for k, v in target.items() if not k.startswith(("delta_", "stop_ids", "bos_id"))} | {
         "kind": "mtp", "num_layers": 1, "delta_layers": [0], "target_hidden_size": target["hidden_size"],
@@ -245,10 +235,12 @@ def _plan_mtp(
         plan = _plan(source, config, names, tensors, dtype)
     except InputError as e:
         note(f"warning: the MTP layer is left out: {e}")
-        return None
-    ids = torch.arange(target["vocab_size"])
-    entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
-    return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
+        return {}
+    return {"mtp": (config, [_planned_ids(torch.arange(target["vocab_size"])), *plan])}
+
+
+def _planned_ids(ids: Tensor) -> Planned:
+    return Planned("draft_ids", tuple(ids.shape), torch.int64, [Entry.of(ids.shape, ids.dtype, lambda: ids)])
 
 
 def plan_head(
@@ -277,16 +269,8 @@ def plan_head(
     ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     for name, sources in layout.names.items():
         if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
-            tensors |= {s: _in_order(tensors[s], order) for s in sources if s in tensors}
-    entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
-    plan = [Planned("draft_ids", entry.shape, torch.int64, [entry])]
-    return config, plan + _plan(source, config, layout.names, tensors, dtype)
-
-
-def _in_order(entry: Entry, order: Tensor) -> Entry:
-    """Return a tensor with its rows in this order."""
-    in_order = torch.equal(order, torch.arange(len(order)))
-    return entry if in_order else Entry.of(entry.shape, entry.dtype, lambda: entry.read()[order])
+            tensors |= {s: tensors[s].changed(lambda x: x[order]) for s in sources if s in tensors}
+    return config, [_planned_ids(ids), *_plan(source, config, layout.names, tensors, dtype)]
 
 
 def _is_targets(entry: Entry, target: Path, name: str) -> bool:
@@ -315,9 +299,8 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
     if name == "t2d" and len(marked) != draft_vocab:
         raise InputError(f"{path}: t2d marks {len(marked)} ids, the draft vocabulary has {draft_vocab}")
     if not read and draft_vocab != vocab:
-        raise InputError(
-            f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids"
-        )
+        raise InputError(f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab}"
+                         " ids")
     ids = marked if name == "t2d" else read.get(name, torch.zeros(draft_vocab)).long()
     ids, order = (ids + torch.arange(draft_vocab) if name == "d2t" else ids).sort()
     if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() == 0).any()):
@@ -346,9 +329,8 @@ def _plan(
     for name, entry in tensors.items():
         fits = entry.dtype is not None and entry.dtype.is_floating_point
         if not (entry.dtype == torch.uint8 if name in in_bytes else fits):
-            raise InputError(
-                f"{path}: tensor {printable(name)} is not stored as floating point (a quantised checkpoint?)"
-            )
+            raise InputError(f"{path}: tensor {printable(name)} is not stored as floating point (a quantised"
+                             " checkpoint?)")
     dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in in_bytes})
     return [
         Planned(name, tuple(tensor.shape), torch.uint8 if tensor.dtype == torch.uint8 else dtype,
@@ -365,8 +347,8 @@ def _args(source: Source, config: dict) -> ModelArgs:
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
     """Return the dtype that most numbers are stored in: a model computes in one dtype."""
-    counts: dict[torch.dtype, int] = {}
+    counts = Counter()
     for entry in tensors.values():
-        counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
+        counts[entry.dtype] += math.prod(entry.shape)
     dtype = max(counts, key=counts.get)
     return torch.float32 if dtype == torch.float64 else dtype

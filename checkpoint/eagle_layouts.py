@@ -6,112 +6,81 @@ If sources contradict each other, the file decides. If it cannot, an error names
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 from torch import Tensor
 
 from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, ReadHead, WrittenHead
+from checkpoint.layouts import LAYER, MARKOV, Answers, Published, ReadHead
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 from networks.eagle import Eagle1Head, Eagle3Head
 from networks.head import HeadArgs, eagle3_aux_layers
 
-# All layers are called layers.K here; SafeAILab and SGLang call the first one of EAGLE-3 midlayer.
-EAGLE1: NameTable = {
+EAGLE: NameTable = {
     "embed.weight": ["embed_tokens.weight"],
     **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
-    **with_prefix(LAYER, "layer.", "layers.0."),
 }
-EAGLE3: NameTable = EAGLE1 | MARKOV | {
-    "layer.embed_norm.weight": ["layers.0.input_layernorm.weight"],
-    "layer.feature_norm.weight": ["layers.0.hidden_norm.weight"],
-    "norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"],
+EAGLE1 = EAGLE | with_prefix(LAYER, "layer.", "layers.0.")
+EAGLE3 = EAGLE | MARKOV | {"norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"]}
+EAGLE3_LAYER = LAYER | {  # the first
+    "embed_norm.weight": ["input_layernorm.weight"], "feature_norm.weight": ["hidden_norm.weight"],
 }
+MIDLAYER, FIRST = "midlayer.", "layers.0."  # the first layer of EAGLE-3: of SafeAILab and SGLang, of others
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def eagle3_names(
-    layers: int, feature_norm: str, states: int, later_norms: dict[int, str] | None = None
-) -> NameTable:
+def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> NameTable:
     """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` states.
 
-    feature_norm: see `networks.head.HeadArgs`. later_norms: names of the input norm of further layers.
+    feature_norm: see `networks.head.HeadArgs`. first: the prefix of the first layer.
     """
     norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
     names = EAGLE3 | {f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)}
+    names |= with_prefix(EAGLE3_LAYER, "layer.", first)
     for k in range(1, layers):
-        norm = f"{(later_norms or {}).get(k, 'input_layernorm')}.weight"
-        names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", f"layers.{k}.")
+        later = LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}
+        names |= with_prefix(later, f"more_layers.{k - 1}.", f"layers.{k}.")
     return names
 
 
-def eagle_kind(source: Source) -> str | None:
-    """Return "eagle", "eagle3" or "p-eagle" if a source is such a head. Raises InputError on unknown ones."""
-    tensors, speculator = _renamed(source), source.config.get("speculators_model_type")
-    if speculator is not None and speculator not in ("eagle3", "peagle"):
-        raise InputError(
-            f"{source.path}: a speculators head of type {speculator!r} is not supported (eagle3, peagle,"
-            " dflash and dspark are)"
-        )
-    masked = any(source.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
-    if speculator == "peagle" or masked or "mask_hidden" in tensors:
-        return "p-eagle"
-    if speculator or source.config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in tensors:
-        return "eagle3"
-    return "eagle" if "fc.weight" in tensors else None
-
-
-def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_eagle(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read an EAGLE head of any kind.
 
     Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
     """
-    tensors, kind, config = _renamed(source), eagle_kind(source), layouts.flat_config(source.config)
-    query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
+    tensors, config = _renamed(source), layouts.flat_config(source.config)
+    first = _first(tensors)
+    query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and query.shape and heads:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
         config["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors) | {
+    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors, first) | {
         "kind": kind,
         "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
     }
     if kind == "eagle":
-        layout = _read_eagle1(source.path, fields, tensors, target)
-    else:
-        layout = _read_eagle3(source, config, fields, tensors, target, answers)
-    if not any(name.startswith("midlayer.") for name in source.tensors):
-        return layout
-    # So that errors name tensors as the user knows them.
-    names = {name: [_midlayer(s) for s in sources] for name, sources in layout.names.items()}
-    return ReadHead(layout.config, names, {_midlayer(n): entry for n, entry in layout.tensors.items()})
+        return _read_eagle1(source.path, fields, tensors, target)
+    return _read_eagle3(source, config, fields, tensors, target, answers)
 
 
-def _midlayer(name: str) -> str:
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
+def _first(tensors: dict[str, Entry]) -> str:
+    """Return the prefix of the first layer."""
+    return MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """Return the tensors under one set of names.
-
-    No `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and for the norms before fc the
-    names of speculators (SGLang has others).
-    """
-    renamed = {
-        "midlayer": "layers.0",
-        "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
-    }
+    """Return the tensors without `model.` in front (vLLM), and SGLang's norms under speculators' names."""
+    renamed = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
     def rename(name: str) -> str:
-        first, dot, rest = name.partition(".")
+        first, dot, rest = name.removeprefix("model.").partition(".")
         return renamed.get(first, first) + dot + rest
 
-    is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
-    return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
+    return {rename(name): entry for name, entry in source.tensors.items()}
 
 
 def _of_speculators(config: dict) -> bool:
@@ -125,9 +94,8 @@ def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: Mo
         raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
     for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
         if f"{norm}.weight" in tensors:
-            raise InputError(
-                f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not supported"
-            )
+            raise InputError(f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not"
+                             " supported")
     config = fields | {
         "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
         "own_lm_head": "lm_head.weight" in tensors,
@@ -163,34 +131,27 @@ def _read_eagle3(
         "recycle_normed": _recycle_normed(source, flags, answers),
     }
     if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
-        tensors["mask_hidden"] = Entry.of(
-            (math.prod(mask.shape),), mask.dtype, lambda: mask.read().flatten()
-        )
-    later_norms = {}
+        tensors["mask_hidden"] = mask.changed(Tensor.flatten, (math.prod(mask.shape),))
     for k in range(1, fields["num_layers"]):
-        if f"layers.{k}.hidden_norm.weight" in tensors:
+        if norm := tensors.pop(f"layers.{k}.hidden_norm.weight", None):
             # SGLang builds its further layers from the first one's class. It norms their input by
             # `hidden_norm`, and never uses the other norm.
-            later_norms[k] = "hidden_norm"
-            tensors.pop(f"layers.{k}.input_layernorm.weight", None)
-    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), later_norms)
+            tensors[f"layers.{k}.input_layernorm.weight"] = norm
+    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), _first(tensors))
     return ReadHead(config, names, tensors)
 
 
 def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
     """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    mask_id = layouts.first_of(config.get("dflash_config") or {}, "mask_token_id")
-    if mask_id is None:
-        mask_id = layouts.first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
+    given = config | (config.get("dflash_config") or {})
+    keys = "mask_token_id", "pard_token", "ptd_token_id"
+    mask_id = next((given[key] for key in keys if given.get(key) is not None), None)
     if type(mask_id) is not int:
-        raise InputError(
-            f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
-            f" ptd_token_id or pard_token; found {mask_id!r}"
-        )
+        raise InputError(f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under"
+                         f" mask_token_id, ptd_token_id or pard_token; found {mask_id!r}")
     if "mask_hidden" not in tensors:
         raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
-    drafts = layouts.first_of(config, "num_draft_steps", "k_train")
-    drafts = 8 if drafts is None else drafts
+    drafts = config.get("num_draft_steps", config.get("k_train", 8))
     return {"mask_id": mask_id, "drafts": drafts, **layouts.read_markov(source, config, tensors)}
 
 
@@ -205,10 +166,9 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
     if _of_speculators(source.config):
-        raise InputError(
-            f"{source.path}: config has no norm_before_residual and programs disagree on what that means:"
-            " say --norm-before-residual or --no-norm-before-residual (try both, one drafts far better)"
-        )
+        raise InputError(f"{source.path}: config has no norm_before_residual and programs disagree on what"
+                         " that means: say --norm-before-residual or --no-norm-before-residual (try both,"
+                         " one drafts far better)")
     return False
 
 
@@ -225,15 +185,12 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
     if _of_speculators(source.config):
         return bool(flags["norm_output"])
     if not flags["norm_output"]:
-        raise InputError(
-            f"{source.path}: norm_output false: SGLang norms before the lm_head all the same, SpecForge then"
-            " trains without: say --recycle raw if it is normed there; a head without that norm is not"
-            " supported"
-        )
-    raise InputError(
-        f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw"
-        " one: say --recycle normed or --recycle raw (try both, one drafts far better)"
-    )
+        raise InputError(f"{source.path}: norm_output false: SGLang norms before the lm_head all the same,"
+                         " SpecForge then trains without: say --recycle raw if it is normed there; a head"
+                         " without that norm is not supported")
+    raise InputError(f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains"
+                     " with the raw one: say --recycle normed or --recycle raw (try both, one drafts far"
+                     " better)")
 
 
 def _aux_layers(
@@ -255,18 +212,15 @@ def _aux_layers(
     if len(readings) > 1:
         options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))
         inner, outer = in_config
-        raise InputError(
-            f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}"
-        )
+        raise InputError(f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say"
+                         f" {options}")
     if readings:
         return readings.pop()
     fc = tensors.get("fc.weight")
     states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
     if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
-        raise InputError(
-            f"{path}: fc.weight takes {states} states of the target and the config does not say of which"
-            " layers: say --aux-layers"
-        )
+        raise InputError(f"{path}: fc.weight takes {states} states of the target and the config does not say"
+                         " of which layers: say --aux-layers")
     return eagle3_aux_layers(target.num_layers)
 
 
@@ -277,39 +231,35 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
     if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
         return tuple(ids)
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
-    raise InputError(
-        f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers?"
-        f" say --aux-layers {inputs} if inputs, {outputs} if outputs"
-    )
+    raise InputError(f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers? say --aux-layers"
+                     f" {inputs} if inputs, {outputs} if outputs")
 
 
-def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
     """Write an EAGLE-1 head as SafeAILab does."""
     flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
-    return WrittenHead(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
+    return layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1)
 
 
-def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
     """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
     a, parallel = head.args, kind == "p-eagle"
     speculators = layout == "speculators"
     for flag in ("norm_before_residual", "recycle_normed"):
         if getattr(a, flag) and not speculators:
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
-    names = eagle3_names(a.num_layers, a.feature_norm if speculators else "", len(a.aux_layers))
-    tensors: dict[str, Tensor] = layouts.publish(head, names)
+    first, norm = (FIRST, a.feature_norm) if speculators else (FIRST if parallel else MIDLAYER, "")
+    tensors = layouts.publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
     if parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
-    elif not speculators:
-        tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
     tensors |= layouts.vocabulary_map(head)
     if speculators:
-        return WrittenHead(layouts.write_speculators(head, kind, {
+        return layouts.write_speculators(head, kind, {
             "norm_before_residual": a.norm_before_residual,
             "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
             "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
             AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
-        }, target), tensors)
+        }, target), tensors
     config = {
         **layouts.llama_config(head),
         **(_write_p_eagle(a) if parallel else {}),
@@ -318,7 +268,7 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Writ
         "eagle_config": {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
         **_unusual_layers(a),
     }
-    return WrittenHead(config, tensors)
+    return config, tensors
 
 
 def _write_p_eagle(a: HeadArgs) -> dict:

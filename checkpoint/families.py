@@ -1,23 +1,23 @@
 """The families of targets: how their files name tensors and what their configs leave unsaid.
 
-`FAMILIES` has one entry for each. Sources: transformers' modelling files, llama.cpp's gguf/constants.py.
+`ROWS` has one for each. Source: transformers' modelling files. GGUF files come under the same names
+(`checkpoint.gguf`).
 """
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
-from checkpoint.hybrid import GGUF_HYBRIDS, Rearranged, hybrid_fields, part_rows
+from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.source import Entry, Source
 from common.errors import InputError, printable
 from common.schema import ABSENT, Schema, Wrong, in_words, named, number
@@ -75,18 +75,16 @@ MIXTRAL: NameTable = {
     "mlp.w_gate_up": [f"block_sparse_moe.experts.{{e}}.{w}.weight" for w in ("w1", "w3")],
     "mlp.w_down": ["block_sparse_moe.experts.{e}.w2.weight"],
 }
-QWEN_MOE: NameTable = {
-    "mlp.router.weight": ["mlp.gate.weight"],
-    "mlp.w_gate_up": [f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.w_down": ["mlp.experts.{e}.down_proj.weight"],
+MIXTURE: NameTable = {"mlp.router.weight": ["mlp.gate.weight"]} | {
+    f"mlp.{ours}{leaf}": [f"mlp.experts.{{e}}.{x}_proj.{theirs}" for x in parts]
+    for ours, parts in (("w_gate_up", ("gate", "up")), ("w_down", ("down",)))
+    for leaf, theirs in (("", "weight"), (".weight", "weight"), (".scale", "scale"))  # the latter two: MXFP4
 }
-GPT_OSS: NameTable = {
+GPT_OSS: NameTable = MIXTURE | {
     "sinks": ["self_attn.sinks"],
-    "mlp.router.weight": ["mlp.router.weight"], "mlp.router.bias": ["mlp.router.bias"],
-    "mlp.gate_up_bias": ["mlp.experts.gate_up_proj_bias.{e}"],
-    "mlp.down_bias": ["mlp.experts.down_proj_bias.{e}"],
-    **{f"mlp.w_{stack}{leaf}": [f"mlp.experts.{stack}_proj{theirs}.{{e}}"] for stack in ("gate_up", "down")
-       for leaf, theirs in (("", ""), (".weight", "_blocks"), (".scale", "_scales"))},
+    **{f"mlp.router.{leaf}": [f"mlp.router.{leaf}"] for leaf in ("weight", "bias")},
+    "mlp.gate_up_bias": [f"mlp.experts.{{e}}.{x}_proj.bias" for x in ("gate", "up")],
+    "mlp.down_bias": ["mlp.experts.{e}.down_proj.bias"],
 }
 HYBRID: NameTable = {  # the names that `checkpoint.hybrid` gives to tensors
     "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate")],
@@ -98,9 +96,7 @@ HYBRID: NameTable = {  # the names that `checkpoint.hybrid` gives to tensors
     "out_scale": ["linear_attn.norm.weight"],
 }
 SHARED_EXPERT: NameTable = {
-    "mlp.routed.router.weight": ["mlp.gate.weight"],
-    "mlp.routed.w_gate_up": QWEN_MOE["mlp.w_gate_up"],
-    "mlp.routed.w_down": QWEN_MOE["mlp.w_down"],
+    **{name.replace("mlp.", "mlp.routed."): sources for name, sources in MIXTURE.items()},
     "mlp.shared.w_gate_up.weight": [f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.shared.w_down.weight": ["mlp.shared_expert.down_proj.weight"],
     "mlp.gate.weight": ["mlp.shared_expert_gate.weight"],
@@ -127,11 +123,12 @@ def parts_of(
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     if len(patterns) == 1:
         rows = shape[:1]
-    elif stacked := part_rows(args, name):
-        rows = stacked
-    elif ".wqkv." in f".{name}":
-        kv = args.num_kv_heads * args.head_dim
-        rows = args.num_heads * args.head_dim, kv, kv
+    elif ".w_in." in name:
+        values = args.delta_heads * args.delta_value_dim
+        rows = args.delta_width, values, args.delta_heads, args.delta_heads
+    elif ".wqkv." in f".{name}":  # q, k, v, and of hybrids the gate
+        width, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+        rows = (width, kv, kv, width)[: len(patterns)]
     else:  # w_gate_up
         rows = (args.shared_expert_size if ".shared." in name else args.intermediate_size,) * 2
     return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts), strict=True)}
@@ -146,51 +143,14 @@ def hugging_face(mlp: NameTable) -> NameTable:
     }
 
 
-GGUF: NameTable = {
-    "embed.weight": ["token_embd.weight"],
-    "norm.weight": ["output_norm.weight"],
-    "lm_head.weight": ["output.weight"],
-    **with_prefix({
-        "attn_norm.weight": ["attn_norm.weight"],
-        "mlp_norm.weight": ["ffn_norm.weight"],
-        "wqkv.weight": [f"attn_{x}.weight" for x in "qkv"],
-        "wqkv.bias": [f"attn_{x}.bias" for x in "qkv"],
-        "q_norm.weight": ["attn_q_norm.weight"],
-        "k_norm.weight": ["attn_k_norm.weight"],
-        "wo.weight": ["attn_output.weight"],
-        "mlp.w_gate_up.weight": [f"ffn_{x}.weight" for x in ("gate", "up")],
-        "mlp.w_down.weight": ["ffn_down.weight"],
-    }, "layers.{i}.", "blk.{i}."),
-}
-# A GGUF stacks the experts of a layer; `checkpoint.gguf` takes the stacks apart.
-GGUF_EXPERTS = GGUF | with_prefix({"mlp.router.weight": ["ffn_gate_inp.weight"]} | {
-    f"mlp.{ours}{leaf}": [f"ffn_{x}_exps.{theirs}[{{e}}]" for x in parts]
-    for ours, parts in (("w_gate_up", ("gate", "up")), ("w_down", ("down",)))
-    for leaf, theirs in (("", "weight"), (".weight", "weight"), (".scale", "scale"))  # the latter two: MXFP4
-}, "layers.{i}.", "blk.{i}.")
-GGUF_GEMMA3 = GGUF | with_prefix({
-    "wo_norm.weight": ["post_attention_norm.weight"], "mlp_out_norm.weight": ["post_ffw_norm.weight"],
-}, "layers.{i}.", "blk.{i}.")
-GGUF_GPT_OSS = GGUF_EXPERTS | with_prefix({
-    "sinks": ["attn_sinks.weight"], "wo.bias": ["attn_output.bias"],
-    "mlp_norm.weight": ["post_attention_norm.weight"],
-    "mlp.router.bias": ["ffn_gate_inp.bias"], "mlp.down_bias": ["ffn_down_exps.bias[{e}]"],
-    "mlp.gate_up_bias": [f"ffn_{x}_exps.bias[{{e}}]" for x in ("gate", "up")],
-}, "layers.{i}.", "blk.{i}.")
-GGUF_PHI3 = GGUF | with_prefix({
-    "wqkv.weight": ["attn_qkv.weight"], "mlp.w_gate_up.weight": ["ffn_up.weight"],
-}, "layers.{i}.", "blk.{i}.")
-
-
 @dataclass(frozen=True)
 class Family:
     """The properties that all targets of one architecture share.
 
     fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
     may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts. only:
-    the values that keys of a config must have if they are there. tensors: returns the tensors of a file as
-    `names` has them. hybrid: whether most layers are gated delta nets, and files hold tensors that are to be
-    rearranged.
+    the values that keys of a config must have if they are there. in_turn: see `_experts_apart`. hybrid:
+    whether most layers are gated delta nets, and files hold tensors that are to be rearranged.
     """
 
     names: NameTable
@@ -198,43 +158,43 @@ class Family:
     defaults: dict = field(default_factory=dict)
     experts: bool = False
     only: dict = field(default_factory=dict)
-    tensors: Callable[[dict[str, Entry]], dict[str, Entry]] = dict
+    in_turn: bool = False
     hybrid: bool = False
 
     def rearranged(self, source: Source, fields: dict) -> dict[str, Entry]:
         """Return the source's tensors under the names of the table. fields: of `target_fields`."""
-        tensors = dict(source.tensors)
-        if not self.hybrid:
-            return tensors
-        tiled = GGUF_HYBRIDS.get((source.family or "").removeprefix("gguf:").removesuffix("+experts"), False)
-        return Rearranged(source.path, fields, is_gguf(source.path), tiled).of(tensors)
+        tensors = _experts_apart(source.tensors, self.in_turn) if self.experts else dict(source.tensors)
+        tiled = source.family in TILED
+        return rearranged(source.path, fields, tensors, tiled) if self.hybrid else tensors
 
 
-def _of_gpt_oss(tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Take the stacks of experts apart: `NAME.{e}` is of one, outputs first, those of gate above those of up.
+def _experts_apart(tensors: dict[str, Entry], in_turn: bool) -> dict[str, Entry]:
+    """Take stacks of experts apart, and gate from up.
 
-    Files hold an output of gate and one of up in turn, and transpose matrices of 16 bits. In MXFP4 every 32
-    inputs have 16 bytes in `_blocks`, two values in each, and an exponent in `_scales`.
+    in_turn: an output of gate and one of up alternate, and matrices of 16 bits are transposed (gpt-oss). In
+    MXFP4 every 32 inputs have 16 bytes in `_blocks`, two values in each, and an exponent in `_scales`.
     """
-    def of_expert(stack: Entry, e: int, gated: bool, transposed: bool) -> Tensor:
+    def of_expert(stack: Entry, e: int, rows: slice, transposed: bool) -> Tensor:
         x = stack.read()[e]
-        x = x.T if transposed else x.flatten(1) if x.ndim > 1 else x
-        return torch.cat((x[0::2], x[1::2])) if gated else x
+        return x.T[rows] if transposed else x[rows].flatten(1) if x.ndim > 1 else x[rows]
 
     found = {}
     for name, stack in tensors.items():
-        part = re.search(r"\.experts\.(gate_up|down)_proj(_\w+)?$", name)
-        if not part:
+        part = re.fullmatch(r"(.+\.experts\.)(gate_up|down)_proj(?:_(block|scale|bias)s?)?", name)
+        if not part or len(stack.shape) < 2:
             found[name] = stack
             continue
-        how, (count, *shape) = {"gated": part[1] == "gate_up", "transposed": part[2] is None}, stack.shape
-        if part[2] is None:
-            shape.reverse()
-        elif part[2] == "_blocks":  # [outputs, blocks, bytes]
-            shape = [shape[0], math.prod(shape[1:])]
-        for e in range(count):
-            read = partial(of_expert, stack, e, **how)
-            found[f"{name}.{e}"] = Entry.of(tuple(shape), stack.dtype, read)
+        prefix, kind, leaf = part.groups()
+        (count, *shape), transposed = stack.shape, in_turn and not leaf
+        shape = shape[::-1] if transposed else [shape[0], math.prod(shape[1:])][: len(shape)]
+        half = shape[0] // 2
+        gate_up = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(half), slice(half, None))
+        kinds = {"down": slice(None)} if kind == "down" else dict(zip(("gate", "up"), gate_up))
+        last = leaf if leaf in ("scale", "bias") else "weight"
+        for e, (own, rows) in product(range(count), kinds.items()):
+            size = len(range(*rows.indices(shape[0])))
+            read = partial(of_expert, stack, e, rows, transposed)
+            found[f"{prefix}{e}.{own}_proj.{last}"] = Entry.of((size, *shape[1:]), stack.dtype, read)
     return found
 
 
@@ -269,46 +229,35 @@ HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
 HYBRID_DEFAULTS = {
     "head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512, **NO_WINDOW,
 }
-FAMILIES = {
-    "LlamaForCausalLM": Family(hugging_face(DENSE), defaults=NO_WINDOW),
-    "MistralForCausalLM": Family(
-        hugging_face(DENSE), defaults={"num_key_value_heads": 8, "sliding_window": 4096}
-    ),
-    "Qwen2ForCausalLM": Family(hugging_face(DENSE), {"qkv_bias": True}, NO_WINDOW),
-    "Qwen3ForCausalLM": Family(hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128, **NO_WINDOW}),
-    "MixtralForCausalLM": Family(
-        hugging_face(MIXTRAL), {"renormalise_experts": True}, MIXTRAL_DEFAULTS, experts=True
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True
-    ),
-    "Phi3ForCausalLM": Family(
-        hugging_face(PHI3), defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    ),
-    "Gemma3ForCausalLM": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
-    **{f"Qwen3_5{kind}": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True)
-       for kind in ("ForCausalLM", "ForConditionalGeneration")},
-    "gguf:qwen35": Family(hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True),
-    **{name: Family(
-        hugging_face(SHARED_EXPERT | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, experts=True, hybrid=True
-    ) for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
-                    "gguf:qwen35moe+experts", "gguf:qwen3next+experts")},
-    "Gemma3ForConditionalGeneration": Family(hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
-    "GptOssForCausalLM": Family(
+ROWS = {  # architectures and model types of configs, and of GGUF files: the family
+    "LlamaForCausalLM llama gguf:llama": Family(hugging_face(DENSE), defaults=NO_WINDOW),
+    "MistralForCausalLM mistral": Family(
+        hugging_face(DENSE), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "Qwen2ForCausalLM qwen2 gguf:qwen2": Family(hugging_face(DENSE), {"qkv_bias": True}, NO_WINDOW),
+    "Qwen3ForCausalLM qwen3 gguf:qwen3": Family(
+        hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128, **NO_WINDOW}),
+    "MixtralForCausalLM mixtral": Family(
+        hugging_face(MIXTRAL), {"renormalise_experts": True}, MIXTRAL_DEFAULTS, experts=True),
+    "gguf:llama+experts": Family(
+        hugging_face(MIXTURE), {"renormalise_experts": True}, MIXTRAL_DEFAULTS | NO_WINDOW, experts=True),
+    "Qwen3MoeForCausalLM qwen3_moe gguf:qwen3moe+experts": Family(
+        hugging_face(MIXTURE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True),
+    "Phi3ForCausalLM phi3 gguf:phi3": Family(
+        hugging_face(PHI3), defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
+    "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": Family(
+        hugging_face(GEMMA3), GEMMA3_FIXED, GEMMA3_DEFAULTS),
+    "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": Family(
+        hugging_face(DENSE | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, hybrid=True),
+    "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts"
+    " Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe_text qwen3_5_moe"
+    " gguf:qwen35moe+experts": Family(
+        hugging_face(SHARED_EXPERT | HYBRID), HYBRID_FIXED, HYBRID_DEFAULTS, experts=True, hybrid=True),
+    "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": Family(
         hugging_face(GPT_OSS), GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
-        only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, tensors=_of_gpt_oss,
-    ),
-    "gguf:llama": Family(GGUF),
-    "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
-    "gguf:qwen3": Family(GGUF, {"qk_norm": True}),
-    "gguf:phi3": Family(GGUF_PHI3),
-    "gguf:gemma3": Family(GGUF_GEMMA3, GEMMA3_FIXED, GEMMA3_DEFAULTS),
-    "gguf:llama+experts": Family(GGUF_EXPERTS, {"renormalise_experts": True}, experts=True),
-    "gguf:gpt-oss+experts": Family(GGUF_GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True),
-    "gguf:qwen3moe+experts": Family(
-        GGUF_EXPERTS, {"qk_norm": True, "renormalise_experts": True}, experts=True
-    ),
+        only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, in_turn=True),
 }
+FAMILIES = {name: family for names, family in ROWS.items() for name in names.split()}
+TILED = "gguf:qwen35", "gguf:qwen35moe+experts"  # heads of values are tiled over those of keys there
 
 
 def mtp_names(names: NameTable) -> NameTable:
@@ -339,7 +288,7 @@ def target_fields(source: Source) -> dict:
             "use_bidirectional_attention", *(() if family.fixed.get("biases") else ("attention_bias",)))
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
     config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
-    for key, value in family.only.items():
+    for key, value in (family.only | ({"decoder_sparse_step": 1} if family.experts else {})).items():
         if config.get(key, value) != value:
             raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
     if SCALES in family.names and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
@@ -353,11 +302,6 @@ def target_fields(source: Source) -> dict:
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")
-    if config.get("decoder_sparse_step", 1) != 1:
-        raise InputError(
-            f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not"
-            " supported"
-        )
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     if experts < 1:
         raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")
@@ -417,10 +361,9 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
         if {*kinds} == {"full_attention"}:
             return []
         if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:
-            raise InputError(
-                f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)}; expected for each"
-                f" of {layers} layers full_attention or, with a window, sliding_attention"
-            )
+            raise InputError(f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)};"
+                             f" expected for each of {layers} layers full_attention or, with a window,"
+                             " sliding_attention")
         full = [kind == "full_attention" for kind in kinds[:layers]]
     else:
         first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
@@ -437,10 +380,8 @@ def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | 
     full, sliding = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
     both = isinstance(full, dict) and isinstance(sliding, dict)
     if not both or sliding.get("rope_type", "default") != "default":
-        raise InputError(
-            f"{path}: rope parameters per kind of layer must be of two kinds, full_attention and, without"
-            " scaling, sliding_attention"
-        )
+        raise InputError(f"{path}: rope parameters per kind of layer must be of two kinds, full_attention"
+                         " and, without scaling, sliding_attention")
     return full, sliding.get("rope_theta", local)
 
 

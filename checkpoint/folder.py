@@ -43,11 +43,10 @@ HEADS = {
     "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "medusa": MedusaHeads,
     "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead, "mtp": MtpHead,
 }
-HEAD_KINDS = tuple(HEADS)
 
 # Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
 FOLDER = Schema(TypedDict("Folder", {
-    "kind": Literal[("target", *HEAD_KINDS)], "format": NotRequired[whole(1, 1000)],
+    "kind": Literal[("target", *HEADS)], "format": NotRequired[whole(1, 1000)],
     "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
     "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
     "quantization": NotRequired[dict],
@@ -94,62 +93,57 @@ def check_args(args: ModelArgs) -> None:
     _check_relations(args)
 
 
-def _check_relations(args: ModelArgs) -> None:
-    scaling = args.rope_scaling or {}
+def _check_relations(a: ModelArgs) -> None:
+    scaling, delta = a.rope_scaling or {}, any(a.delta_layers)
     divisors, kind = scaling.get("divisors"), scaling.get("rope_type", scaling.get("type"))
-    if args.rope_scaling is not None:
-        check_rope(args.rope_scaling)
+    if a.rope_scaling is not None:
+        check_rope(a.rope_scaling)
     rules = [
-        ("num_kv_heads", args.num_heads % args.num_kv_heads == 0,
-         f"a divisor of num_heads, {args.num_heads}"),
-        ("head_dim", args.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
-        ("head_dim", args.num_heads * args.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
-        ("experts_per_token", not args.num_experts or 1 <= args.experts_per_token <= args.num_experts,
-         f"1 to num_experts, {args.num_experts}"),
-        ("rope_scaling", divisors is None or len(divisors) == args.head_dim // 2,
-         f"{args.head_dim // 2} divisors, half of head_dim"),
-        ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
-        ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),
+        ("num_kv_heads", a.num_heads % a.num_kv_heads == 0, f"a divisor of num_heads, {a.num_heads}"),
+        ("head_dim", a.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
+        ("head_dim", a.num_heads * a.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
+        ("experts_per_token", not a.num_experts or 1 <= a.experts_per_token <= a.num_experts,
+         f"1 to num_experts, {a.num_experts}"),
+        ("rope_scaling", divisors is None or len(divisors) == a.head_dim // 2,
+         f"{a.head_dim // 2} divisors, half of head_dim"),
+        ("windows", len(a.windows) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
+        ("local_rope_base", a.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
-        ("delta_layers", len(args.delta_layers) in (0, args.num_layers),
-         f"one for each of {args.num_layers} layers"),
-        ("rotary_dim", args.rotary_dim <= args.head_dim and args.rotary_dim % 2 == 0,
-         f"an even number up to head_dim, {args.head_dim}"),
-        ("rotary_dim", not args.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
-        ("delta_heads", not any(args.delta_layers) or (
-            args.delta_key_heads > 0 and args.delta_heads % args.delta_key_heads == 0
-        ), "a multiple of delta_key_heads"),
-        ("delta_taps", not any(args.delta_layers) or min(
-            args.delta_heads, args.delta_key_dim, args.delta_value_dim, args.delta_taps - 1) >= 1,
+        ("delta_layers", len(a.delta_layers) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
+        ("rotary_dim", a.rotary_dim <= a.head_dim and a.rotary_dim % 2 == 0,
+         f"an even number up to head_dim, {a.head_dim}"),
+        ("rotary_dim", not a.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
+        ("delta_heads", not delta or (a.delta_key_heads > 0 and a.delta_heads % a.delta_key_heads == 0),
+         "a multiple of delta_key_heads"),
+        ("delta_taps", not delta or min(
+            a.delta_heads, a.delta_key_dim, a.delta_value_dim, a.delta_taps - 1) >= 1,
          "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),
     ]
-    has = vars(args).get
+    has = vars(a).get
     if (aux := has("aux_layers")) is not None:
         rules += [
-            ("draft_vocab_size", args.draft_vocab_size <= args.vocab_size,
-             f"at most vocab_size, {args.vocab_size}"),
-            ("aux_layers", all(a < b for a, b in pairwise(aux)), "ascending layers"),
-            ("target_hidden_size", args.feature_width <= 2**22, f"at most {2**22:,} over their number"),
+            ("draft_vocab_size", a.draft_vocab_size <= a.vocab_size, f"at most vocab_size, {a.vocab_size}"),
+            ("aux_layers", all(low < high for low, high in pairwise(aux)), "ascending layers"),
+            ("target_hidden_size", a.feature_width <= 2**22, f"at most {2**22:,} over their number"),
         ]
     if has("mask_id") is not None:
-        rank = args.markov_rank
+        reads = a.confidence and a.confidence_reads_markov
         rules += [
-            ("mask_id", args.mask_id < args.vocab_size, f"an id below vocab_size, {args.vocab_size}"),
-            ("markov_rank", rank or not args.markov_gated, "at least 1: markov_gated is true"),
-            ("markov_rank", rank or not (args.confidence and args.confidence_reads_markov),
-             "at least 1: confidence_reads_markov is true"),
+            ("mask_id", a.mask_id < a.vocab_size, f"an id below vocab_size, {a.vocab_size}"),
+            ("markov_rank", a.markov_rank or not a.markov_gated, "at least 1: markov_gated is true"),
+            ("markov_rank", a.markov_rank or not reads, "at least 1: confidence_reads_markov is true"),
         ]
     if has("block") is not None:
-        rules += [("block", args.drafts >= 1, "at least 2: one row, the anchor's, drafts nothing")]
+        rules += [("block", a.drafts >= 1, "at least 2: one row, the anchor's, drafts nothing")]
     if has("guesses") is not None:
         rules += [
             ("aux_layers", len(aux) == 1, "one: Medusa and Hydra heads read one state"),
-            ("hidden_size", args.hidden_size == args.target_hidden_size,
-             f"target_hidden_size, {args.target_hidden_size}: these heads have the target's width"),
+            ("hidden_size", a.hidden_size == a.target_hidden_size,
+             f"target_hidden_size, {a.target_hidden_size}: these heads have the target's width"),
         ]
     for key, fits, expected in rules:
         if not fits:
-            raise Wrong(key, getattr(args, key), expected)
+            raise Wrong(key, getattr(a, key), expected)
 
 
 def check_config(config: dict) -> ModelArgs:
@@ -200,10 +194,8 @@ def read_config(
     if not is_ours(config):
         raise InputError(f"{name}: not converted yet; {_conversion(folder, kind, target)}")
     if config["format"] != FORMAT or isinstance(config["format"], float):
-        raise InputError(
-            f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version reads; convert it"
-            " again"
-        )
+        raise InputError(f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version"
+                         " reads; convert it again")
     with named(folder / CONFIG, ADVICE):
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
@@ -262,9 +254,8 @@ def check_out(out: Path, kind: str, force: bool) -> None:
     if not is_ours(old):  # of any version: --force replaces old ones too
         raise InputError(f"{out}: exists and is not one of our checkpoint folders; choose another --out")
     if old["kind"] != kind:
-        raise InputError(
-            f"{out}: is of kind {in_words(old['kind'])}, which {kind} may not replace; choose another --out"
-        )
+        raise InputError(f"{out}: is of kind {in_words(old['kind'])}, which {kind} may not replace; choose"
+                         " another --out")
     if not force:
         raise InputError(f"{out}: exists; replace it with --force or choose another --out")
 
@@ -290,8 +281,6 @@ def verify(checkpoint: str | Path, draft: str | Path | None, must: bool, say: Ca
             while block := file.read(1 << 20):
                 digest.update(block)
         if digest.hexdigest() != expected:
-            raise InputError(
-                f"{path}: its sha256 is {digest.hexdigest()}; expected {expected}, which {CONFIG} holds: it"
-                f" is damaged, or was changed; {ADVICE}"
-            )
+            raise InputError(f"{path}: its sha256 is {digest.hexdigest()}; expected {expected}, which"
+                             f" {CONFIG} holds: it is damaged, or was changed; {ADVICE}")
     say(f"verified {size:,} bytes of weights in {time.perf_counter() - began:.1f} s")

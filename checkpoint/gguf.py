@@ -1,6 +1,7 @@
-"""GGUF files as a `Source`. The keys of their metadata are those of llama.cpp's gguf/constants.py.
+"""GGUF files as a `Source` with the keys and names of Hugging Face.
 
-Which tensors a family has is in `checkpoint.families`; here are the container and its config.
+The keys of their metadata and the names of their tensors are those of llama.cpp's gguf/constants.py, the
+changes of tensors those of its converter.
 """
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +17,14 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from checkpoint import hybrid
+from checkpoint.families import FAMILIES, Family
 from checkpoint.folder import Factor, Length
-from checkpoint.hybrid import GGUF_HYBRIDS
+from checkpoint.huggingface import CONFIG_KEYS
 from checkpoint.source import Entry, Source, unique_ids
 from common.cli import library_errors
 from common.errors import InputError, printable
 from common.files import check_file
-from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Width, number, text, whole
+from common.schema import Flag, Many, Name, Schema, Text, Whole, Width, number, text, whole
 from tokens.gguf_tokenizer import rebuild
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
@@ -32,22 +34,34 @@ TOKENIZER = {
     "token_type": list[whole(0, 2**16)], "add_bos_token": Flag, "add_space_prefix": Flag,
     **{f"{name}_token_id": Token for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
-OWN = {  # of the architecture, under its name and a dot
-    "embedding_length": Width, "attention.head_count": Many, "attention.head_count_kv": Many,
-    "rope.dimension_count": Many, "attention.key_length": Many, "attention.value_length": Many,
-    "attention.layer_norm_rms_epsilon": number(above=0, high=1), "vocab_size": Ids,
-    "feed_forward_length": Width, "expert_feed_forward_length": Width, "expert_count": whole(0, 10_000),
-    "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
-    "rope.freq_base": number(above=1, high=1e15), "rope.freq_base_swa": number(above=1, high=1e15),
-    "attention.sliding_window": Whole, "attention.sliding_window_pattern": whole(1),
-    "rope.scaling.type": Short, "nextn_predict_layers": Whole, "full_attention_interval": whole(1),
-    "expert_shared_feed_forward_length": Width,
-    **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank"), Many),
-    "ssm.inner_size": Width,
+# Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
+SAME = {
+    "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "vocab_size": "vocab_size",
+    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "intermediate_size",
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta", "rope.freq_base_swa": "rope_local_base_freq",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+OWN = {key: CONFIG_KEYS[theirs] for key, theirs in SAME.items()} | {
+    "rope.dimension_count": Many, "attention.value_length": Many, "ssm.inner_size": Width,
+    "nextn_predict_layers": Whole, "rope.scaling.type": Short,
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
-    "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
-    "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,
-    "rope.scaling.yarn_attn_factor": Factor,
+    "rope.scaling.original_context_length": Length,
+    **{f"rope.scaling.{name}": Factor for name in (
+        "yarn_beta_fast", "yarn_beta_slow", "attn_factor", "yarn_attn_factor")},
+}
+FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
+MTP = {  # of the layer after the last, under nextn.
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm",
 }
 
 
@@ -70,39 +84,79 @@ def open_gguf(path: Path) -> Source:
     metadata(arch).require(fields, path)
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
+    family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
+    known = FAMILIES.get(family, Family({}))
     short, _ = (stored.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long"))  # longrope's
     config = _config(path, arch, fields, stored, stored.pop("rope_freqs.weight", short))
-    # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
-    # Only the size of a head matters for undoing it, not the number of heads.
-    interleaved = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
-    tensors, stacks = {}, [tensor for tensor in stored.values() if len(tensor.shape) == 3]
-    kept = {tensor.tensor_type.name for tensor in stacks} == {"MXFP4"}  # at 4 bits
-    for name, tensor in stored.items():
-        if "_exps." in name or len(tensor.shape) == 3:  # a matrix, or a bias, for each expert
-            if tensor.shape[-1] != config["num_experts"]:
-                raise InputError(
-                    f"{path}: tensor {printable(name)} has {tensor.shape[-1]:,} matrices; expected"
-                    f" {config['num_experts']:,}, {arch}.expert_count"
-                )
-            for e in range(int(tensor.shape[-1])):
-                if kept and len(tensor.shape) == 3:
-                    values, exponents = _mxfp4(tensor, e)
-                    tensors |= {f"{name}[{e}]": values, f"{name.removesuffix('weight')}scale[{e}]": exponents}
-                else:
-                    tensors[f"{name}[{e}]"] = _entry(path, tensor, expert=e)
-        else:
-            entry = _entry(path, tensor, config.get("head_dim") if interleaved.fullmatch(name) else None)
-            # llama.cpp's converter adds the 1 that zero-centred norms multiply by.
-            tensors[name] = _less_one(entry) if arch == "gemma3" and name.endswith("norm.weight") else entry
-
-    if arch in GGUF_HYBRIDS:
-        tensors = hybrid.from_gguf(tensors, config.get("num_hidden_layers", 0))
+    names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
+    kept = {tensor.tensor_type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
+    for theirs, tensor in stored.items():
+        name = _name(theirs, names, layers)
+        if "_exps." not in theirs and len(tensor.shape) < 3:
+            entry = _entry(path, tensor, _interleaved(theirs, arch, config))
+            tensors[name] = _as_published(name, known, entry)
+            continue
+        # A matrix, or a bias, for each expert.
+        count, expected = int(tensor.shape[-1]), config.get("num_experts", 0)
+        if count != expected:
+            raise InputError(f"{path}: tensor {printable(theirs)} has {count:,} matrices; expected"
+                             f" {expected:,}, {arch}.expert_count")
+        for e in range(count):
+            own = name.replace("{e}", str(e)) if "{e}" in name else f"{name}[{e}]"
+            if kept and len(tensor.shape) == 3:  # at 4 bits
+                tensors[own], tensors[f"{own.removesuffix('weight')}scale"] = _mxfp4(tensor, e)
+            else:
+                tensors[own] = _entry(path, tensor, expert=e)
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
         path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
-        tokenizer=partial(rebuild, fields, where=str(path)),
-    )
+        tokenizer=partial(rebuild, fields, where=str(path)))
+
+
+def _names(arch: str, family: Family) -> dict[str, str]:
+    """Return llama.cpp's names of a family's tensors, with layer 0: theirs -> ours, with {i} and {e}."""
+    import gguf
+
+    if not family.names:
+        return {}
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    known, found = gguf.get_tensor_name_map(kind, 1), {}
+    for ours in chain([FUSED], *family.names.values()):
+        asked = ours.format(i=0, e="*").replace(".*", "").replace("dt_bias", "dt_proj.bias")
+        asked += ".weight" if asked.endswith("sinks") else ""
+        if theirs := known.get_name(asked, try_suffixes=(".weight", ".bias")):
+            found[theirs] = ours
+    return found | {f"blk.0.nextn.{theirs}.weight": f"mtp.{ours}.weight" for theirs, ours in MTP.items()}
+
+
+def _name(theirs: str, names: dict[str, str], layers: int) -> str:
+    """Return our name of a tensor, with {e} for the expert; theirs if there is none."""
+    block = re.match(r"blk\.(\d+)\.", theirs)
+    ours = names.get(re.sub(r"^blk\.\d+\.", "blk.0.", theirs), theirs)
+    if block and int(block[1]) >= layers:  # of a hybrid: its MTP layers
+        return ours.replace("model.layers.{i}.", f"mtp.layers.{int(block[1]) - layers}.")
+    return ours.replace("{i}", block[1]) if block else ours
+
+
+def _interleaved(theirs: str, arch: str, config: dict) -> int | None:
+    """Return the size of the heads whose rows are interleaved in this tensor.
+
+    llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head of
+    LLaMA. Only the size of a head matters for undoing it, not the number of heads.
+    """
+    return config.get("head_dim") if arch == "llama" and re.search(r"\.attn_[qk]\.weight$", theirs) else None
+
+
+def _as_published(name: str, family: Family, entry: Entry) -> Entry:
+    """Return a tensor as it was before llama.cpp's converter changed it. name: ours."""
+    norm = re.search(r"norm(_embedding|_hidden)?\.weight$", name)
+    if norm and family.fixed.get("zero_centred") and "linear_attn." not in name:
+        return entry.changed(lambda x: x - 1)
+    if name.endswith("linear_attn.A_log"):
+        return entry.changed(lambda x: (-x).log())
+    if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
+        return entry.changed(lambda x: x[None], (1, *entry.shape))
+    return entry
 
 
 def _read(path: Path) -> tuple[dict, dict]:
@@ -124,9 +178,8 @@ def _read(path: Path) -> tuple[dict, dict]:
             dequantize(block, tensor.tensor_type)
         except NotImplementedError:
             kind = tensor.tensor_type.name
-            raise InputError(
-                f"{path}: tensor {printable(tensor.name)} is of type {kind}, which cannot be dequantised"
-            ) from None
+            raise InputError(f"{path}: tensor {printable(tensor.name)} is of type {kind}, which"
+                             " cannot be dequantised") from None
     return fields, tensors
 
 
@@ -136,37 +189,30 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
     def get(key: str, default=None):
         return fields.get(f"{arch}.{key}", default)
 
-    hidden, heads, rotary = get("embedding_length"), get("attention.head_count"), get("rope.dimension_count")
-    head_dim = get("attention.key_length") or rotary or (hidden // heads if hidden and heads else None)
-    turning = head_dim if arch in GGUF_HYBRIDS else rotary or head_dim
+    config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
+    hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    rotary, inner = get("rope.dimension_count"), get("ssm.inner_size")
+    head_dim = config.get("head_dim") or rotary or (hidden // heads if hidden and heads else None)
+    hybrid = inner is not None
+    turning = head_dim if hybrid else rotary or head_dim
     if turning != head_dim or get("attention.value_length", head_dim) != head_dim:
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
-    embed, blocks = tensors.get("token_embd.weight"), get("block_count")
-    eps = get("attention.layer_norm_rms_epsilon")
-    # As llama.cpp: of Gemma 3, only the model of 27B has scores over another root than that of head_dim.
-    scalar = hidden // heads if arch == "gemma3" and get("block_count") == 62 and hidden and heads else None
-    config = {
-        "vocab_size": int(embed.shape[-1]) if embed is not None else get("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
-        "num_experts": get("expert_count", 0),
-        "num_experts_per_tok": get("expert_used_count", 0),
+    values, eps = config.get("linear_num_value_heads"), config.get("rms_norm_eps")
+    embed = tensors.get("token_embd.weight")
+    scalar = head_dim if arch == "gemma3" else None
+    if arch == "gemma3" and blocks == 62 and hidden and heads:
+        scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
+    config |= {
+        "vocab_size": config.get("vocab_size") if embed is None else int(embed.shape[-1]),
         "num_hidden_layers": blocks and blocks - get("nextn_predict_layers", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "num_key_value_heads": config.get("num_key_value_heads", heads), "head_dim": head_dim,
         "rms_norm_eps": None if eps is None else _shortest_decimal(eps),
-        "rope_theta": get("rope.freq_base"),
         "rope_scaling": _rope_scaling(path, arch, get, divisors),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "max_position_embeddings": get("context_length"),
-        "sliding_window": get("attention.sliding_window"),
-        "sliding_window_pattern": get("attention.sliding_window_pattern"),
-        "rope_local_base_freq": get("rope.freq_base_swa"),
-        "query_pre_attn_scalar": scalar or (head_dim if arch == "gemma3" else None),
+        "tie_word_embeddings": "output.weight" not in tensors, "query_pre_attn_scalar": scalar,
+        "norm_topk_prob": True if config.get("num_experts") else None,  # llama.cpp knows no other mixtures
+        "linear_value_head_dim": inner // values if inner and values else None,
+        "partial_rotary_factor": rotary / head_dim if hybrid and rotary and head_dim else None,
     }
-    if arch in GGUF_HYBRIDS:
-        config |= hybrid.gguf_config(get, rotary, head_dim)
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 
@@ -207,11 +253,6 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors) -> dict | None
     return {"rope_type": kind, "factor": factor, **values}
 
 
-def _less_one(entry: Entry) -> Entry:
-    """Return a tensor less one."""
-    return Entry.of(entry.shape, entry.dtype, lambda: entry.read() - 1)
-
-
 def _numbers(data, tensor) -> Tensor:
     """Return rows of a tensor's data as numbers."""
     from gguf.quants import dequantize
@@ -236,8 +277,7 @@ def _mxfp4(tensor, expert: int) -> tuple[Entry, Entry]:
 
     return (
         Entry.of((outputs, inputs // 2), torch.uint8, values),
-        Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]),
-    )
+        Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]))
 
 
 def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
@@ -254,9 +294,8 @@ def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | Non
     dtypes = {"F32": torch.float32, "F16": torch.float16}
     unit = interleaved or 1
     if shape[0] % unit:
-        raise InputError(
-            f"{path}: tensor {printable(tensor.name)} {list(shape)} is not a multiple of heads of {unit} rows"
-        )
+        raise InputError(f"{path}: tensor {printable(tensor.name)} {list(shape)} is not a multiple of heads"
+                         f" of {unit} rows")
     rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
 
     def blocks() -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ A kind is an entry of `KINDS`; its network is in `checkpoint.folder: HEADS`. Hea
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from checkpoint.block_layouts import block_kind, read_block, write_block
-from checkpoint.eagle_layouts import eagle_kind, read_eagle, write_eagle1, write_eagle3
+from checkpoint.block_layouts import read_block, write_block
+from checkpoint.eagle_layouts import read_eagle, write_eagle1, write_eagle3
 from checkpoint.folder import CONFIG, HEADS, WEIGHTS
 from checkpoint.huggingface import PUBLISHED
-from checkpoint.layouts import Answers, ReadHead, WrittenHead
-from checkpoint.medusa_layouts import medusa_kind, read_medusa, write_medusa
+from checkpoint.layouts import Answers, Published, ReadHead
+from checkpoint.medusa_layouts import read_medusa, write_medusa
 from checkpoint.source import Source
 from checkpoint.writer import staging
 from common.errors import InputError
@@ -27,14 +28,20 @@ from model import ModelArgs
 from networks.head import Head
 
 LAYOUTS = ("sglang", "speculators")
+SPECULATORS = "eagle3", "peagle", "dflash", "dspark"  # types of heads of that library
+NEEDS = {  # successors of known heads
+    "DFlash2": "its dynamic convolutions around every sublayer and its path selector",
+    "Domino": "its recurrent correction head",
+}
+MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
 
 
 @dataclass(frozen=True)
 class HeadKind:
     """A reader and a writer of one kind of head. architectures: in each of LAYOUTS that it has."""
 
-    read: Callable[[Source, ModelArgs, Answers], ReadHead]
-    write: Callable[[Head, str, str, dict], WrittenHead]  # head, kind, layout, the target's config.json
+    read: Callable[[Source, str, ModelArgs, Answers], ReadHead]
+    write: Callable[[Head, str, str, dict], Published]  # head, kind, layout, the target's config.json
     architectures: tuple[str, ...]
 
 
@@ -51,8 +58,36 @@ KINDS = {
 
 
 def kind_of(source: Source) -> str | None:
-    """Return the kind of a head, None for a target. Raises InputError for unknown heads."""
-    return medusa_kind(source) or block_kind(source) or eagle_kind(source)
+    """Return the kind of a head by the first mark that it has, None for a target.
+
+    Raises InputError for unknown heads.
+    """
+    config, names = source.config, {name.removeprefix("model.") for name in source.tensors}
+    classes = " ".join(map(str, config.get("architectures") or ()))
+    said = config.get("speculators_model_type")
+    for name, what in NEEDS.items():
+        if name in classes or said == name.lower():
+            raise InputError(f"{source.path}: a {name} head is not supported: it needs {what}")
+    if said not in (None, *SPECULATORS):
+        raise InputError(f"{source.path}: a speculators head of type {said!r} is not supported"
+                         f" ({', '.join(SPECULATORS)} are)")
+    if any(name.startswith("hydra_mlp.") for name in names):
+        return "hydra"
+    if any(map(MEDUSA.fullmatch, names)):
+        return "medusa"
+    # P-EAGLE heads may have a Markov head too.
+    markov = any(name.startswith("markov_head.") for name in names) and "mask_hidden" not in names
+    if said == "dspark" or "DSpark" in classes or markov:
+        return "dspark"
+    if said == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
+        return "dflash"
+    if said == "peagle" or "mask_hidden" in names or any(
+            config.get(key) is not None for key in ("pard_token", "ptd_token_id")):
+        return "p-eagle"
+    norms = {"layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"}
+    if said or config.get("draft_vocab_size") or norms & names:
+        return "eagle3"
+    return "eagle" if "fc.weight" in names else None
 
 
 def read_layout(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
@@ -63,11 +98,11 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> ReadHead
     """
     depth = source.config.get("num_target_layers")
     if depth is not None and depth != target.num_layers:
-        raise InputError(
-            f"{source.path}: config: num_target_layers is {depth}; expected {target.num_layers}, as many"
-            " layers as the converted target has; is the head another model's?"
-        )
-    return KINDS[kind_of(source)].read(source, target, answers)
+        raise InputError(f"{source.path}: config: num_target_layers is {depth}; expected"
+                         f" {target.num_layers}, as many layers as the converted target has; is the head"
+                         " another model's?")
+    kind = kind_of(source)
+    return KINDS[kind].read(source, kind, target, answers)
 
 
 def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
@@ -96,12 +131,10 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     architectures = dict(zip(LAYOUTS, KINDS[kind].architectures))
     if layout not in architectures:
         raise InputError(f"the {layout} layout has no place for {kind} heads; write --layout sglang")
-    published = KINDS[kind].write(head, kind, layout, target_config or {})
-    config = {"architectures": [architectures[layout]], **published.config}
-    tensors = {
-        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
-        for name, t in published.tensors.items()
-    }
+    config, tensors = KINDS[kind].write(head, kind, layout, target_config or {})
+    config = {"architectures": [architectures[layout]], **config}
+    for name, t in tensors.items():
+        tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
     PUBLISHED.require(config, folder / CONFIG)
     folder.mkdir(exist_ok=True)
     # Not save_file, which makes a file that only its owner can read.

@@ -5,7 +5,8 @@ import pickle
 import re
 import warnings
 import zipfile
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -24,15 +25,6 @@ from tokens.tokenizer import copy_files
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8,
-}
-MODEL_TYPES = {  # for configs without `architectures`
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "phi3": "Phi3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
-    "gpt_oss": "GptOssForCausalLM",
 }
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
 Token = whole(-1, 2**24) | list[whole(-1, 2**24)] | None  # -1: none
@@ -84,7 +76,8 @@ def open_folder(path: Path) -> Source:
     name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
-    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
+    load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
+    tensors = _sharded(path / name, load) if name.endswith(".json") else _one_file(path / name, load)
     if text := config.get("text_config"):
         config = text | {key: value for key, value in config.items() if value is not None}
         tensors = _text_part(tensors)
@@ -92,12 +85,11 @@ def open_folder(path: Path) -> Source:
     generation = GENERATION.require(read_json(file), file) if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
-    family = (config.get("architectures") or [MODEL_TYPES.get(config.get("model_type"))])[0]
+    family = (config.get("architectures") or [config.get("model_type")])[0]
     return Source(
         path, family, config, tensors,
         stop_ids=unique_ids(stop_ids), bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None,
-        tokenizer=lambda folder, added: copy_files(path, folder),
-    )
+        tokenizer=lambda folder, added: copy_files(path, folder))
 
 
 def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
@@ -110,15 +102,13 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
     return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
 
 
-def _sharded(index: Path) -> dict[str, Entry]:
-    weight_map = shards(index)
-    tensors: dict[str, Entry] = {}
-    last: dict[Path, dict] = {}
+def _sharded(index: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
+    weight_map, tensors = shards(index), {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.parent / file
         if not path.exists():
             raise InputError(f"{path}: missing, though {index.name} lists it")
-        shard = _one_file(path, last)
+        shard = _one_file(path, load)
         for name in (n for n, f in weight_map.items() if f == file):
             if name not in shard:
                 raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
@@ -127,32 +117,19 @@ def _sharded(index: Path) -> dict[str, Entry]:
     return tensors
 
 
-def _one_file(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
-    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path, last)
-
-
-def _safetensors(path: Path) -> dict[str, Entry]:
+def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
         # process's memory until the last tensor.
         with opened(path, AGAIN) as file:
             return file.get_tensor(name)
 
-    return {name: Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), partial(read, name))
-            for name, stored in listed(path, AGAIN).items()}
-
-
-def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
-    """Return the tensors of a pickle. last: the file that is open: one at a time is mapped."""
-    def load() -> dict[str, Tensor]:
-        if path not in last:
-            last.clear()
-            last[path] = _load_pickle(path)
-        return last[path]
-
+    if path.suffix == ".safetensors":
+        return {name: Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), partial(read, name))
+                for name, stored in listed(path, AGAIN).items()}
     known = READABLE_DTYPES.values()
     return {name: Entry.of(tensor.shape, tensor.dtype if tensor.dtype in known else None,
-                           lambda name=name: load()[name]) for name, tensor in load().items()}
+                           lambda name=name: load(path)[name]) for name, tensor in load(path).items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
@@ -169,16 +146,13 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
             raise InputError(
                 f"{path}: unsafe pickle or damaged file, not loaded ({printable(reason)})") from None
     dense = isinstance(state, dict) and all(
-        isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()
-    )
+        isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items())
     if not dense:
         raise InputError(f"{path}: is not a state dict of tensors")
     for name, tensor in state.items():
         if tensor.nbytes > size:  # one number, said to be a matrix
-            raise InputError(
-                f"{path}: tensor {printable(name)} {list(tensor.shape)} is {tensor.nbytes:,} bytes; expected"
-                f" at most {size:,}, the size of the file"
-            )
+            raise InputError(f"{path}: tensor {printable(name)} {list(tensor.shape)} is {tensor.nbytes:,}"
+                             f" bytes; expected at most {size:,}, the size of the file")
     return state
 
 

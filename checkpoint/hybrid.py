@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,68 +40,8 @@ EXPECTED = {  # other keys, and the values that we compute
     "attn_output_gate": (True, None), "mtp_use_dedicated_embeddings": (False, None),
     "output_gate_type": ("swish", "silu", None),
 }
+MOST_ROWS = 2**22  # of a matrix
 READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_rotary_factor"}
-
-# Architectures of GGUF files, and whether heads of values are tiled over those of keys there.
-GGUF_HYBRIDS = {"qwen3next": False, "qwen35": True, "qwen35moe": True}
-GGUF_NAMES = {  # of a layer's tensors
-    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
-    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, "attn_output": "self_attn.o_proj",
-    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
-    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj", "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-    **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
-}
-GGUF_MTP = {
-    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
-    "shared_head_norm": "norm",
-}
-GGUF_WHOLE = {
-    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-
-
-def from_gguf(tensors: dict[str, Entry], layers: int) -> dict[str, Entry]:
-    """Return tensors of a GGUF file under Hugging Face's names. Others keep theirs: they are unexpected."""
-    def renamed(name: str) -> str:
-        block = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        if not block:
-            return GGUF_WHOLE.get(name, name)
-        layer = int(block[1])
-        prefix = f"model.layers.{layer}." if layer < layers else f"mtp.layers.{layer - layers}."
-        if block[2] in ("ssm_a", "ssm_dt.bias"):
-            return f"{prefix}linear_attn.{'A_log' if block[2] == 'ssm_a' else 'dt_bias'}"
-        if expert := re.fullmatch(r"ffn_(gate|up|down)_exps\.weight\[(\d+)\]", block[2]):
-            return f"{prefix}mlp.experts.{expert[2]}.{expert[1]}_proj.weight"
-        stem = block[2].removesuffix(".weight")
-        if stem.startswith("nextn."):
-            return f"mtp.{GGUF_MTP.get(stem.removeprefix('nextn.'), stem)}.weight"
-        return f"{prefix}{GGUF_NAMES[stem]}.weight" if stem in GGUF_NAMES else name
-
-    found = {renamed(name): entry for name, entry in tensors.items()}
-    for name, entry in found.items():
-        if name.endswith("shared_expert_gate.weight") and len(entry.shape) == 1:
-            found[name] = _changed(entry, lambda x: x[None], (1, *entry.shape))
-    return found
-
-
-def gguf_config(get: Callable, rotary: int | None, head_dim: int | None) -> dict:
-    """Return what the metadata of such a GGUF file say under the keys of a config. get(key): a value."""
-    inner, values = get("ssm.inner_size"), get("ssm.time_step_rank")
-    config = {
-        "linear_num_value_heads": values, "linear_num_key_heads": get("ssm.group_count"),
-        "linear_key_head_dim": get("ssm.state_size"), "linear_conv_kernel_dim": get("ssm.conv_kernel"),
-        "linear_value_head_dim": inner // values if inner and values else None,
-        "full_attention_interval": get("full_attention_interval"),
-        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
-        "partial_rotary_factor": rotary / head_dim if rotary and head_dim else None,
-    }
-    return {key: value for key, value in config.items() if value is not None}
 
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
@@ -121,10 +61,8 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
         period = config.get("full_attention_interval", 4)
         kinds = ["full_attention" if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if {*kinds} != {"full_attention", "linear_attention"} or len(kinds) != layers:
-        raise InputError(
-            f"{path}: layer_types must be linear_attention or full_attention for each of {layers} layers, and"
-            " both among them"
-        )
+        raise InputError(f"{path}: layer_types must be linear_attention or full_attention for each of"
+                         f" {layers} layers, and both among them")
     fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
@@ -138,15 +76,6 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
     return rest | {"rope_parameters": rope}, fields
 
 
-def _rows(entry: Entry, order: Tensor) -> Entry:
-    """Return a tensor with these of its rows, in this order."""
-    return Entry.of((len(order), *entry.shape[1:]), entry.dtype, lambda: entry.read()[order])
-
-
-def _changed(entry: Entry, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
-    return Entry.of(shape or entry.shape, entry.dtype, lambda: change(entry.read()))
-
-
 def turning_first(head_dim: int, rotary: int) -> Tensor:
     """Return the order of a head's numbers that puts pairs that turn at (j, j + hd/2), from the first on.
 
@@ -157,112 +86,65 @@ def turning_first(head_dim: int, rotary: int) -> Tensor:
     return torch.cat((turning[0], rest[0], turning[1], rest[1]))
 
 
-class Rearranged:
-    """The tensors of a model under the names of Qwen3.5 with q and its gate apart, heads as `turning_first`.
+def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool) -> dict[str, Entry]:
+    """Return the tensors of a model under the names of Qwen3.5, with q and its gate apart, as `_orders` says.
 
-    path: for errors. fields: of ModelArgs. gguf: norms have 1 added, as llama.cpp writes them. tiled: heads
-    of values lie in groups with one for every head of keys.
+    path: for errors. fields: of ModelArgs. tiled: heads of values lie in groups with one for every head of
+    keys. Raises InputError if a tensor has other rows than the fields say.
     """
-
-    def __init__(self, path: Path, fields: dict, gguf: bool = False, tiled: bool = False):
-        self.path, self.gguf, self.tiled = path, gguf, tiled
-        self.head_dim, self.rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
-        self.keys, self.values = fields["delta_key_heads"], fields["delta_heads"]
-        self.key_dim, self.value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
-        if not self.keys or self.values % self.keys:
-            raise InputError(f"{path}: {self.values} heads of values are no multiple of {self.keys} of keys")
-
-    def of(self, tensors: dict[str, Entry]) -> dict[str, Entry]:
-        """Return the tensors. Raises InputError if one has a shape that cannot be taken apart."""
-        found: dict[str, Entry] = {}
-        for name, entry in tensors.items():
-            for new, part in self._parts(name, entry).items():
-                found[new] = part
-        return found
-
-    def _fit(self, name: str, entry: Entry, rows: int) -> None:
-        if not entry.shape or entry.shape[0] != rows:
-            found = list(entry.shape)
-            raise InputError(f"{self.path}: tensor {printable(name)} {found}: expected {rows} rows")
-
-    def _parts(self, name: str, entry: Entry) -> dict[str, Entry]:
-        stem, _, last = name.rpartition("linear_attn.")
-        if stem:
-            return {f"{stem}linear_attn.{n}": e for n, e in self._delta(name, last, entry).items()}
-        stem, _, last = name.rpartition("self_attn.")
-        if self.gguf and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
-            entry = _changed(entry, lambda x: x - 1)
-        if stem and last in ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"):
-            return {f"{stem}self_attn.{n}": e for n, e in self._attention(name, last, entry).items()}
-        if (fused := re.fullmatch(r"(.*mlp\.experts\.)(gate_up|down)_proj", name)) and len(entry.shape) == 3:
-            return self._experts(fused[1], fused[2], entry)
-        return {name: entry}
-
-    def _attention(self, name: str, last: str, entry: Entry) -> dict[str, Entry]:
-        order, size = turning_first(self.head_dim, self.rotary), self.head_dim
-        unit = 2 * size if last == "q_proj.weight" else size
-        self._fit(name, entry, (entry.shape[0] // unit if entry.shape else 0) * unit or unit)
-        first = torch.arange(entry.shape[0] // unit)[:, None] * unit
-        parts = {last: _rows(entry, (first + order).flatten())}
-        if last == "q_proj.weight":
-            parts["gate_proj.weight"] = _rows(entry, (first + size + torch.arange(size)).flatten())
-        return parts
-
-    def _experts(self, prefix: str, kind: str, entry: Entry) -> dict[str, Entry]:
-        """Take the stack of all experts apart."""
-        count, rows, columns = entry.shape
-        def part(expert: int, first: int, size: int) -> Entry:
-            read = lambda: entry.read()[expert, first : first + size]  # noqa: E731
-            return Entry.of((size, columns), entry.dtype, read)
-
-        half = rows // 2
-        names = {"gate": (0, half), "up": (half, half)} if kind == "gate_up" else {"down": (0, rows)}
-        return {
-            f"{prefix}{e}.{n}_proj.weight": part(e, *place)
-            for e in range(count) for n, place in names.items()
-        }
-
-    def _untiled(self, size: int) -> Tensor:
-        """Return the order that puts heads of values back beside the head of keys that they use."""
-        each = self.values // self.keys
-        place = torch.arange(self.values * size).view(each, self.keys, size)
-        return place.transpose(0, 1).flatten()
-
-    def _delta(self, name: str, last: str, entry: Entry) -> dict[str, Entry]:
-        keys, values = self.keys * self.key_dim, self.values * self.value_dim
-        each = self.values // self.keys
-        if last == "in_proj_qkvz.weight":  # head of keys by head of keys
-            sizes = self.key_dim, self.key_dim, each * self.value_dim, each * self.value_dim
-            self._fit(name, entry, 2 * keys + 2 * values)
-            place = torch.arange(2 * keys + 2 * values).view(self.keys, sum(sizes)).split(sizes, dim=1)
-            q, k, v, z = (x.flatten() for x in place)
-            parts = {"qkv": torch.cat((q, k, v)), "z": z}
-            return {f"in_proj_{n}.weight": _rows(entry, order) for n, order in parts.items()}
-        if last == "in_proj_ba.weight":
-            self._fit(name, entry, 2 * self.values)
-            b, a = torch.arange(2 * self.values).view(self.keys, 2 * each).chunk(2, dim=1)
-            return {f"in_proj_{n}.weight": _rows(entry, x.flatten()) for n, x in (("b", b), ("a", a))}
-        if last == "conv1d.weight" and len(entry.shape) == 3:
-            entry = _changed(entry, lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
-        if self.gguf and last == "A_log":
-            entry = _changed(entry, lambda x: (-x).log())
-        if self.tiled:
-            order = self._untiled(1 if last in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")
-                                  else self.value_dim)
-            if last in ("in_proj_qkv.weight", "conv1d.weight"):
-                order = torch.cat((torch.arange(2 * keys), 2 * keys + order))
-            if last == "out_proj.weight":
-                entry = _changed(entry, lambda x: x[:, order])
-            elif last != "norm.weight":
-                self._fit(name, entry, len(order))
-                entry = _rows(entry, order)
-        return {last: entry}
+    orders, found = _orders(path, fields, tiled), {}
+    for name, entry in tensors.items():
+        stem, last = re.fullmatch(r"(.*?)((?:linear|self)_attn\..*)?", name, re.DOTALL).groups()
+        if last == "linear_attn.conv1d.weight" and len(entry.shape) == 3:
+            entry = entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
+        if last == "linear_attn.out_proj.weight" and tiled:
+            entry = entry.changed(lambda x: x[:, orders["linear_attn.in_proj_z.weight"]["in_proj_z.weight"]])
+        if last not in orders:
+            found[name] = entry
+            continue
+        rows = sum(map(len, orders[last].values()))
+        if entry.shape[:1] != (rows,):
+            raise InputError(f"{path}: tensor {printable(name)} {list(entry.shape)}: expected {rows} rows")
+        for new, order in orders[last].items():
+            change, shape = partial(torch.index_select, dim=0, index=order), (len(order), *entry.shape[1:])
+            found[f"{stem}{last.partition('.')[0]}.{new}"] = entry.changed(change, shape)
+    return found
 
 
-def part_rows(args, name: str) -> tuple[int, ...] | None:
-    """Return the rows of the sources of one of our tensors that are stacked here; None of other tensors."""
-    if ".w_in." in name:
-        values = args.delta_heads * args.delta_value_dim
-        return args.delta_width, values, args.delta_heads, args.delta_heads
-    width, keys = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    return (width, keys, keys, width) if ".wqkv." in f".{name}" and args.delta_layers else None
+def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor]]:
+    """Return the rows of a file's tensor that each of ours has, in order: its name -> {our name: rows}."""
+    size, rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
+    keys, values = fields["delta_key_heads"], fields["delta_heads"]
+    key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
+    if not keys or values % keys:
+        raise InputError(f"{path}: {values} heads of values are no multiple of {keys} of keys")
+    if max(keys * key_dim, values * value_dim, fields["num_heads"] * size) > MOST_ROWS:
+        raise InputError(f"{path}: the heads have more than {MOST_ROWS:,} rows together")
+
+    def each(heads: int, rows: int, order: Tensor) -> Tensor:
+        """These rows of each of many heads."""
+        return (torch.arange(heads)[:, None] * rows + order).flatten()
+
+    turning, straight = turning_first(size, rotary), torch.arange(size)
+    # A head of keys and its heads of values follow one another.
+    sizes = key_dim, key_dim, values // keys * value_dim, values // keys * value_dim
+    q, k, v, z = (each(keys, sum(sizes), rows) for rows in torch.arange(sum(sizes)).split(sizes))
+    b, a = (each(keys, 2 * values // keys, rows) for rows in torch.arange(2 * values // keys).chunk(2))
+    orders = {
+        "self_attn.q_proj.weight": {"q_proj.weight": each(fields["num_heads"], 2 * size, turning),
+                                    "gate_proj.weight": each(fields["num_heads"], 2 * size, size + straight)},
+        "self_attn.k_proj.weight": {"k_proj.weight": each(fields["num_kv_heads"], size, turning)},
+        **{f"self_attn.{x}_norm.weight": {f"{x}_norm.weight": turning} for x in "qk"},
+        "linear_attn.in_proj_qkvz.weight": {
+            "in_proj_qkv.weight": torch.cat((q, k, v)), "in_proj_z.weight": z},
+        "linear_attn.in_proj_ba.weight": {"in_proj_b.weight": b, "in_proj_a.weight": a},
+    }
+    if not tiled:
+        return orders
+    # Heads of values go back beside the head of keys that they use.
+    heads = torch.arange(values).view(-1, keys).T.flatten()
+    rows = (heads[:, None] * value_dim + torch.arange(value_dim)).flatten()
+    both = torch.cat((torch.arange(2 * keys * key_dim), 2 * keys * key_dim + rows))
+    untiled = dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"), heads) | {
+        "in_proj_z.weight": rows, "in_proj_qkv.weight": both, "conv1d.weight": both}
+    return orders | {f"linear_attn.{name}": {name: order} for name, order in untiled.items()}

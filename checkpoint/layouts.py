@@ -4,7 +4,7 @@ A layout is a table of names that is read in both directions. `checkpoint.heads`
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -50,12 +50,7 @@ class ReadHead:
     tensors: dict[str, Entry]
 
 
-@dataclass(frozen=True)
-class WrittenHead:
-    """A head as another program reads it: its config.json and its tensors."""
-
-    config: dict
-    tensors: dict[str, Tensor] = field(repr=False)
+Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it: its config.json and tensors
 
 
 def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
@@ -72,9 +67,8 @@ def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
         rows = [shape[0] for shape in parts.values()]
         tensors |= dict(zip(parts, tensor.split(rows)))
     if left:
-        raise InputError(
-            f"this head has weights that no layout written here has a place for: {', '.join(sorted(left))}"
-        )
+        raise InputError("this head has weights that no layout written here has a place for:"
+                         f" {', '.join(sorted(left))}")
     return tensors
 
 
@@ -106,26 +100,21 @@ def flat_config(config: dict) -> dict:
     return merged
 
 
-def first_of(config: dict, *keys: str):
-    """Return the first value in a config under these keys that is not null."""
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
 def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> None:
     """Raise InputError if one of these layers' inputs is the last layer's output. said: in the config."""
     if max(inputs) >= target.num_layers:
-        raise InputError(
-            f"{path}: config: {said}: the output of the target's last layer is normed where this head was"
-            " trained, and not here; it is not supported"
-        )
+        raise InputError(f"{path}: config: {said}: the output of the target's last layer is normed where"
+                         " this head was trained, and not here; it is not supported")
 
 
-def read_layer_flags(tensors: dict[str, Entry]) -> dict:
-    """Return the fields that follow from the names of tensors: configs omit them, or are wrong."""
-    first = "layers.0.self_attn"
+def read_layer_flags(tensors: dict[str, Entry], first: str = "layers.0.") -> dict:
+    """Return the fields that follow from the names of tensors: configs omit them, or are wrong.
+
+    first: the prefix of the first layer.
+    """
     return {
-        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}.q_proj.bias" in tensors,
-        "qk_norm": f"{first}.q_norm.weight" in tensors,
+        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}self_attn.q_proj.bias" in tensors,
+        "qk_norm": f"{first}self_attn.q_norm.weight" in tensors,
     }
 
 
@@ -141,10 +130,8 @@ def read_markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
     table = tensors.get("markov_head.markov_w1.weight")
     reads = tensors.get("confidence_head.proj.weight")
     if table is not None and kind not in ("vanilla", "gated"):
-        raise InputError(
-            f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated are): its"
-            " state goes from token to token"
-        )
+        raise InputError(f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated"
+                         " are): its state goes from token to token")
     rank = table.shape[1] if table is not None and len(table.shape) == 2 else 0
     width = reads.shape[-1] if reads is not None and reads.shape else 0
     with_markov = flags.get("confidence_head_with_markov")

@@ -37,11 +37,6 @@ def build_module(config: dict, share: Share | None = None) -> Transformer | Head
     return module
 
 
-def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a module's file has to hold."""
-    return {name: tuple(t.shape) for name, t in module.state_dict().items()}
-
-
 def load_model(
     folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict]:
@@ -95,9 +90,8 @@ def _load(
             tensor = share.take(name, file) if share else file.get_tensor(name)
         fixed = _fixed(name, tensor, meta)
         if fixed and tensor.dtype != meta.dtype:
-            raise InputError(
-                f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
-            )
+            raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise"
+                             " again")
         state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
     if "draft_ids" in state:
         check_draft_ids(state["draft_ids"], module.args.vocab_size, str(path))
@@ -118,7 +112,8 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
     """
     with named(folder / CONFIG, ADVICE):
         module = build_module(config)
-    check_shapes({name: s.shape for name, s in stored.items()}, state_shapes(module), str(folder / WEIGHTS))
+    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    check_shapes({name: s.shape for name, s in stored.items()}, shapes, str(folder / WEIGHTS))
     return module
 
 
@@ -126,10 +121,8 @@ def check_draft_ids(ids: torch.Tensor, vocab_size: int, where: str) -> None:
     """Raise InputError unless the draft ids [Vd] are in the vocabulary, each once."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
-        raise InputError(
-            f"{where}: tensor draft_ids holds the id {low if low < 0 else high}; expected ids from 0, below"
-            f" vocab_size, {vocab_size}"
-        )
+        raise InputError(f"{where}: tensor draft_ids holds the id {low if low < 0 else high}; expected ids"
+                         f" from 0, below vocab_size, {vocab_size}")
     if len(ids.unique()) < len(ids):
         raise InputError(f"{where}: tensor draft_ids holds an id twice; expected each once")
 
@@ -138,21 +131,17 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
     """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
     sizes = (
         ("vocabulary", head.vocab_size, target.vocab_size),
-        ("target hidden size", head.target_hidden_size, target.hidden_size),
-    )
+        ("target hidden size", head.target_hidden_size, target.hidden_size))
     for what, found, size in sizes:
         if found != size:
-            raise InputError(
-                f"{where}: the head was made for another target: {what} {found}, this target has {size}"
-            )
+            raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
+                             f" has {size}")
     width = head.hidden_size
     own = {"embedding": head.own_embedding, "lm_head": head.own_lm_head or head.tie_embeddings}
     for matrix, has_own in own.items():
         if not has_own and width != target.hidden_size:
-            raise InputError(
-                f"{where}: the head's width {width} differs from the target's {target.hidden_size}"
-                f" and it carries no {matrix} of its own"
-            )
+            raise InputError(f"{where}: the head's width {width} differs from the target's"
+                             f" {target.hidden_size} and it carries no {matrix} of its own")
     last = max(head.aux_layers)
     if last > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")

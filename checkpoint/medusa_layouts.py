@@ -21,7 +21,7 @@ import re
 import torch
 
 from checkpoint.families import NameTable, with_prefix
-from checkpoint.layouts import LAYER, Answers, ReadHead, WrittenHead, publish
+from checkpoint.layouts import LAYER, Answers, Published, ReadHead, publish
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -78,15 +78,6 @@ def table(form: Form, config: dict) -> tuple[NameTable, dict[str, str]]:
     return names, copies
 
 
-def medusa_kind(source: Source) -> str | None:
-    """Return "medusa" or "hydra" if the tensors are such heads."""
-    names = source.tensors
-    if any(name.startswith("hydra_mlp.") for name in names):
-        return "hydra"
-    medusa = r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)$"
-    return "medusa" if any(re.match(medusa, name) for name in names) else None
-
-
 def target_inside(source: Source) -> Source | None:
     """Return the target of a Medusa-2 model, which carries its heads; None of any other source."""
     own = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
@@ -94,9 +85,9 @@ def target_inside(source: Source) -> Source | None:
     return dataclasses.replace(source, tensors=own) if whole else None
 
 
-def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_medusa(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read Medusa or Hydra heads. Raises InputError if tensors are missing or make no sense."""
-    kind, tensors = medusa_kind(source), dict(source.tensors)
+    tensors = dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
         tensors = {n.removeprefix(MEDUSA2): t for n, t in tensors.items() if n.startswith(MEDUSA2)}
     tensors = {name: entry for name, entry in tensors.items() if name not in TARGETS_TABLE}
@@ -134,18 +125,15 @@ def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Fo
     block = medusa if kind == "medusa" else "hydra_mlp.{}.{}.linear"
     places = numbers(block + ".weight")
     if not places:
-        raise InputError(
-            f"{source.path}: no {kind.title()} head is complete: {block.format(0, 0)}.weight is missing"
-        )
+        raise InputError(f"{source.path}: no {kind.title()} head is complete: {block.format(0, 0)}.weight is"
+                         " missing")
     guesses = 1 + max(k for k, _ in places)
     slots = tuple(slot for k, slot in places if k == 0)
     if kind == "medusa":
         slots = tuple(range(1 + max(slot for _, slot in places)))
     if max(guesses, len(slots)) > MOST:
-        raise InputError(
-            f"{source.path}: tensors of {guesses:,} guesses of {len(slots):,} blocks; expected at most {MOST}"
-            " of each"
-        )
+        raise InputError(f"{source.path}: tensors of {guesses:,} guesses of {len(slots):,} blocks; expected"
+                         f" at most {MOST} of each")
     if kind == "medusa":
         return guesses, Form(block, "lm_heads.{}" if vllm else f"{{}}.{len(slots)}", slots)
     lm_slot = numbers("hydra_lm_head.0.{}.weight")
@@ -186,7 +174,7 @@ def _prefix_layer(config: dict, tensors: dict[str, Entry]) -> dict:
     }
 
 
-def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) -> WrittenHead:
+def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) -> Published:
     """Write Medusa heads in vLLM's layout, Hydra heads in their authors'."""
     args = head.args
     slots = tuple(range(args.blocks))
@@ -209,4 +197,4 @@ def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) ->
     tensors |= {copy: tensors[name].clone() for copy, name in copies.items()}
     if args.draft_vocab_size < args.vocab_size:
         tensors["token_map"] = head.draft_ids.cpu()
-    return WrittenHead(config, tensors)
+    return config, tensors

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, check_exact, read_config
-from checkpoint.loading import build_module, described, load_model, state_shapes
+from checkpoint.loading import build_module, described, load_model
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
@@ -43,43 +43,41 @@ from model import KVCache, ModelArgs, Pass, TargetBlock, blank, inverse_frequenc
 from tokens.tokenizer import Tokenizer
 
 
-def check_source(folder: Path) -> dict:
-    """Return the config of a folder that can be quantised.
+@dataclass(frozen=True)
+class Quantised:
+    """One of our folders and what it becomes: its config.json before and after, and both modules."""
 
-    Raises InputError unless the folder is ours, not quantised yet, and its weights are complete and what the
-    config says.
-    """
-    config, path = read_config(folder), folder / WEIGHTS
-    check_exact(folder, config)
-    stored = listed(path, ADVICE)
-    if odd := [name for name, s in stored.items() if s.dtype not in WRITTEN_DTYPES.values()]:
-        raise InputError(
-            f"{path}: tensor {printable(odd[0])} is {stored[odd[0]].dtype}, of which nothing is written;"
-            f" {ADVICE}"
-        )
-    described(folder, config, stored)
-    return config
+    source: Path
+    before: dict
+    after: dict
+    exact: nn.Module
+    module: nn.Module
 
+    @classmethod
+    def of(cls, source: Path, scheme: Scheme, kind: str | None = None) -> Quantised:
+        """Plan a folder of this kind.
 
-def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, nn.Module]:
-    """Return the config.json of a folder after quantisation, and the module that it describes.
+        Raises InputError unless it is ours, not quantised yet, its weights are complete and what the config
+        says, and the scheme's group divides its layers.
+        """
+        before, path = read_config(source, kind), source / WEIGHTS
+        check_exact(source, before)
+        stored = listed(path, ADVICE)
+        if odd := [name for name, s in stored.items() if s.dtype not in WRITTEN_DTYPES.values()]:
+            raise InputError(f"{path}: tensor {printable(odd[0])} is {stored[odd[0]].dtype}, of which nothing"
+                             f" is written; {ADVICE}")
+        exact = described(source, before, stored)
+        experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
+        after = {**before, "quantization": replace(scheme, experts=experts).written()}
+        if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
+            after["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
+        with named(source / CONFIG, "choose another --group"):
+            return cls(source, before, after, exact, build_module(after))
 
-    Raises InputError if a group does not divide a layer.
-    """
-    experts = config.get("quantization", {}).get("experts")  # in MXFP4, they are copied
-    config = {**config, "quantization": replace(scheme, experts=experts).written()}
-    if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
-        config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
-    with named(source / CONFIG, "choose another --group"):
-        return config, build_module(config)
-
-
-class LayerError(NamedTuple):
-    """The relative error of a quantised layer's weight, or of its outputs on the calibration text."""
-
-    name: str
-    error: float
-    of_outputs: bool
+    @property
+    def size(self) -> int:
+        """Bytes of the weights afterwards."""
+        return sum(t.nbytes for t in self.module.state_dict().values())
 
 
 @dataclass
@@ -113,19 +111,19 @@ class _LayerWriter:
 
 
 def quantize_folder(
-    source: Path, folder: Path, scheme: Scheme, text: Tensor | None = None, allow_nonfinite: bool = False
-) -> list[LayerError]:
-    """Write `source`, one of our folders, quantised into `folder` -> the error of every such layer.
+    plan: Quantised, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
+) -> dict[str, tuple[str, float]]:
+    """Write a folder quantised into `folder` -> the relative error of every such layer.
+
+    It is of the weight ("of weights") or, if the layer was calibrated, "of outputs" on the text.
 
     text [B, T]: token ids; the int4 layers of a target's blocks are calibrated on it. A target's tied lm_head
-    becomes a quantised matrix of its own beside the table. Raises OSError, and InputError on a folder that is
-    not ours, damaged, quantised already, whose layers the group does not divide, or with numbers that are not
-    finite and not allowed.
+    becomes a quantised matrix of its own beside the table. Raises OSError, and InputError on numbers that are
+    not finite and not allowed.
     """
-    exact = check_source(source)
-    names = state_shapes(build_module(exact)).keys()
-    config, module = quantized_module(exact, source, scheme)
-    ready = {} if text is None else calibrate(source, exact, scheme.group, text)
+    source, module, names = plan.source, plan.module, plan.exact.state_dict()
+    group = plan.after["quantization"]["group"]
+    ready = {} if text is None else calibrate(source, plan.before, group, text)
     layers: dict[str, _LayerWriter] = {}
     dtypes = {name: dtype for dtype, name in WRITTEN_DTYPES.items()}
 
@@ -154,10 +152,10 @@ def quantize_folder(
                 read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
             return Planned(name, tuple(tensor.shape), dtype, [Entry.of(tensor.shape, dtype, read)])
 
-        plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-        fill(folder, config, plan, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
-    errors = [LayerError(name, layer.error, False) for name, layer in layers.items()]
-    return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
+        tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
+        fill(folder, plan.after, tensors, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
+    errors = {name: ("of weights", layer.error) for name, layer in layers.items()}
+    return errors | {name: ("of outputs", layer.error) for name, layer in ready.items()}
 
 
 class Calibrated(NamedTuple):
@@ -189,10 +187,9 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
         def read(name: str) -> Tensor:
             tensor = file.get_tensor(name)
             if bad := count_nonfinite(tensor):
-                raise InputError(
-                    f"{source / WEIGHTS}: tensor {name} holds {bad:,} numbers that are not finite (nan or"
-                    " infinite), which cannot be calibrated; --method nearest --allow-nonfinite takes them"
-                )
+                raise InputError(f"{source / WEIGHTS}: tensor {name} holds {bad:,} numbers that are not"
+                                 " finite (nan or infinite), which cannot be calibrated; --method nearest"
+                                 " --allow-nonfinite takes them")
             return tensor
 
         embed = read("embed.weight")

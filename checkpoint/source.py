@@ -47,6 +47,10 @@ class Entry:
         """A tensor that is read in one block, by calling `read`."""
         return cls(tuple(shape), dtype, lambda: iter([read()]))
 
+    def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
+        """A tensor that `change` makes of this one. shape: if it is another."""
+        return Entry.of(shape or self.shape, self.dtype, lambda: change(self.read()))
+
     def read(self) -> Tensor:
         """The complete tensor; a view of its file if that has it in one block."""
         blocks = list(self.blocks())
@@ -96,13 +100,11 @@ def resolve_source(checkpoint: str | Path) -> Path:
     guess = did_you_mean(name, map(str, known))
     missing = f"{path}: no such file or folder{guess}"
     if place not in (Path(), Path("/")):  # a mistyped path is no hub id
-        raise InputError(
-            f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {listed(place)}"
-        )
+        raise InputError(f"{missing}; not looked up on the hub, as {place} is a folder here, which holds"
+                         f" {listed(place)}")
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise InputError(
-            f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
-        )
+        raise InputError(f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub"
+                         " id (org/name)")
     return _download(name, guess)
 
 

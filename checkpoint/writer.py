@@ -108,19 +108,17 @@ def fill(
     folder.mkdir(exist_ok=True)
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
     with tqdm(total=total, unit="B", unit_scale=True, desc=title or folder.name, disable=hidden) as progress:
-        digest = write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
+        digest = _write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
-def write_safetensors(
-    path: Path, plan: list[Planned], progress: Callable[[int], object] = lambda size: None,
-    allow_nonfinite: bool = False, where: str = "the source",
+def _write_safetensors(
+    path: Path, plan: list[Planned], progress: Callable[[int], object], allow_nonfinite: bool, where: str
 ) -> str:
     """Write the planned tensors one block of rows at a time -> the file's sha256.
 
-    progress: told the bytes of each block. Numbers that are not finite are refused or, if they are allowed,
-    counted in a warning. where: the source's name.
+    progress: gets the bytes of each block. The other arguments are those of `fill`.
 
     safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
     header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
@@ -173,10 +171,8 @@ def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
         most = torch.finfo(dtype).max
         others = [name for name, other in DTYPES.items() if torch.finfo(getattr(torch, other)).max >= largest]
         advice = f"use --dtype {' or '.join(others)}" if others else "no --dtype can hold that"
-        raise InputError(
-            f"{what} overflows {str(dtype)[6:]}: it holds {largest:.3g}; expected at most {most:.3g};"
-            f" {advice}"
-        )
+        raise InputError(f"{what} overflows {str(dtype)[6:]}: it holds {largest:.3g}; expected at most"
+                         f" {most:.3g}; {advice}")
     return cast
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
 from tokens.calls import schema_of_calls
-from tokens.schema import ANY_OBJECT
+from tokens.grammar import ANY_OBJECT
 
 RETRY_AFTER = "2"  # seconds
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

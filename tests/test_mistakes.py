@@ -63,6 +63,7 @@ MISTAKES = (
     ("quantize", "--checkpoint NOWHERE --text MISSING", "--text MISSING: no such file"),
     ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
     ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),
+    ("quantize", "--out TARGET --force", "--out TARGET: is the checkpoint itself; choose another folder"),
     ("quantize", "--out HEAD --force", "HEAD: is of kind 'eagle3', which target may not replace; choose"),
     ("quantize", "--mode int8 --group 64", "--group 64: is for int4 and w4a8; --mode int8 has no groups"),
     ("quantize", "--mode int8 --calibrate TEXT", "only for --mode int4"),

@@ -9,7 +9,6 @@ A backend gets a text cut into parts: plain text as str, control tokens as ids. 
     special_tokens_map: "bos_token" -> "<s>", ..., for names that the settings lack
     bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
     strips_space: whether encoding puts a space before the first word, which decoding removes
-    keeps_text: whether encoding is known to keep every visible ASCII character
     id_of: token -> its id, None if there is no such token
 """
 from __future__ import annotations
@@ -37,10 +36,6 @@ LARGEST_FILE = 256 << 20  # bytes of a file
 LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
-# Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
-# the character that follows, which must not be ASCII.
-KEEPING = ("ByteLevel", "Digits", "Split", "Metaspace", "Punctuation", "Prepend",
-           "NFC", "NFD", "NFKC", "NFKD")
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -107,7 +102,6 @@ class JsonBackend:
         self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._read_decoder()
-        self.keeps_text = self._keeps_text()
 
         # The library numbers new tokens from here on, also where ids above are taken. Fillers go before
         # those whose id is higher, and up to the highest id.
@@ -152,7 +146,8 @@ class JsonBackend:
 
     def _read_decoder(self) -> None:
         """Set how tokens spell bytes. Raises InputError on a decoder of another kind."""
-        steps = {step["type"]: step for step in _steps(self._model.decoder)}
+        decoder = json.loads(self._model.decoder.__getstate__()) if self._model.decoder else {"decoders": []}
+        steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
         self._byte_level, self._byte_fallback = set(steps) == {"ByteLevel"}, "ByteFallback" in steps
         known = self._byte_level or (
             steps and steps.keys() <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
@@ -161,15 +156,6 @@ class JsonBackend:
             raise InputError(f"{self._path}: decoder {kind} is neither byte-level nor sentencepiece's")
         prepend_scheme = steps.get("Metaspace", {}).get("prepend_scheme", "never")
         self.strips_space = "Strip" in steps or prepend_scheme != "never"
-
-    def _keeps_text(self) -> bool:
-        def keeps(step: dict) -> bool:
-            if step["type"] == "Replace":
-                return step["pattern"] == {"String": " "} and step["content"] == SPACE
-            return step["type"] in KEEPING and step.get("behavior") not in ("removed", "Removed")
-
-        steps = [*_steps(self._model.normalizer), *_steps(self._model.pre_tokenizer)]
-        return isinstance(self._model.model, tokenizers.models.BPE) and all(map(keeps, steps))
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """Return the ids of a text whose control tokens are ids already."""
@@ -184,13 +170,6 @@ class JsonBackend:
         if self._byte_level:
             return bytes(BYTES[c] for c in token) if BYTES.keys() >= set(token) else token.encode()
         return (self._byte_fallback and fallback_byte(token)) or token.replace(SPACE, " ").encode()
-
-
-def _steps(part) -> list[dict]:
-    """Return the description of each step of a decoder, normalizer or pre-tokenizer."""
-    found = json.loads(part.__getstate__()) if part else {}
-    lists = (found[name] for name in ("decoders", "normalizers", "pretokenizers") if name in found)
-    return next(lists, [found] if found else [])
 
 
 class SentencePieceBackend:
@@ -211,7 +190,6 @@ class SentencePieceBackend:
             proto.normalizer_spec.add_dummy_prefix &= settings.get("add_prefix_space", True)
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
-            self.keeps_text = not proto.normalizer_spec.precompiled_charsmap
             # The first Llama tokenizers put a space before the text that follows a control token too, unless
             # it begins with one.
             self._no_prefix_before = " " if settings.get("legacy", True) else ""

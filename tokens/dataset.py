@@ -11,14 +11,13 @@ dictionaries of "role" (system, user or assistant) and "content" (a text), and o
 """
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError, counted
-from common.files import HALF, check_characters, read_lines, read_text
+from common.files import parse_json, read_lines, read_text
 from tokens.messages import thoughts_of, words_of
 
 # A file's name of a role: ours.
@@ -151,26 +150,15 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
     lines = enumerate(read_lines(path), 1)  # not splitlines: U+2028 may stand in a text
     number, first = next(((i, line) for i, line in lines if line.strip()), (1, ""))
     if first.lstrip().startswith("["):
-        array = "\n".join([first, *(line for _, line in lines)])
-        entries = _parse(array, str(path), ": begins like a JSON array and is none")
+        entries = parse_json("\n".join([first, *(line for _, line in lines)]).encode(), str(path))
         rows = ((f"{path}: entry {i}", entry) for i, entry in enumerate(entries, 1))
     else:
         named = ((f"{path}: line {i}", line) for i, line in chain([(number, first)], lines) if line.strip())
-        rows = ((where, _parse(line, where, " is no JSON object")) for where, line in named)
+        rows = ((where, parse_json(line.encode(), where)) for where, line in named)
     for where, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{where} is no JSON object")
         yield where, row
-
-
-def _parse(text: str, where: str, words: str) -> object:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InputError(f"{where}{words}") from None
-    if HALF.search(text):
-        check_characters(found, where)
-    return found
 
 
 def _messages(where: str, row: dict) -> list[dict]:

@@ -44,8 +44,6 @@ def copy_files(source: Path, target: Path) -> bool:
     """
     if Tokenizer.load(source) is None:
         return False
-    if source.resolve() == target.resolve():
-        return True
     for name in files.COPIED:
         if files.has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)
@@ -197,12 +195,11 @@ class Tokenizer:
 
     @cached_property
     def _most(self) -> list[int]:
-        """Most letters, and most visible characters, of one token; empty if encoding may drop some."""
-        backend = self._backend
-        added = {token.content.encode() for token in backend.added.values()}
-        tokens = added.union(map(backend.bytes_of, backend.ids))
-        if not backend.keeps_text or not tokens.issuperset(bytes([b]) for b in VISIBLE):
+        """Most letters, and most visible characters, of one token; empty if encoding drops some."""
+        if self.decode(self.encode(VISIBLE.decode(), bos=False)) != VISIBLE.decode():
             return []
+        tokens = {token.content.encode() for token in self._backend.added.values()}
+        tokens.update(map(self._backend.bytes_of, self._backend.ids))
         return [max(_count(token, characters) for token in tokens) for characters in (LETTERS, VISIBLE)]
 
     # -- ids to text --------------------------------------------------------------------------

@@ -4,18 +4,14 @@ Logits agree to 1e-4 relative, and 64 greedy tokens are equal, with plain and wi
 of the prompts is longer than the windows of families that have one.
 """
 import json
-import math
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from helpers.blocks import published
-from helpers.families import GEMMA3, GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, H, V, make_target
+from helpers.families import GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, V, greedy, make_target
 from helpers.heads import make_head, write_head
-from helpers.sources import write_gguf
-from safetensors.torch import load_file
+from helpers.hybrids import HYBRIDS, make_hybrid
 from shapes import SHAPES
 
 from checkpoint.convert import convert
@@ -32,22 +28,6 @@ from engine.engine import Engine
 from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
-
-
-@torch.no_grad()
-def greedy(reference, prompt: list[int], count: int) -> list[int]:
-    """The tokens that a model of transformers goes on with."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
-def reference_text(reference) -> tuple[list[list[int]], list[list[int]]]:
-    """(Prompts, what the reference goes on with)."""
-    g = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, V, (n,), generator=g).tolist() for n in (3, WINDOW + 7)]
-    return prompts, [greedy(reference, p, 64) for p in prompts]
 
 
 def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
@@ -89,7 +69,9 @@ def test_target(tmp_path, name, kernels):
         logits = target.logits(target.causal(tokens)[0])
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
     assert error < 1e-4, f"the largest error is {error:.1e} of the largest logit"
-    prompts, texts = reference_text(reference)
+    g = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, V, (n,), generator=g).tolist() for n in (3, WINDOW + 7)]
+    texts = [greedy(reference, prompt, 64) for prompt in prompts]
     decoders = decoders_of(tmp_path, folder, target, **{"sliding_window": 10} if kernels else {})
     for method, decoder in decoders.items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
@@ -126,34 +108,49 @@ def test_heads_with_yarn_of_a_target_in_mxfp4(tmp_path):
     assert found[1:] == found[:1] * 3
 
 
-# As published for gpt-oss-20b, but for keys that say nothing of the model.
+# As published, as far as they say something about text.
 GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "intermediate_size": 2880,
     "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
-    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
-    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
     "rms_norm_eps": 1e-05, "rope_scaling": {
         "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
         "rope_type": "yarn", "truncate": False,
     },
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+    "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+QWEN36_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5_text",
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+    "dtype": "bfloat16", "eos_token_id": 248044,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 17408, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 24,
+    "num_hidden_layers": 64, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 248320, "partial_rotary_factor": 0.25, "image_token_id": 248056,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
 }
 
 
-def test_the_published_config_of_gpt_oss():
-    PUBLISHED.check(GPT_OSS_20B)
-    source = Source(Path("x"), "GptOssForCausalLM", GPT_OSS_20B, {}, [], None, lambda folder, added: False)
-    fields = {"kind": "target", **target_fields(source)}
-    assert check_config(fields) == SHAPES["gpt-oss-20b"][0]  # which benchmarks time
+def test_published_configs():
+    def fields_of(config: dict) -> dict:
+        PUBLISHED.check(config)
+        source = Source(Path("x"), config["architectures"][0], config, {}, [], None, lambda *given: False)
+        return {"kind": "target", **target_fields(source)}
+
+    assert check_config(fields_of(GPT_OSS_20B)) == SHAPES["gpt-oss-20b"][0]  # which benchmarks time
+    fields = fields_of(QWEN36_27B)
+    assert check_config(fields) and fields["delta_layers"] == [1, 1, 1, 0] * 16
+    assert (fields["rotary_dim"], fields["delta_heads"], fields["rope_base"]) == (64, 48, 1e7)
 
 
 SEEN = {  # config keys -> the windows of 8 layers
@@ -192,6 +189,14 @@ REFUSED_TARGETS = {
     "experts quantised otherwise": ("gpt-oss", {"quantization_config": {"quant_method": "awq"}}, "awq"),
     "longrope without factors": ("Phi-3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    "a key that we do not know": ("Qwen3.5", {"residual_scale": 2.0}, "residual_scale 2.0"),
+    "no gate": ("Qwen3.5", {"attn_output_gate": False}, "attn_output_gate"),
+    "yarn of a part of a head": (
+        "Qwen3.5", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
+    "another kind of layer": (
+        "Qwen3.5", {"layer_types": ["full_attention"] * 7 + ["chunked"]}, "each of 8 layers"),
+    "heads that do not fit": (
+        "Qwen3.5", {"linear_num_key_heads": 4}, "6 heads of values are no multiple of 4"),
     "more layers than can be": ("Llama-3", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
 }
 
@@ -199,138 +204,11 @@ REFUSED_TARGETS = {
 @pytest.mark.parametrize("name", REFUSED_TARGETS)
 def test_refused_targets(tmp_path, name):
     which, changes, words = REFUSED_TARGETS[name]
-    make_target(tmp_path / "in", which)
+    (make_hybrid if which in HYBRIDS else make_target)(tmp_path / "in", which)
     file = tmp_path / "in" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(InputError, match=words):
         convert(tmp_path / "in", tmp_path / "out", quiet=True)
-
-
-def test_experts_of_few_rows_and_of_many(tmp_path):
-    """The two ways to compute a mixture agree: few rows gather the weights of their experts, many run all."""
-    make_target(tmp_path / "in", "Qwen3-MoE")
-    target, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
-    experts, x = target.layers[3].mlp, torch.randn(1, 30, H)
-    with torch.no_grad():
-        together = experts(x, torch.zeros_like(x))
-        alone = torch.cat([experts(x[:, i : i + 1], torch.zeros(1, 1, H)) for i in range(30)], dim=1)
-    assert (together - alone).abs().max() < 1e-5 * together.abs().max()
-    assert 1 * experts.used < experts.router.out_features <= 30 * experts.used  # both branches ran
-
-
-# GGUF files of every family
-
-
-GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def gguf_experts(stacks: dict) -> dict:
-    """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
-    """
-    gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
-    if "down_proj_bias" not in stacks:  # gate above up
-        gate, up = gate_up.chunk(2, dim=1)
-        return {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down}
-    gate_up, bias = gate_up.transpose(1, 2), stacks["gate_up_proj_bias"]  # gpt-oss: in turn
-    return {
-        "gate_exps.weight": gate_up[:, ::2], "up_exps.weight": gate_up[:, 1::2],
-        "down_exps.weight": down.transpose(1, 2), "gate_exps.bias": bias[:, ::2],
-        "up_exps.bias": bias[:, 1::2], "down_exps.bias": stacks["down_proj_bias"],
-    }
-
-
-def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
-    """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
-    config, state = reference.config, dict(reference.state_dict())
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    keys = config.to_dict() | {
-        "rope_theta": rope["rope_theta"],
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    }
-    if config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    if arch == "gemma3":  # llama.cpp adds the 1 of zero-centred norms
-        state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
-        for theirs, ours in GEMMA_NORMS.items():
-            state = {n.replace(theirs, ours): t for n, t in state.items()}
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:  # transformers 5 holds them stacked: gate above up
-        for i in range(config.num_hidden_layers):
-            prefix = f"model.layers.{i}.mlp.experts."
-            stacks = {n.removeprefix(prefix): state.pop(n) for n in [*state] if n.startswith(prefix)}
-            state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks).items()}
-    if arch == "gpt-oss":
-        state = {n.replace("post_attention_layernorm", "post_attention_norm"): t for n, t in state.items()}
-
-    def extra(w) -> None:
-        if arch == "gpt-oss":
-            w.add_expert_feed_forward_length(config.intermediate_size)
-        if arch in ("gemma3", "phi3", "gpt-oss"):
-            w.add_sliding_window(config.sliding_window)
-        if arch == "gemma3":
-            w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
-            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            w.add_rope_scaling_factor(rope["factor"])
-        if rope["rope_type"] == "yarn":
-            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            w.add_rope_scaling_factor(rope["factor"])
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        if "short_factor" in rope:
-            for kind in ("short", "long"):
-                w.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
-            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-            w.add_rope_scaling_attn_factors((1 + math.log(2) / math.log(256)) ** 0.5)
-        if experts:
-            w.add_expert_count(experts)
-            w.add_expert_used_count(config.num_experts_per_tok)
-            if arch == "qwen3moe":
-                w.add_expert_feed_forward_length(config.moe_intermediate_size)
-
-    return write_gguf(file, state, keys, kind, extra, arch)
-
-
-@pytest.mark.parametrize("name,arch", [
-    ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
-    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
-    ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
-])
-def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
-    reference = make_target(tmp_path / "in", name)
-    a = convert(tmp_path / "in", tmp_path / "a", quiet=True)
-    b = convert(family_gguf(tmp_path / "m.gguf", reference, arch), tmp_path / "b", quiet=True)
-    x, y = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert x.keys() == y.keys()
-    for k in x:  # 1 is added and taken away
-        torch.testing.assert_close(x[k], y[k], rtol=0, atol=2e-7 if arch == "gemma3" and "norm" in k else 0)
-    same = (
-        "num_layers", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_base", "qkv_bias", "qk_norm",
-        "num_experts", "experts_per_token", "intermediate_size", "tie_embeddings", "windows",
-        "local_rope_base", "activation", "zero_centred", "output_norms", "scaled_embedding", "max_seq_len",
-        "sinks", "biases",
-    )
-    one, two = read_config(a), read_config(b)
-    for config in (one, two):
-        if rope := config["rope_scaling"]:  # float32 in a GGUF
-            keys = "attention_factor", "factor", "original_max_position_embeddings"
-            factors = (rope.get(key) or 1 for key in keys)
-            config["numbers"] = [*rope.get("divisors", ()), *factors]
-    assert one.get("numbers") == pytest.approx(two.get("numbers"))
-    assert [one.get(k) for k in same] == [two.get(k) for k in same]
-
-
-def test_a_gguf_keeps_experts_in_mxfp4(tmp_path):
-    reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
-    file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
-    target, config = load_model(convert(file, tmp_path / "out", quiet=True))
-    assert config["quantization"] == {"mode": None, "group": 0, "lm_head": None, "experts": "mxfp4"}
-    assert config["rope_scaling"]["truncate"] is False
-    tokens = torch.randint(0, V, (1, 60), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
-    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("length, rope, longest", [

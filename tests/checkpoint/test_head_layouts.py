@@ -112,35 +112,27 @@ EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
     "SafeAILab": ({}, {}, {}),
     "SafeAILab, the whole vocabulary": ({"draft": V}, {}, {}),
     "SpecForge, own head size and KV heads": (
-        {"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, {}, {}
-    ),
+        {"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, {}, {}),
     "a head_dim that the config gets wrong": ({"hd": 8, "head_dim": 12}, {}, {}),
     "fc bias": ({"bias": True}, {}, {}),
     "own embedding": ({"embedding": True}, {}, {}),
     "another width": ({"hidden": 32, "embedding": True, "target_hidden_size": H}, {}, {}),
     "five features": (
-        {"aux": 5, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}}, {}, {}
-    ),
+        {"aux": 5, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}}, {}, {}),
     "fc_norm (speculators)": (
-        {**SPECULATORS, "first": "layers.0.", "fc_norm": True}, "fc_norm.{}.weight", {}
-    ),
+        {**SPECULATORS, "first": "layers.0.", "fc_norm": True}, "fc_norm.{}.weight", {}),
     "aux_norm (SGLang)": (
-        {"first": "layers.0."}, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), {}
-    ),
+        {"first": "layers.0."}, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), {}),
     "norm_before_fc": (
-        {**SPECULATORS, "first": "layers.0.", "norm_before_fc": True}, ("input_norm.weight",), {}
-    ),
+        {**SPECULATORS, "first": "layers.0.", "norm_before_fc": True}, ("input_norm.weight",), {}),
     "norm_before_residual": (
-        {**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, {}, {"before": True}
-    ),
+        {**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, {}, {"before": True}),
     "norm_output": ({**SPECULATORS, "first": "layers.0.", "norm_output": True}, {}, {"normed": True}),
     "three layers": ({**SPECULATORS, "first": "layers.0.", "layers": 3}, {}, {"layers": 3}),
     "two layers with qk_norm (Qwen3)": (
-        {**SPECULATORS, "first": "layers.0.", "layers": 2, "qk_norm": True}, {}, {"layers": 2}
-    ),
+        {**SPECULATORS, "first": "layers.0.", "layers": 2, "qk_norm": True}, {}, {"layers": 2}),
     "two layers (SGLang)": (
-        {"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}
-    ),
+        {"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}),
 }
 
 
@@ -171,8 +163,7 @@ def test_eagle3_head(tmp_path, base, name):
     feature = torch.randn(20, hidden)
     expected = papers_eagle3(
         state, embed, state["lm_head.weight"], tokens, feature, options.get("hd", 12),
-        options.get("first", "midlayer."), **flags,
-    )
+        options.get("first", "midlayer."), **flags)
     assert close(run_head(head, tokens, feature), expected)
     ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
     assert torch.equal(head.draft_ids, ids)
@@ -191,24 +182,19 @@ def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
     assert head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
 
 
-def test_the_mask_alone_tells_the_draft_ids(tmp_path, base):
-    state, config = make_head("eagle3")
-    ids = torch.arange(state["d2t"].numel()) + state.pop("d2t")
-    state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
-    folder = converted(tmp_path, base["Llama-3"][0], state, config)
-    assert torch.equal(load_file(folder / "model.safetensors")["draft_ids"], ids)
-
-
-@pytest.mark.parametrize("key", ["d2t", "token_map"])
+@pytest.mark.parametrize("key", ["d2t", "token_map", "t2d"])
 def test_draft_ids_are_sorted(tmp_path, base, key):
+    """Those of the mask are; it alone tells them, too."""
     state, config = make_head("eagle3")
     folder, weights = base["Llama-3"][0], "model.safetensors"
     expected = load_file(converted(tmp_path, folder, state, config, "ascending") / weights)
     count = len(state["d2t"])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(count) if key == "t2d" else order
     ids = (torch.arange(count) + state.pop("d2t"))[order]
-    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(),
-              key: ids - torch.arange(count) if key == "d2t" else ids}
+    given = {"d2t": ids - torch.arange(count), "token_map": ids,
+             "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
+    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(), key: given[key]}
     found = load_file(converted(tmp_path, folder, state, config, "shuffled") / weights)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -218,8 +204,7 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
         {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"],
         ("norm_before_residual", True)),
     "norm_output": (
-        {"norm_output": True}, "--recycle raw", ["--recycle", "normed"], ("recycle_normed", True)
-    ),
+        {"norm_output": True}, "--recycle raw", ["--recycle", "normed"], ("recycle_normed", True)),
     "aux layers": (
         {"eagle_config": {AUX: [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
         ("aux_layers", [3, 4, 5])),
@@ -227,8 +212,7 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
         {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "--aux-layers 2,3,5 or --aux-layers 2,4,5",
         ["--aux-layers", "2,4,5"], ("aux_layers", [2, 4, 5])),
     "as many states as fc is wide": (
-        {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])
-    ),
+        {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])),
 }
 
 
@@ -247,21 +231,17 @@ def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
 
 REFUSED = {
     "an input norm in layer 0": (
-        "eagle", {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "no such norm"
-    ),
+        "eagle", {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "no such norm"),
     "a head of two layers": ("eagle", {}, {"num_hidden_layers": 2}, "2 layers"),
     "another kind of speculator": ("eagle3", {}, {"speculators_model_type": "mtp"}, "'mtp' is not supported"),
     "two kinds of norm before fc": (
         "eagle3", {"fc_norm.0.weight": torch.ones(H), "input_norm.weight": torch.ones(3 * H)}, {},
-        "only one"
-    ),
+        "only one"),
     "a missing fc_norm": ("eagle3", {"fc_norm.0.weight": torch.ones(H)}, {}, "fc_norm.1.weight"),
     "an lm_head in whole numbers, as which the target's would be zeros": (
-        "eagle", {"lm_head.weight": torch.zeros(V, H, dtype=torch.int8)}, {}, "not stored as floating point"
-    ),
+        "eagle", {"lm_head.weight": torch.zeros(V, H, dtype=torch.int8)}, {}, "not stored as floating point"),
     "a left-over tensor": (
-        "eagle3", {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"
-    ),
+        "eagle3", {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"),
 }
 
 

@@ -1,5 +1,7 @@
-"""Sources that cannot be converted: one line that says why, a status, and nothing left on disk."""
+"""Sources and folders that cannot be used: one line that says why, a status, and nothing left on disk."""
+import hashlib
 import json
+import math
 import os
 import pickle
 import struct
@@ -10,40 +12,30 @@ import pytest
 import torch
 from helpers.converting import run
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
+from safetensors.torch import load_file, save_file
 
+import quantize
 from checkpoint.convert import convert
+from checkpoint.folder import verify
+from checkpoint.loading import load_model
+from checkpoint.weights import count_nonfinite
 from common.errors import InputError
 
 
-def edit(config=None, drop=(), add=None, form="safetensors", **changes):
-    """A maker of a source folder with these differences from a good one."""
+def folder_with(drop=(), add=None, form="safetensors", then=lambda folder: None, head=False, **changes):
+    """A maker of a source folder, of a target or a head, with these differences from a good one."""
     def make(folder: Path) -> Path:
-        state = {n: t for n, t in target_state().items() if n not in drop} | (add or {})
-        return write_source(folder, state, {**CONFIG, **(config or {}), **changes}, form)
-    return make
-
-
-def cut(form: str, keep: float):
-    def make(folder: Path) -> Path:
-        write_source(folder, target_state(), form=form)
-        file = next(folder.glob(f"*.{form}"))
-        os.truncate(file, int(file.stat().st_size * keep))
+        state = head_state() if head else target_state()
+        state = {n: t for n, t in state.items() if n not in drop} | (add or {})
+        write_source(folder, state, {**(HEAD_CONFIG if head else CONFIG), **changes}, form)
+        then(folder)
         return folder
     return make
 
 
-def overwritten(name: str, data: bytes | None, form="safetensors"):
-    def make(folder: Path) -> Path:
-        write_source(folder, target_state(), form=form)
-        (folder / name).unlink() if data is None else (folder / name).write_bytes(data)
-        return folder
-    return make
-
-
-def pickled(state: dict):
-    def make(folder: Path) -> Path:
-        return write_source(folder, state, form="bin")
-    return make
+def only(state: dict, form="safetensors", config=CONFIG):
+    """A maker of a source folder with these tensors."""
+    return lambda folder: write_source(folder, state, config, form)
 
 
 def gguf_file(keep: float = 1.0, **options):
@@ -54,61 +46,55 @@ def gguf_file(keep: float = 1.0, **options):
     return make
 
 
-def gguf_head(content: bytes):
-    """A maker of a GGUF file that begins with this content, and holds nothing else."""
+def file_of(name: str, content: bytes):
+    """A maker of a file that holds this, in a folder with nothing else."""
     def make(folder: Path) -> Path:
         folder.mkdir()
-        (folder / "m.gguf").write_bytes(content + bytes(64))
-        return folder / "m.gguf"
+        (folder / name).write_bytes(content)
+        return folder / name
     return make
 
 
-def index_promises_too_much(folder: Path) -> Path:
-    write_source(folder, target_state(), form="safetensors-sharded")
-    file = folder / "model.safetensors.index.json"
+def ghost(folder: Path) -> None:
+    """Let the index name a tensor that its file has not."""
+    file = folder / INDEX
     index = json.loads(file.read_text())
     index["weight_map"]["model.ghost.weight"] = "model-part0.safetensors"
     file.write_text(json.dumps(index))
-    return folder
-
-
-def plain_file(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "file").write_text("x")
-    return folder / "file"
-
-
-def second_lm_head(folder: Path) -> Path:
-    return write_source(folder, target_state(), {**CONFIG, "tie_word_embeddings": True})
 
 
 U32, U64 = (lambda n: struct.pack("<I", n)), (lambda n: struct.pack("<Q", n))
+INDEX = "model.safetensors.index.json"
 K0 = "model.layers.0.self_attn.k_proj.weight"
 
 BAD_TARGETS = {
-    "a file": (plain_file, "not a folder"),
-    "unknown architecture": (edit(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
-    "truncated safetensors": (cut("safetensors", 0.5), "truncated"),
+    "a file": (file_of("file", b"x"), "not a folder"),
+    "unknown architecture": (folder_with(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+    "truncated safetensors": (
+        folder_with(then=lambda f: os.truncate(f / "model.safetensors", 50_000)), "truncated"),
     "truncated GGUF data": (gguf_file(0.7), "truncated"),
-    "2^62 tensors": (gguf_head(b"GGUF" + U32(3) + U64(2**62) + U64(0)), "truncated or damaged"),
-    "a header of 2^63 bytes": (overwritten("model.safetensors", U64(2**63)), "header too large"),
+    "2^62 tensors": (file_of("m.gguf", b"GGUF" + U32(3) + U64(2**62) + bytes(72)), "truncated or damaged"),
+    "a header of 2^63 bytes": (
+        folder_with(then=lambda f: (f / "model.safetensors").write_bytes(U64(2**63))), "header too large"),
     "a matrix of one number": (
-        pickled({"model.norm.weight": torch.zeros(1).expand(2**20, 2**20)}), "[1048576, 1048576] is"),
+        only({"model.norm.weight": torch.zeros(1).expand(2**20, 2**20)}, "bin"), "[1048576, 1048576] is"),
     "GGUF with yarn": (gguf_file(extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)), "yarn"),
     "one part of a split GGUF": (gguf_file(extra=lambda w: w.add_uint16("split.count", 2)), "split GGUF"),
     "GGUF with sizes per layer": (
-        gguf_file(extra=lambda w: w.add_array("llama.rope.dimension_count", [16, 8])), "from layer to layer"
-    ),
+        gguf_file(extra=lambda w: w.add_array("llama.rope.dimension_count", [16, 8])), "from layer to layer"),
     "shard elsewhere": (
-        overwritten("model.safetensors.index.json", b'{"weight_map": {"a": "../a"}}', "safetensors-sharded"),
-        "'../a' is not the name of a file beside it"
-    ),
-    "shard lacks a tensor": (index_promises_too_much, "model.ghost.weight"),
-    "missing tensor": (edit(drop=[K0]), f"{K0} [32, 32] is missing"),
-    "wrong shape": (edit(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
-    "tied and not tied": (second_lm_head, "tie_word_embeddings"),
-    "integer weights": (edit(add={K0: torch.zeros(32, 32, dtype=torch.int64)}), K0),
-    "sparse tensors": (pickled({K0: torch.zeros(2, 2).to_sparse()}), "state dict"),
+        folder_with(form="safetensors-sharded", then=lambda f: (f / INDEX).write_text(
+            '{"weight_map": {"a": "../a"}}')), "'../a' is not the name of a file beside it"),
+    "shard lacks a tensor": (folder_with(form="safetensors-sharded", then=ghost), "model.ghost.weight"),
+    "missing tensor": (folder_with([K0]), f"{K0} [32, 32] is missing"),
+    "missing tensor of a GGUF": (
+        lambda folder: write_gguf(folder / "m.gguf", {n: t for n, t in target_state().items() if n != K0}),
+        f"{K0} [32, 32] is missing"),
+    "wrong shape": (
+        folder_with(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
+    "tied and not tied": (folder_with(tie_word_embeddings=True), "tie_word_embeddings"),
+    "integer weights": (folder_with(add={K0: torch.zeros(32, 32, dtype=torch.int64)}), K0),
+    "sparse tensors": (only({K0: torch.zeros(2, 2).to_sparse()}, "bin"), "state dict"),
 }
 
 
@@ -123,41 +109,20 @@ def test_bad_target(tmp_path, capsys, case):
     assert not list((tmp_path / "place").iterdir())
 
 
-def head_maker(state_changes=None, drop=(), **changes):
-    def make(folder: Path) -> Path:
-        state = {n: t for n, t in head_state().items() if n not in drop}
-        for name, change in (state_changes or {}).items():
-            state[name] = change(state.get(name))
-        return write_source(folder, state, {**HEAD_CONFIG, **changes})
-    return make
-
-
-def wider_head(folder: Path) -> Path:
-    return write_source(folder, head_state(hidden=48), {**HEAD_CONFIG, "hidden_size": 48})
-
-
-def multi_token(state: dict):
-    """A maker of Medusa or Hydra heads with these tensors."""
-    def make(folder: Path) -> Path:
-        return write_source(folder, state, config={})
-    return make
-
-
+NORM, AUX = "midlayer.hidden_norm.weight", "eagle_aux_hidden_state_layer_ids"
+D2T, T2D = head_state()["d2t"], head_state()["t2d"]
 BAD_HEADS = {
-    "hidden size": (wider_head, "width 48"),
+    "hidden size": (only(head_state(hidden=48), config={**HEAD_CONFIG, "hidden_size": 48}), "width 48"),
     "aux layers beyond the target": (
-        head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}), "reads layer 9"),
-    "aux layers in disorder": (
-        head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}), "ascending"
-    ),
-    "no d2t": (head_maker(drop=["d2t", "t2d"]), "d2t"),
-    "d2t too far": (head_maker({"d2t": lambda t: t + 90}, drop=["t2d"]), "d2t"),
-    "t2d says otherwise": (head_maker({"t2d": lambda t: ~t}), "t2d"),
-    "missing tensor": (head_maker(drop=["midlayer.hidden_norm.weight"]), "midlayer.hidden_norm.weight"),
+        folder_with(head=True, eagle_config={AUX: [2, 4, 9]}), "reads layer 9"),
+    "aux layers in disorder": (folder_with(head=True, eagle_config={AUX: [2, 5, 4]}), "ascending"),
+    "no d2t": (folder_with(["d2t", "t2d"], head=True), "d2t"),
+    "d2t too far": (folder_with(["t2d"], {"d2t": D2T + 90}, head=True), "d2t"),
+    "t2d says otherwise": (folder_with(add={"t2d": ~T2D}, head=True), "t2d"),
+    "missing tensor": (folder_with([NORM], head=True), NORM),
     "a token_map beyond the vocabulary": (
-        multi_token({"blocks.0.layers.0.weight": torch.zeros(32, 32), "token_map": torch.tensor([3, 96])}),
-        "token_map"
-    ),
+        only({"blocks.0.layers.0.weight": torch.zeros(32, 32), "token_map": torch.tensor([3, 96])},
+             config={}), "token_map"),
 }
 
 
@@ -216,6 +181,93 @@ def test_overflow_names_the_tensor_of_the_file(tmp_path, capsys, dtype, stored, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_converted_folder_is_no_source(tmp_path, target):
-    with pytest.raises(InputError, match="already converted"):
-        convert(target, tmp_path / "again")
+# Weights of converted folders
+
+
+def test_lost_and_damaged_weights(target):
+    os.truncate(target / "model.safetensors", 1000)
+    with pytest.raises(InputError, match="damaged"):
+        load_model(target)
+    (target / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="no such file; convert the checkpoint again"):
+        load_model(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_what_is_not_finite_is_counted(dtype):
+    """Where a sum of finite numbers is too large for its type, too."""
+    large = torch.finfo(dtype).max
+    for numbers, count in (
+        ([1.0, 2.0], 0), ([large, large], 0), ([-large, -large, 3.0], 0), ([math.nan, 1.0], 1),
+        ([math.inf, -math.inf], 2), ([large, large, math.inf, math.nan], 2),
+    ):
+        assert count_nonfinite(torch.tensor(numbers, dtype=dtype)) == count
+    assert count_nonfinite(torch.tensor([1, 2])) == 0
+
+
+def test_converting_numbers_that_are_not_finite(tmp_path, capsys):
+    """Three in the middle of one of our tensors."""
+    state, odd = target_state(), torch.tensor([math.nan, math.inf, -math.inf])
+    state["model.layers.1.self_attn.k_proj.weight"].view(-1)[5:8] = odd
+    source = write_source(tmp_path / "in", state)
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out")
+    words = f"{source}: tensor model.layers.1.self_attn.k_proj.weight holds 3 numbers that are not finite"
+    assert code == 1 and len(err) == 1 and err[0].startswith(f"error: {words}")
+    assert "--allow-nonfinite" in err[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out", "--allow-nonfinite")
+    assert code == 0 and f"warning: {words} (nan or infinite)" in err
+    written = load_file(tmp_path / "out" / "model.safetensors")["layers.1.wqkv.weight"]
+    assert int((~written.isfinite()).sum()) == 3
+
+
+def test_one_head_that_fails_leaves_nothing(tmp_path, target, capsys):
+    """A target is not there without the heads that were quantised with it."""
+    head = convert(write_source(tmp_path / "head", head_state(), HEAD_CONFIG), target=target, quiet=True)
+    state = load_file(head / "model.safetensors")
+    state["fc.weight"][0, 0] = math.nan
+    save_file(state, head / "model.safetensors")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    argv = ["--checkpoint", str(target), "--out", str(tmp_path / "int8")]
+    assert quantize.main(argv) == 1
+    printed = capsys.readouterr()
+    line = printed.err.splitlines()[-1]
+    assert line.startswith(f"error: {head}/model.safetensors: tensor fc.weight holds 1 numbers that are not")
+    assert "int8" not in printed.out and sorted(p.name for p in tmp_path.iterdir()) == before
+    assert quantize.main([*argv, "--allow-nonfinite"]) == 0
+    assert (tmp_path / "int8" / "eagle3" / "config.json").exists()
+    assert "warning: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def whole(tmp_path, target):
+    """A converted target with a head inside."""
+    convert(write_source(tmp_path / "head", head_state(), HEAD_CONFIG), target=target, quiet=True)
+    return target
+
+
+@pytest.mark.parametrize("which", ["model.safetensors", "eagle3/model.safetensors"])
+def test_a_byte_that_changed_is_found(whole, which):
+    said = []
+    verify(whole, None, True, said.append)
+    assert len(said) == 1 and said[0].startswith("verified ")
+    file = whole / which
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        verify(whole, None, False, said.append)
+    kept = json.loads((file.parent / "config.json").read_text())["sha256"]
+    found = hashlib.sha256(content).hexdigest()
+    assert str(error.value).startswith(f"{file}: its sha256 is {found}; expected {kept}")
+
+
+def test_folders_of_before_have_no_checksum(whole):
+    file, said = whole / "eagle3" / "config.json", []
+    config = json.loads(file.read_text())
+    del config["sha256"]
+    file.write_text(json.dumps(config))
+    verify(whole, None, False, said.append)
+    assert said[0].startswith(f"{file}: has no sha256") and said[1].startswith("verified ")
+    with pytest.raises(InputError, match="has no sha256 to verify the weights with"):
+        verify(whole, None, True, said.append)

@@ -14,7 +14,7 @@ from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
-from checkpoint.quantizing import quantize_folder
+from checkpoint.quantizing import Quantised, quantize_folder
 from kernels.modes import BESIDE, FOUR_BITS
 from kernels.modes import MODES as PRECISIONS
 from kernels.quantized import Scheme
@@ -58,7 +58,8 @@ def folder(golden, tmp_path_factory):
     convert(write_source(work / "wide", target_state(wide), wide), work / "exact", quiet=True)
     for mode in PRECISIONS:
         group = 32 if mode in FOUR_BITS else 0
-        quantize_folder(work / "exact", made / mode, Scheme(mode, group, BESIDE.get(mode, mode)))
+        scheme = Scheme(mode, group, BESIDE.get(mode, mode))
+        quantize_folder(Quantised.of(work / "exact", scheme), made / mode)
     (made / "golden").symlink_to(golden)
     return made
 

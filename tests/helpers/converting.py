@@ -17,8 +17,7 @@ def fused(state: dict, config=CONFIG) -> dict[str, torch.Tensor]:
         out[o + "wqkv.weight"] = torch.cat([state[p + f"self_attn.{x}_proj.weight"] for x in "qkv"])
         out[o + "wo.weight"] = state[p + "self_attn.o_proj.weight"]
         out[o + "mlp.w_gate_up.weight"] = torch.cat(
-            [state[p + f"mlp.{x}_proj.weight"] for x in ("gate", "up")]
-        )
+            [state[p + f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
         out[o + "mlp.w_down.weight"] = state[p + "mlp.down_proj.weight"]
     return out
 

@@ -53,11 +53,9 @@ TARGETS = {
     "Llama-3": ("Llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}}, "one file"),
     "Llama-3.1": ("Llama", {"rope_parameters": LLAMA3}, "sharded"),
     "Llama-3.2": (
-        "Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 16}, "one file"
-    ),
+        "Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 16}, "one file"),
     "linear RoPE": (
-        "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "one file"
-    ),
+        "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "one file"),
     "yarn RoPE": ("Llama", {"rope_parameters": YARN}, "one file"),
     "yarn RoPE with its options": ("Llama", {"rope_parameters": YARN | YARN_OPTIONS}, "one file"),
     "Mistral": ("Mistral", {"rope_parameters": ROPE, "sliding_window": None}, "sharded"),
@@ -65,27 +63,22 @@ TARGETS = {
     "Qwen2.5 tied": ("Qwen2", {"rope_parameters": ROPE, "tie_word_embeddings": True}, "one file"),
     "Qwen3": ("Qwen3", {"rope_parameters": ROPE, "head_dim": 20}, "sharded"),
     "Qwen3 tied, yarn": (
-        "Qwen3", {"rope_parameters": YARN, "head_dim": 20, "tie_word_embeddings": True}, "one file"
-    ),
+        "Qwen3", {"rope_parameters": YARN, "head_dim": 20, "tie_word_embeddings": True}, "one file"),
     "Mistral with its window": ("Mistral", {"rope_parameters": ROPE, "sliding_window": WINDOW}, "sharded"),
     "Qwen2 with windows": ("Qwen2", {"rope_parameters": ROPE, "max_window_layers": 3, **WINDOWS}, "one file"),
     "Qwen3 with windows": (
         "Qwen3", {"rope_parameters": ROPE, "head_dim": 20, **WINDOWS,
-                  "layer_types": ["sliding_attention", "full_attention"] * 4}, "one file"
-    ),
+                  "layer_types": ["sliding_attention", "full_attention"] * 4}, "one file"),
     "Phi-3": ("Phi3", {"rope_parameters": ROPE, "sliding_window": WINDOW}, "sharded"),
     "Phi-3 with longrope": (
         "Phi3", {"rope_parameters": LONGROPE, "sliding_window": WINDOW,
-                 "original_max_position_embeddings": 256}, "one file"
-    ),
+                 "original_max_position_embeddings": 256}, "one file"),
     "Gemma 3": ("Gemma3Text", GEMMA3, "sharded"),
     "Gemma 3 with eyes": ("Gemma3", GEMMA3, "sharded"),
     "Mixtral": (
-        "Mixtral", {"rope_parameters": ROPE, "num_local_experts": 5, "num_experts_per_tok": 2}, "sharded"
-    ),
+        "Mixtral", {"rope_parameters": ROPE, "num_local_experts": 5, "num_experts_per_tok": 2}, "sharded"),
     "Qwen3-MoE": (
-        "Qwen3Moe", {"rope_parameters": ROPE, "head_dim": 20, "norm_topk_prob": True, **EXPERTS}, "sharded"
-    ),
+        "Qwen3Moe", {"rope_parameters": ROPE, "head_dim": 20, "norm_topk_prob": True, **EXPERTS}, "sharded"),
     "Qwen3-MoE, not renormalised": (
         "Qwen3Moe", {"rope_parameters": ROPE, "head_dim": 20, "norm_topk_prob": False, **EXPERTS}, "one file"
     ),
@@ -138,3 +131,12 @@ def make_target(folder: Path, name: str):
         torch.save(load_file(file), folder / "pytorch_model.bin")
         file.unlink()
     return reference
+
+
+@torch.no_grad()
+def greedy(reference, prompt: list[int], count: int) -> list[int]:
+    """The tokens that a model of transformers goes on with."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -73,6 +73,23 @@ GGUF_NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate.": "ffn_gate_inp.",
     "mlp.router.": "ffn_gate_inp.", "self_attn.sinks": "attn_sinks.weight",
 }
+DELTA_NAMES = {  # of gated delta nets, and of their MTP layer, the ninth here
+    "post_attention_layernorm": "post_attention_norm", "mtp.layers.0.": "blk.8.",
+    "mtp.fc": "blk.8.nextn.eh_proj", "mtp.pre_fc_norm_embedding": "blk.8.nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "blk.8.nextn.hnorm", "mtp.norm": "blk.8.nextn.shared_head_norm",
+    "linear_attn.in_proj_qkv.": "attn_qkv.", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
+}
+OTHER_NAMES = {
+    "gemma3": {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+               "post_feedforward_layernorm": "post_ffw_norm"},
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), DELTA_NAMES),
+}
 
 
 def write_gguf(
@@ -84,23 +101,19 @@ def write_gguf(
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     w = gguf.GGUFWriter(file, arch)
-    w.add_block_count(config["num_hidden_layers"])
-    w.add_context_length(config["max_position_embeddings"])
-    w.add_embedding_length(config["hidden_size"])
-    w.add_feed_forward_length(config["intermediate_size"])
-    w.add_head_count(config["num_attention_heads"])
-    w.add_head_count_kv(config["num_key_value_heads"])
-    w.add_key_length(config["head_dim"])
-    w.add_value_length(config["head_dim"])
-    w.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    w.add_rope_freq_base(config["rope_theta"])
-    w.add_bos_token_id(1)
-    w.add_eos_token_id(3)
-    w.add_eot_token_id(5)
+    for add, key in {
+        w.add_block_count: "num_hidden_layers", w.add_context_length: "max_position_embeddings",
+        w.add_embedding_length: "hidden_size", w.add_feed_forward_length: "intermediate_size",
+        w.add_head_count: "num_attention_heads", w.add_head_count_kv: "num_key_value_heads",
+        w.add_key_length: "head_dim", w.add_value_length: "head_dim",
+        w.add_layer_norm_rms_eps: "rms_norm_eps", w.add_rope_freq_base: "rope_theta",
+    }.items():
+        add(config[key])
+    w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
     for name, tensor in state.items():
-        for part, gguf_part in GGUF_NAMES.items():
+        for part, gguf_part in (GGUF_NAMES | OTHER_NAMES.get(arch, {})).items():
             name = name.replace(part, gguf_part)
         data = tensor.float()
         if arch == "llama" and re.search(r"attn_[qk]\.", name):  # halves of a head become neighbouring pairs

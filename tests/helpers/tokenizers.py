@@ -55,8 +55,7 @@ def train_bpe(rule: WordRule) -> tokenizers.Tokenizer:
     model.pre_tokenizer, model.decoder = pre_tokenizers.Sequence(rule.steps), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     model.train_from_iterator(CORPUS, trainer)
     model.add_tokens([AddedToken("</think>", normalized=False), AddedToken("   ", normalized=False)])
     return model

@@ -19,8 +19,7 @@ def bpe(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bpe")
     model = train_bpe(WORD_RULES["smollm"])
     model.post_processor = processors.TemplateProcessing(
-        single=["<|endoftext|>", "$A"], pair=None, special_tokens=[("<|endoftext|>", 0)]
-    )
+        single=["<|endoftext|>", "$A"], pair=None, special_tokens=[("<|endoftext|>", 0)])
     model.enable_truncation(5)
     model.enable_padding(length=7)
     model.save(str(folder / "tokenizer.json"))
@@ -46,8 +45,7 @@ def sp(tmp_path_factory) -> Path:
         sentence_iterator=iter(CORPUS * 3), model_writer=file, model_type="bpe", vocab_size=520,
         byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
         character_coverage=0.98, user_defined_symbols=["<sep>"], allow_whitespace_only_pieces=True,
-        minloglevel=2,
-    )
+        minloglevel=2)
     (folder / "tokenizer.model").write_bytes(file.getvalue())
     added = {
         "520": {"content": "<|tool|>", "special": True}, "521": {"content": "</think>", "special": False}

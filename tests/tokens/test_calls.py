@@ -183,9 +183,9 @@ def test_thoughts_that_the_prompt_has_opened():
     ("now", "True", True), ("now", "1", "1"), ("where", '{"a": [1]}', {"a": [1]}),
     ("where", "{'a': None}", {"a": None}), ("where", "null", None), ("all", "(1, 2)", [1, 2]),
     ("all", "{1}", "{1}"), ("all", "[" * 9999, "[" * 9999), ("most", "7", 7), ("most", "None", None),
-    ("unit", "2", 2), ("any", "3", "3"), ("either", "3", 3), ("either", "x", "x"), ("maybe", "null", None),
-    ("damaged", "3", "3"), ("unknown", "3", "3"),
-), ids=range(26))
+    ("unit", "2", 2), ("any", "3", "3"), ("either", "3", 3), ("either", "x", "x"), ("either", '"x"', '"x"'),
+    ("maybe", "null", None), ("damaged", "3", "3"), ("unknown", "3", "3"),
+), ids=range(27))
 def test_parameters_have_the_types_of_the_schema(name, text, value):
     _, rest, calls = read(CODER, coder("f", **{name: text}))
     assert not rest and json.loads(calls[0][1]) == {name: value}

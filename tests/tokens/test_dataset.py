@@ -6,14 +6,7 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens.dataset import (
-    read_chats,
-    read_conversations,
-    read_prompts,
-    read_questions,
-    read_turns,
-    row_texts,
-)
+from tokens.dataset import read_chats, read_conversations, read_prompts, read_questions, read_turns, row_texts
 
 
 def said(*messages: str) -> list[dict]:
@@ -38,8 +31,7 @@ def test_prompt_files_of_every_kind(write):
     parts = [{"type": "text", "text": "f"}]
     file = write(
         {"turns": ["a", "b"]}, '{"prompt": "c\\u2028d"}\n', {"conversations": TALK},
-        {"messages": [*said("system: s"), {"role": "user", "content": parts}]},
-    )
+        {"messages": [*said("system: s"), {"role": "user", "content": parts}]})
     assert read_turns(file) == [["a", "b"], ["c\u2028d"], ["e", "g"], ["f"]]
     assert read_prompts(file) == ["a", "c\u2028d", "e", "f"]
     assert read_prompts(write('[{"prompt": "a"},\n {"prompt": "b"}]')) == ["a", "b"]
@@ -48,8 +40,8 @@ def test_prompt_files_of_every_kind(write):
 @pytest.mark.parametrize("read, row, words", [
     (read_prompts, "{}\n", "line 1: no conversation"),
     (read_prompts, '{"turns": ["a"]}\n{"turns": [3]}\n', "line 2: no user turns"),
-    (read_prompts, "x\n", "line 1 is no JSON object"), (read_prompts, "", "holds no prompts"),
-    (read_prompts, '[{"prompt": "a"}', "begins like a JSON array"),
+    (read_prompts, "x\n", "line 1: cannot be read as JSON"), (read_prompts, "", "holds no prompts"),
+    (read_prompts, '[{"prompt": "a"}', "cannot be read as JSON"),
     (read_prompts, '{"messages": ["hello"]}', "line 1: a message is no JSON object"),
     (read_prompts, '{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
     (read_prompts, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "holds no prompts"),
@@ -76,8 +68,7 @@ def test_conversations_end_with_an_answer(write):
 def test_rows_without_talk_are_left_out_and_counted(write):
     lines, file = [], write(*({"messages": messages} for messages in (
         said("tool: x", "user: y"), said("assistant: z"),
-        said("system: a", "user: q", "developer: b", "assistant: r"),
-    )))
+        said("system: a", "user: q", "developer: b", "assistant: r"))))
     asked = said("system: a\n\nb", "user: q")
     assert read_chats(file, lines.append) == [asked]
     assert read_conversations(file, lines.append) == [[*asked, *said("assistant: r")]]

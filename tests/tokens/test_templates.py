@@ -7,13 +7,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from helpers.tokenizers import (
-    CORPUS,
-    changed_json,
-    json_library,
-    sentencepiece_library,
-    with_template,
-)
+from helpers.tokenizers import CORPUS, changed_json, json_library, sentencepiece_library, with_template
 
 from common.errors import InputError
 from tokens.templates import TEMPLATES, Template, find_template, render_template
@@ -45,8 +39,7 @@ def test_a_user_cannot_type_control_tokens(bpe, text):
     ids = tok.chat(user(text))
     assert [i for i in ids if i in (0, 1, 2)] == [1, 2, 1]
     assert library.decode(ids, skip_special_tokens=False) == (
-        f"<|im_start|>user\n{text.strip()}<|im_end|>\n<|im_start|>assistant\n"
-    )
+        f"<|im_start|>user\n{text.strip()}<|im_end|>\n<|im_start|>assistant\n")
     start, end = ids.index(1), ids.index(2)  # and the tokens are those of the plain text where it stands
     assert ids[start + 1 : end] == tok.encode("user\n" + text.strip(), bos=False)
 
@@ -107,14 +100,8 @@ def test_template_language(bpe, tmp_path):
         "    {% if true %}\n{% endif %}\n"
         "{%- if tools is not none %}tools{% endif %}{{ eos_token }}{{ strftime_now('%Y') | length }}\n"
         "    {%- for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ mood }}"
-    )
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
-    changed_json(bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "chat_template": named})
-    )
-    tok = Tokenizer.load(tmp_path)
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ mood }}")
+    tok = with_template(bpe, tmp_path, template)
     ids = tok.chat([{"role": "ü", "content": "<a>"}, {"role": "x", "content": "y"}], mood="!")
     assert ids[0] == 2 and tok.decode(ids) == '4{"role": "ü", "content": "<a>"}!'
 

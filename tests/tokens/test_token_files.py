@@ -157,24 +157,31 @@ def test_ids_with_gaps(tmp_path):
     assert tok.encode('"hello"')[1] == 310 and guide.error is None
 
 
+def vocab_json(folder, more: dict | None = None, **files: dict | None):
+    """A folder with vocab.json and merges.txt. more: tokens. files: others, by name."""
+    folder.mkdir()
+    vocab = {c: i for i, c in enumerate(sorted(byte_alphabet()))} | {"he": 256, "ll": 257} | (more or {})
+    for name, content in {"vocab": vocab, **files}.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    return folder
+
+
 @pytest.mark.parametrize("config, model", [
     ({"tokenizer_class": "Qwen2Tokenizer"}, {}), ({"tokenizer_class": "Qwen2TokenizerFast"}, {}),
     ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"model_type": "qwen3_moe"}),
     ({}, {"model_type": "qwen2"}),
 ])
 def test_vocab_json_and_merges(tmp_path, config, model):
-    source, copy = tmp_path / "in", tmp_path / "out"
-    source.mkdir(), copy.mkdir()
-    vocab = {c: i for i, c in enumerate(sorted(byte_alphabet()))} | {"he": 256, "ll": 257}
-    (source / "vocab.json").write_text(json.dumps(vocab))
-    assert Tokenizer.load(source) is None  # of no use without merges
-    (source / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
     with pytest.raises(InputError, match=r"vocab.json: tokenizer_class null .* save the tokenizer as"):
-        Tokenizer.load(source)
+        Tokenizer.load(vocab_json(tmp_path / "unknown"))
+    (tmp_path / "unknown" / "merges.txt").unlink()
+    assert Tokenizer.load(tmp_path / "unknown") is None  # of no use without merges
     decoder = special(i258="<|endoftext|>", i259=END, i260=START)
-    (source / "tokenizer_config.json").write_text(
-        json.dumps(config | {"eos_token": END, "added_tokens_decoder": decoder, "chat_template": CHATML}))
-    (source / "config.json").write_text(json.dumps(model))
+    config = config | {"eos_token": END, "added_tokens_decoder": decoder, "chat_template": CHATML}
+    source, copy = vocab_json(tmp_path / "in", tokenizer_config=config, config=model), tmp_path / "out"
+    copy.mkdir()
     assert copy_files(source, copy)
     shutil.rmtree(source)
     tok = Tokenizer.load(copy)
@@ -192,14 +199,9 @@ def test_vocab_json_and_merges(tmp_path, config, model):
 ])
 def test_what_the_class_of_a_vocab_json_adds(tmp_path, more, kind, config, id_, ids):
     """The end of text is a control token of these classes, whether a file names it or not."""
-    source, copy = tmp_path / "in", tmp_path / "out"
-    source.mkdir(), copy.mkdir()
-    vocab = {c: i for i, c in enumerate(sorted(byte_alphabet()))} | {"he": 256, "ll": 257} | more
-    contents = {"vocab": vocab, "config": {"model_type": kind}, "tokenizer_config": config}
-    for name, content in contents.items():
-        if content is not None:
-            (source / f"{name}.json").write_text(json.dumps(content))
-    (source / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    source = vocab_json(tmp_path / "in", more, config={"model_type": kind}, tokenizer_config=config)
+    copy = tmp_path / "out"
+    copy.mkdir()
     copy_files(source, copy)
     for tok in map(Tokenizer.load, (source, copy)):
         assert tok.control["<|endoftext|>"] == id_ and id_ in tok.stop_ids and tok.decode([id_]) == ""

@@ -43,8 +43,7 @@ def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, scheme):
     alphabet = [f"<0x{b:02X}>" for b in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<unk>", "<s>", "</s>", *alphabet], limit_alphabet=60,
-        show_progress=False
-    )
+        show_progress=False)
     model.train_from_iterator(CORPUS, trainer)
     spec = json.loads(model.to_str())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["content"].startswith("<0x")]
@@ -104,11 +103,10 @@ def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
     assert tok.decode(tok.encode(" fox")) == " fox"
 
 
-@pytest.mark.parametrize("setting, bos", [(None, True), (True, True), (False, False)])
-@pytest.mark.parametrize("kind", ["bpe", "sp"])
-def test_add_bos_token_has_the_last_word(kind, request, tmp_path, setting, bos):
+@pytest.mark.parametrize("kind, setting", [("bpe", True), ("bpe", False), ("sp", True), ("sp", False)])
+def test_add_bos_token_has_the_last_word(kind, request, tmp_path, setting):
     tok = with_settings(request.getfixturevalue(kind), tmp_path, add_bos_token=setting)
-    assert (tok.encode("fox")[0] == tok.bos_id) is bos
+    assert (tok.encode("fox")[0] == tok.bos_id) is setting
 
 
 def test_many_threads_use_one_tokenizer(bpe, sp):
@@ -126,13 +124,13 @@ def test_many_threads_use_one_tokenizer(bpe, sp):
 
 @pytest.mark.parametrize("text", [
     "The quick brown fox 123. ", "a", " ", "\n", "中文字", "e\u0301", "<|im_", "\0", "👩‍👩‍👧", "x1-",
-    "K\u212a", "-",
+    "K\u212a", "-", "<|endoftext|>",  # the longest token: the bound is reached
 ])
 @pytest.mark.parametrize("kind", ["bpe", "sp"])
 def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request, text):
     tok, long = Tokenizer.load(request.getfixturevalue(kind)), text * 400
     chat = [{"role": "user", "content": long}]
-    for ask in (partial(tok.encode, long, bos=False), partial(tok.chat, chat)):
+    for ask in (partial(tok.encode, long, bos=False, parse_special=True), partial(tok.chat, chat)):
         ids = ask()
         assert ask(at_most=len(ids)) == ids
         for room in (1, len(ids) // 2, len(ids) - 1):
@@ -182,8 +180,7 @@ def test_stream_equals_decode(kind, request):
     for n in range(120):
         samples.append([
             rng.choice(bytewise) if rng.random() < n / 120 else rng.randrange(tok.vocab_size)
-            for _ in range(60)
-        ])
+            for _ in range(60)])
     split = 0
     for ids in samples:
         text, stream, streamed, i = tok.decode(ids), tok.stream(), "", 0
@@ -192,20 +189,11 @@ def test_stream_equals_decode(kind, request):
             streamed += stream.push(ids[i : i + step])
             i += step
             assert text.startswith(streamed)  # so a U+FFFD in a piece is one of the text
-            split += tok.decode(ids[:i]) != streamed
+            waiting = tok.decode(ids[:i]).removeprefix(streamed)
+            assert not waiting.strip("\ufffd")  # nothing waits but the bytes of one character
+            split += bool(waiting)
         assert streamed + stream.flush() == text
     assert split > 100  # the samples did hold characters split between pushes
-
-
-def test_stream_holds_back_a_split_emoji(bpe, sp):
-    for folder in (bpe, sp):
-        tok = Tokenizer.load(folder)
-        ids = tok.encode("a🦔b", bos=False)  # not in the corpus: split over several tokens
-        stream = tok.stream()
-        pushed = [stream.push([i]) for i in ids]
-        assert [p for p in pushed if p] == ["a", "🦔", "b"] and pushed.count("") >= 2 and stream.flush() == ""
-        stream = tok.stream()
-        assert stream.push(ids[:-2]) == "a" and stream.flush() == "\ufffd"
 
 
 # ---- files ----
@@ -215,7 +203,7 @@ def test_copy_and_load(bpe, tmp_path):
         (tmp_path / name).mkdir()
     assert Tokenizer.load(tmp_path / "empty") is None and Tokenizer.load(tmp_path / "nowhere") is None
     assert not copy_files(tmp_path / "empty", tmp_path / "copy") and not list((tmp_path / "copy").iterdir())
-    assert copy_files(bpe, tmp_path / "copy") and copy_files(bpe, bpe)
+    assert copy_files(bpe, tmp_path / "copy")
     copy = Tokenizer.load(tmp_path / "copy")
     assert copy.encode("fox") == Tokenizer.load(bpe).encode("fox") and copy.same_ids(Tokenizer.load(bpe))
     assert Tokenizer.load(tmp_path / "copy") is copy

@@ -1,0 +1,239 @@
+"""GGUF files, as llama.cpp's converter writes them, give the folder that the Hugging Face folder gives."""
+import math
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers.converting import assert_same, fused
+from helpers.families import GEMMA3, LAYERS, H, V, make_target
+from helpers.hybrids import make_hybrid
+from helpers.sources import CONFIG, target_state, write_gguf
+from safetensors.torch import load_file
+
+from checkpoint import gguf as gguf_source
+from checkpoint.convert import convert
+from checkpoint.folder import read_config
+from checkpoint.loading import load_model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_f32(tmp_path, tied):
+    config = {**CONFIG, "tie_word_embeddings": tied}
+    out = convert(write_gguf(tmp_path / "m.gguf", target_state(config), config), tmp_path / "out", quiet=True)
+    assert_same(load_file(out / "model.safetensors"), fused(target_state(config)))
+    written = read_config(out)
+    assert written["norm_eps"] == 1e-5 and written["tie_embeddings"] == tied and written["stop_ids"] == [3, 5]
+
+
+def test_quantised(tmp_path, monkeypatch):
+    # One head per block, so that tensors come in several.
+    monkeypatch.setattr(gguf_source, "BLOCK_BYTES", 16 * 4 * 32)
+    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), kind="Q8_0"), tmp_path / "out", quiet=True)
+    state, exact = load_file(out / "model.safetensors"), fused(target_state())
+    assert state.keys() == exact.keys()
+    for name, tensor in exact.items():
+        assert state[name].dtype == torch.bfloat16
+        # Q8_0: half a step of max|block|/127, then bf16's 8 bits.
+        bound = tensor.abs().max() * (1 / 254 + 1 / 256)
+        assert (state[name].float() - tensor).abs().max() < bound, name
+
+
+def test_stop_ids(tmp_path):
+    """Those of the metadata, and well-known end tokens, of whatever type."""
+    def extra(w):
+        w.add_tokenizer_model("llama"), w.add_unk_token_id(0)
+        w.add_token_list(["<unk>", "<s>", "b", "<eos>", "<|im_end|>", "<|x|>", "<|eot_id|>", "<|y|>"])
+        w.add_token_types([2, 3, 1, 3, 1, 4, 5, 4])
+        w.add_token_scores([0.0] * 8)
+
+    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
+    assert read_config(out)["stop_ids"] == [3, 5, 4, 6] and read_config(out)["bos_id"] == 1
+
+
+@pytest.mark.parametrize("keys, scaling, longest", [
+    # As llama.cpp reads them: the factor alone is a linear one.
+    ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0, 512),
+    ({"scaling.type": "linear", "scale_linear": 4.0, "scaling.factor": 2.0}, 2.0, 256),
+    ({"scaling.factor": 4.0, "scaling.original_context_length": 32}, 4.0, 128),  # of 128 that are stretched
+    ({"scaling.type": "none", "scaling.factor": 4.0}, None, 128), ({"scaling.factor": 1.0}, None, 128),
+])
+def test_linear_rope(tmp_path, keys, scaling, longest):
+    adders = {str: "add_string", float: "add_float32", int: "add_uint32"}
+
+    def extra(w):
+        for key, value in keys.items():
+            getattr(w, adders[type(value)])(f"llama.rope.{key}", value)
+
+    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
+    written, expected = read_config(out), scaling and {"rope_type": "linear", "factor": scaling}
+    assert (written["rope_scaling"], written["max_seq_len"]) == (expected, longest)
+
+
+def test_rope_divisors(tmp_path):
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    file = write_gguf(tmp_path / "m.gguf", target_state(), extra=lambda w: w.add_tensor(
+        "rope_freqs.weight", divisors))
+    source = gguf_source.open_gguf(file)
+    assert source.config["rope_scaling"] == {"rope_type": "divisors", "divisors": divisors.tolist()}
+
+
+def gguf_experts(stacks: dict) -> dict:
+    """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
+    """
+    gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    if "down_proj_bias" not in stacks:  # gate above up
+        gate, up = gate_up.chunk(2, dim=1)
+        return {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down}
+    gate_up, bias = gate_up.transpose(1, 2), stacks["gate_up_proj_bias"]  # gpt-oss: in turn
+    return {
+        "gate_exps.weight": gate_up[:, ::2], "up_exps.weight": gate_up[:, 1::2],
+        "down_exps.weight": down.transpose(1, 2), "gate_exps.bias": bias[:, ::2],
+        "up_exps.bias": bias[:, 1::2], "down_exps.bias": stacks["down_proj_bias"],
+    }
+
+
+def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
+    """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
+    config, state = reference.config, dict(reference.state_dict())
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    keys = config.to_dict() | {
+        "rope_theta": rope["rope_theta"],
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    }
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    if arch == "gemma3":  # llama.cpp adds the 1 of zero-centred norms
+        state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:  # transformers 5 holds them stacked: gate above up
+        for i in range(config.num_hidden_layers):
+            prefix = f"model.layers.{i}.mlp.experts."
+            stacks = {n.removeprefix(prefix): state.pop(n) for n in [*state] if n.startswith(prefix)}
+            state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks).items()}
+
+    def extra(w) -> None:
+        if arch == "gpt-oss":
+            w.add_expert_feed_forward_length(config.intermediate_size)
+        if arch in ("gemma3", "phi3", "gpt-oss"):
+            w.add_sliding_window(config.sliding_window)
+        if arch == "gemma3":
+            w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            w.add_rope_scaling_factor(rope["factor"])
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "short_factor" in rope:
+            for kind in ("short", "long"):
+                w.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+            w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            w.add_rope_scaling_attn_factors((1 + math.log(2) / math.log(256)) ** 0.5)
+        if experts:
+            w.add_expert_count(experts)
+            w.add_expert_used_count(config.num_experts_per_tok)
+            if arch == "qwen3moe":
+                w.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+    return write_gguf(file, state, keys, kind, extra, arch)
+
+
+def hybrid_gguf(file: Path, state: dict, config, arch: str) -> Path:
+    """A model with gated delta nets as a GGUF file. state: a whole checkpoint's, with its MTP layer."""
+    keys, each, size = 2, 3, 12
+
+    def tiled(x: torch.Tensor, rows: int) -> torch.Tensor:
+        """Heads of values, beside their heads of keys in x, over all heads of keys."""
+        return x.view(keys, each, rows, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+    found: dict[str, torch.Tensor] = {}
+    for name, x in state.items():
+        last = name.rpartition("linear_attn.")[2] if "linear_attn." in name else ""
+        if re.search(r"norm(_embedding|_hidden)?\.weight$", name) and not last:
+            x = x + 1
+        if expert := re.fullmatch(r"(.+\.)mlp\.experts\.\d+\.(\w+)_proj\.weight", name):  # in order
+            name = f"{expert[1]}ffn_{expert[2]}_exps.weight"
+            x = torch.cat((found[name], x[None])) if name in found else x[None]
+        if last == "conv1d.weight":
+            x = x[:, 0]
+        if last == "A_log":
+            x = -x.exp()
+        if last == "in_proj_qkvz.weight":
+            parts = x.view(keys, -1, H).split((8, 8, each * size, each * size), dim=1)
+            q, k, v, z = (part.reshape(-1, H) for part in parts)
+            found |= {name.replace("qkvz", "qkv"): torch.cat((q, k, v)), name.replace("qkvz", "z"): z}
+            continue
+        if last == "out_proj.weight" and arch != "qwen3next":
+            x = tiled(x.T.contiguous(), size).T
+        elif last in ("in_proj_qkv.weight", "conv1d.weight") and arch != "qwen3next":
+            x = torch.cat((x[:32], tiled(x[32:].contiguous(), size)))
+        elif last not in ("", "norm.weight", "out_proj.weight") and arch != "qwen3next":
+            x = tiled(x, size if last == "in_proj_z.weight" else 1)
+        found[name] = x
+
+    def extra(w) -> None:
+        numbers = {
+            w.add_nextn_predict_layers: 1, w.add_rope_dimension_count: 8, w.add_ssm_conv_kernel: 4,
+            w.add_ssm_state_size: 8, w.add_ssm_group_count: keys, w.add_ssm_time_step_rank: keys * each,
+            w.add_ssm_inner_size: keys * each * size, w.add_full_attention_interval: 4}
+        if arch != "qwen35":
+            numbers |= {w.add_expert_count: 6, w.add_expert_used_count: 2,
+                        w.add_expert_feed_forward_length: 32, w.add_expert_shared_feed_forward_length: 24}
+        for add, number in numbers.items():
+            add(number)
+
+    config = config.to_dict() | {"num_hidden_layers": LAYERS + 1, "rope_theta": 5000.0}
+    return write_gguf(file, found, config, "F32", extra, arch)
+
+
+ROPE = "attention_factor", "factor", "original_max_position_embeddings"
+OTHERS = {"name", "source", "sha256", "stop_ids", "bos_id", "query_scalar"}  # of which one says more
+
+
+def comparable(config: dict) -> dict:
+    """What the configs of both must have in common, with the numbers of `rope_scaling` as a list."""
+    rope = config["rope_scaling"] or {}
+    numbers = [*rope.get("divisors", ()), *(rope.get(key) or 1 for key in ROPE)]
+    scaling = rope and (rope["rope_type"], np.float32(numbers).tolist())  # float32 in a GGUF
+    return {key: v for key, v in config.items() if key not in OTHERS} | {"rope_scaling": scaling}
+
+
+@pytest.mark.parametrize("name, arch", [
+    ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"),
+    ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
+    ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
+    ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),
+])
+def test_every_family_gives_the_same_folder(tmp_path, name, arch):
+    hybrid = arch in ("qwen35", "qwen35moe", "qwen3next")
+    if hybrid:
+        reference = make_hybrid(tmp_path / "in", name, mtp=True)
+        state = load_file(tmp_path / "in" / "model.safetensors")
+        file = hybrid_gguf(tmp_path / "m.gguf", state, reference.config, arch)
+    else:
+        file = family_gguf(tmp_path / "m.gguf", make_target(tmp_path / "in", name), arch)
+    sources = {"one": tmp_path / "in", "two": file}
+    folders = [convert(source, tmp_path / name, quiet=True) for name, source in sources.items()]
+    for part in ("", "mtp") if hybrid else ("",):
+        x, y = (load_file(folder / part / "model.safetensors") for folder in folders)
+        assert x.keys() == y.keys()
+        for n in x:  # 1 is added and taken away, decays are raised to e and back
+            off = 2e-6 if hybrid else 2e-7 if arch == "gemma3" and "norm" in n else 0
+            torch.testing.assert_close(x[n], y[n], rtol=0, atol=off, msg=lambda m, n=n: f"{n}: {m}")
+        one, two = (comparable(read_config(folder / part)) for folder in folders)
+        assert one == two
+
+
+def test_experts_in_mxfp4_stay_so(tmp_path):
+    reference = make_target(tmp_path / "in", "gpt-oss in MXFP4")
+    file = family_gguf(tmp_path / "m.gguf", reference, "gpt-oss", kind="MXFP4")
+    target, config = load_model(convert(file, tmp_path / "out", quiet=True))
+    assert config["quantization"] == {"mode": None, "group": 0, "lm_head": None, "experts": "mxfp4"}
+    assert config["rope_scaling"]["truncate"] is False
+    tokens = torch.randint(0, V, (1, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
