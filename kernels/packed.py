@@ -87,19 +87,11 @@ class ByteCache(CpuCache):
 class ByteCaches(CpuCaches):
     """`CpuCaches` in int8."""
 
-    @staticmethod
-    def _shapes(args: ModelArgs, batch: int, slots: int, backend) -> list[tuple[int, ...]]:
-        of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
-        return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
-
     @classmethod
     def of(cls, args, batch, slots, dtype, device, backend) -> ByteCaches:
-        shapes = cls._shapes(args, batch, slots, backend)
+        of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
+        shapes = [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
         return cls(ByteCache(shapes, device) for _ in range(args.num_layers))._ready(args.head_dim, backend)
-
-    @classmethod
-    def bytes(cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, backend=None) -> int:
-        return args.num_layers * sum(map(math.prod, cls._shapes(args, batch, slots, backend)))
 
     def entries(self, slots: int) -> int:
         return -(-slots // self.backend.ops.byte_blocks(self.head_dim)[0])
@@ -302,7 +294,8 @@ class PackedEagle3Head(Eagle3Head):
             last = drafter.catch_up(state, slots)
         else:
             fuse = *fc.operands, fc.columns
-            last = ops.catch_up(*text, state.n_new, state.features, state.window, len(slots), *fuse, *own)
+            features = drafter.own_features(state.features)
+            last = ops.catch_up(*text, state.n_new, features, state.window, len(slots), *fuse, *own)
         sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
         scoring = self.norm.scale, *self.lm_head.operands, self.lm_head.columns
         return ops.grow(
