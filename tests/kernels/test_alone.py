@@ -38,23 +38,23 @@ class Driver:
     def __init__(self, folder, compiler: str, *flags: str):
         kernels = [path for path in build.sources() if path.suffix == ".cpp" and path.name != "operators.cpp"]
         cross = compiler == CROSS
-        self.command = [*EMULATOR * cross, folder / f"driver{len(list(folder.iterdir()))}"]
+        self.command, self.path = [*EMULATOR * cross, folder / "driver"], folder / "records"
         what = *kernels, f"-I{build.SOURCE}", DRIVER / "driver.cpp", *["-static"] * cross
         run(compiler, *build.FLAGS, *flags, *what, "-o", self.command[-1])
         numbers = [int(word) for word in run(*self.command).split()]
         self.backend = copy.copy(CpuBackend.load())
         self.backend.layout, self.blocks = Layout(*numbers[:5]), numbers[5:]
 
-    def answers(self, path, *records: list) -> bytes:
+    def answers(self, *records: list) -> bytes:
         """Return what the driver computes of records: numbers, and tensors or None."""
-        with open(path, "wb") as file:
+        with open(self.path, "wb") as file:
             for part in (part for record in records for part in record):
                 if isinstance(part, int):
                     file.write(part.to_bytes(8, "little", signed=True))
                     continue
                 raw = b"" if part is None else part.contiguous().view(torch.uint8).numpy().tobytes()
                 file.write(len(raw).to_bytes(8, "little") + raw)
-        done = subprocess.run([*self.command, path], capture_output=True, timeout=300)
+        done = subprocess.run([*self.command, self.path], capture_output=True, timeout=300)
         assert not done.returncode, f"{self.command}: {done.returncode} {done.stderr.decode()[-2000:]}"
         return done.stdout
 
@@ -75,7 +75,7 @@ def weights(mode: str | None, gated: bool, dtype: torch.dtype, inputs: int):
     return layer, layer.dequantize(torch.float64)
 
 
-def check_products(driver: Driver, path, rows: int) -> None:
+def check_products(driver: Driver, rows: int) -> None:
     for dtype in DTYPES:
         for mode in FORMATS:
             for gated, inputs in ((False, 96), (True, 96), (False, 100 if mode in (None, "w8a8") else 192)):
@@ -93,7 +93,7 @@ def check_products(driver: Driver, path, rows: int) -> None:
                 about = 0, int(dtype == torch.bfloat16), FORMATS.index(mode), *sizes
                 whole = [*about, GATES["silu"] if gated else SAME, 0, numbers, scale, bias, x, onto]
                 exact = [*about, SAME, FLOAT32, numbers, scale, bias, x, None]
-                raw = driver.answers(path, whole, *([] if gated else [exact]))
+                raw = driver.answers(whole, *([] if gated else [exact]))
                 found = torch.frombuffer(bytearray(raw[: onto.nbytes]), dtype=dtype).view_as(onto)
                 close(found, expected + onto, dtype)
                 if not gated:
@@ -103,17 +103,17 @@ def check_products(driver: Driver, path, rows: int) -> None:
                         same(found, PackedLinear(CpuBackend.load(), layer, dtype).logits(x))
 
 
-def check_attention(driver: Driver, path) -> None:
+def check_attention(driver: Driver) -> None:
     for dtype in DTYPES:
         for case in (
             (2, 7, 6, 2, 64, 70, 0, False, False), (1, 9, 6, 2, 64, 300, 130, True, False),
             (1, 17, 9, 3, 64, 129, 0, True, False), (1, 5, 3, 1, 64, 140, 0, False, True),
             (1, 12, 8, 2, 64, 300, 0, False, True), (1, 33, 8, 1, 64, 260, 100, False, True),
         ):
-            attention_case(driver, path, dtype, *case)
+            attention_case(driver, dtype, *case)
 
 
-def attention_case(driver, path, dtype, B, T, heads, kv_heads, hd, n, window, more, in_bytes) -> None:
+def attention_case(driver, dtype, B, T, heads, kv_heads, hd, n, window, more, in_bytes) -> None:
     """Compare attention with its definition. more: it has norms and sinks."""
     draw = draws(n)
     options = {"qk_norm": more, "sinks": more, "windows": (window,), "norm_eps": 1e-5}
@@ -147,7 +147,7 @@ def attention_case(driver, path, dtype, B, T, heads, kv_heads, hd, n, window, mo
     else:
         strides = (n * kv_heads * hd, kv_heads * hd, hd) * 2
         records = [record((B, T), heads, window, *rows, k, v)]
-    raw = bytearray(driver.answers(path, *records)[begin:])
+    raw = bytearray(driver.answers(*records)[begin:])
     size = B * T * heads * hd
     found = torch.frombuffer(raw, dtype=dtype)[:size].view(B, T, -1)
     theirs = Written(k.double(), v.double(), round_heads if in_bytes else lambda x: x)
@@ -161,32 +161,27 @@ def attention_case(driver, path, dtype, B, T, heads, kv_heads, hd, n, window, mo
         same(kept[1].double(), theirs.v)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("drivers")
-
-
 @pytest.mark.dear
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
-def test_kernels_alone(compiler, name, folder, tmp_path):
+def test_kernels_alone(compiler, name, tmp_path):
     """Products and attention against float64."""
     if not shutil.which(compiler) or (compiler == CROSS and not shutil.which(EMULATOR[0])):
         pytest.skip(f"{compiler} is not installed, or no {EMULATOR[0]}")
-    driver = Driver(folder, compiler, *isa.SETS[name].flags)
-    check_products(driver, tmp_path / "records", 13)
-    check_attention(driver, tmp_path / "records")
+    driver = Driver(tmp_path, compiler, *isa.SETS[name].flags)
+    check_products(driver, 13)
+    check_attention(driver)
 
 
 @pytest.mark.dear
-def test_tiles_in_software(folder, tmp_path):
+def test_tiles_in_software(tmp_path):
     """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes."""
     if "avx512bf16" not in isa.available():
         pytest.skip("tiles in software need AVX512-BF16")
     # Less optimised, which compiles sooner: nobody runs this.
     flags = "-O1", *isa.SETS["avx512bf16"].flags, f"-I{DRIVER}", '-DTILES="software_tiles.h"'
-    driver = Driver(folder, NATIVE, *flags)
-    check_products(driver, tmp_path / "records", 40)
-    check_attention(driver, tmp_path / "records")
+    driver = Driver(tmp_path, NATIVE, *flags)
+    check_products(driver, 40)
+    check_attention(driver)
 
 
 @pytest.mark.dear
