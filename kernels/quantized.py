@@ -195,7 +195,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
         super().__init__()
-        self.inputs, self.mode, self.group = inputs, mode, group
+        self.inputs, self.outputs, self.mode, self.group = inputs, outputs, mode, group
         self.weight, self.scale = empty((outputs, inputs), mode, group)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 

@@ -24,18 +24,19 @@ from kernels.gpu import products
 BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 ROWS = (1, 17, 60, 130)  # one for each tile of rows
 REGISTERS = 65536  # of a multiprocessor
-WEIGHTS = {"int8": (torch.int16, 0)} | {f"int4/{group}": (torch.uint8, group) for group in (32, 64, 128)}
+# Bits and group of a weight.
+WEIGHTS = {"dense": (16, 0), "int8": (8, 0)} | {f"int4/{group}": (4, group) for group in (32, 64, 128)}
 
 
 @cache
 def compiled(capability, dtype, kind, rows, choice, even=True, count="any i32"):
-    stored, group = WEIGHTS[kind]
-    tile = products.tile_rows(rows, dtype, group)
-    chosen = products.tiles(tile, dtype, group)[choice]
+    bits, group = WEIGHTS[kind]
+    tile = products.tile_rows(rows, dtype, bits)
+    chosen = products.tiles(tile, dtype, bits)[choice]
     given = {
-        "x": dtype, "weight": stored, "scale": BF16 if group else F32, "bias": dtype, "onto": dtype,
-        "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32", "K": "i32", "WIDTH": "i32",
-        "GROUP": group, "PAIRS": True, "BIASED": False, "ADDED": True, "EVEN": even,
+        "x": dtype, "weight": dtype if bits == 16 else torch.int16, "scale": BF16 if group else F32, "bias": dtype, "onto": dtype,
+        "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32", "K": "i32",
+        "BITS": bits, "GROUP": group, "BIASED": False, "ADDED": True, "EVEN": even,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": tile, **chosen.kwargs,
     }
     made = compile_for(capability, products.product_kernel, given, chosen.num_warps, chosen.num_stages)
@@ -49,11 +50,11 @@ def choices():
     """
     found = {}
     for capability in (80, 90, 100):
-        for kind, (_, group) in WEIGHTS.items():
+        for kind, (bits, _) in WEIGHTS.items():
             for rows in ROWS:
-                tile = products.tile_rows(rows, BF16, group)
-                whole = capability == 90 and kind in ("int8", "int4/64")
-                for choice in range(len(products.tiles(tile, BF16, group)) if whole else 1):
+                tile = products.tile_rows(rows, BF16, bits)
+                whole = capability == 90 and kind in ("dense", "int8", "int4/64")
+                for choice in range(len(products.tiles(tile, BF16, bits)) if whole else 1):
                     found.setdefault((capability, kind, tile, choice), (capability, kind, rows, choice))
     usual = (90, "int8", 60, 0), (90, "int4/64", 1, 0)
     return [case if case in usual else dear(case)[0] for case in found.values()]
