@@ -35,8 +35,8 @@ def compiled(capability, dtype, kind, rows, choice, even=True, count="any i32"):
     chosen = products.tiles(tile, dtype, bits)[choice]
     given = {
         "x": dtype, "weight": dtype if bits == 16 else torch.int16, "scale": BF16 if group else F32,
-        "bias": dtype, "onto": dtype, "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32", "K": "i32",
-        "BITS": bits, "GROUP": group, "BIASED": False, "ADDED": True, "EVEN": even,
+        "bias": dtype, "onto": dtype, "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32",
+        "K": "i32", "BITS": bits, "GROUP": group, "BIASED": False, "ADDED": True, "EVEN": even,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": tile, **chosen.kwargs,
     }
     made = compile_for(capability, products.product_kernel, given, chosen.num_warps, chosen.num_stages)
