@@ -34,9 +34,9 @@ from kernels.build import COMPILED, writable
 from kernels.float8 import to_bytes
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
-from kernels.gpu.products import TritonLinear
+from kernels.gpu.products import take
 from kernels.quantized import QuantizedLinear
-from model import Block, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
+from model import Block, KVCaches, Linear, ModelArgs, Pass, Transformer, inverse_frequencies
 from sampling.noise import seed_keys
 from tree import Growth, TreeShape
 
@@ -45,14 +45,15 @@ SECONDS = 600  # of all parts, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 RECENT = 32  # allocations, more than a kernel has results and scratch
 COLUMNS = 32768  # of a layer, at most: more are tiles of the same kernel
+DENSE = "16 bits"  # the mode of layers that are not quantised
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
 
 
 class Sizes(NamedTuple):
     """The sizes that kernels are checked at.
 
-    heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs) of those
-    that are quantised. rows: of a pass. lengths: of texts. repeats: how often a product is computed.
+    heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs). rows: of a
+    pass. lengths: of texts. repeats: how often a product is computed.
     """
 
     device: str
@@ -80,7 +81,7 @@ class Sizes(NamedTuple):
             if isinstance(layer, QuantizedLinear) and layer.mode != "fp8":
                 found.add((layer.mode, layer.group, layer.weight.shape[0], layer.inputs))
             elif isinstance(layer, nn.Linear):
-                found.add(("int8", 0, *layer.weight.shape))
+                found |= {(mode, 0, *layer.weight.shape) for mode in ("int8", DENSE)}
         return cls(
             str(weight.device), str(weight.dtype).removeprefix("torch."),
             (args.num_heads, args.num_kv_heads, args.head_dim), args.qk_norm, max(args.windows, default=0),
@@ -166,13 +167,16 @@ def _attend(s: Sizes) -> Iterator[Case]:
 def _linear(s: Sizes) -> Iterator[Case]:
     dtype = getattr(torch, s.dtype)
     for mode, group, N, K in s.layers:
-        draw, layer = _drawing(N + K, s.device), QuantizedLinear(K, N, False, mode, group).to(s.device)
-        generator = torch.Generator(s.device).manual_seed(N)
-        low, high = (0, 256) if group else (-127, 128)
-        layer.weight.random_(low, high, generator=generator)
-        layer.scale.copy_((0.5 + draw(*layer.scale.shape).abs()) * K**-0.5 / (4 if group else 64))
-        ours = copy.copy(layer)
-        ours.__class__ = TritonLinear
+        draw, generator = _drawing(N + K, s.device), torch.Generator(s.device).manual_seed(N)
+        if mode == DENSE:
+            layer = Linear(K, N, bias=False).requires_grad_(False).to(s.device, dtype)
+            layer.weight.normal_(generator=generator).mul_(K**-0.5)
+        else:
+            layer = QuantizedLinear(K, N, False, mode, group).to(s.device)
+            layer.weight.random_(*(0, 256) if group else (-127, 128), generator=generator)
+            layer.scale.copy_((0.5 + draw(*layer.scale.shape).abs()) * K**-0.5 / (4 if group else 64))
+        take(ours := copy.deepcopy(layer))
+        layer.float()
         for M in s.rows:
             x, onto = draw(M, K).to(dtype), draw(M, N).to(dtype)
 

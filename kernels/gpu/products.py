@@ -17,6 +17,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -65,10 +66,17 @@ NIBBLES = """{{
     lop3.b32 word, word, 0x000F000F, {base}, 0xEA;
     fma.rn.{kind} $3, word, one, less;
 }}"""
-IN_BF16 = {"kind": "bf16x2", "one": "0x3F803F80", "minus": "0xBF80BF80", "base": "0x43004300", "less": "0xC308C308"}
-IN_FP16 = {"kind": "f16x2", "one": "0x3C003C00", "minus": "0xBC00BC00", "base": "0x64006400", "less": "0xE408E408"}
-BYTES_TO_BF16, NIBBLES_TO_BF16 = (tl.constexpr(text.format(**IN_BF16)) for text in (BYTES, NIBBLES))
-BYTES_TO_FP16, NIBBLES_TO_FP16 = (tl.constexpr(text.format(**IN_FP16)) for text in (BYTES, NIBBLES))
+
+
+def _assembler(kind: str, one: str, minus: str, base: str, less: str) -> tuple[tl.constexpr, tl.constexpr]:
+    """Return BYTES and NIBBLES for a dtype: 1, -1, the base, and the base with 8 more, below 0."""
+    words = {"one": one, "minus": minus, "base": base, "less": less}
+    words = {name: f"0x{word}{word}" for name, word in words.items()}
+    return tuple(tl.constexpr(text.format(kind=kind, **words)) for text in (BYTES, NIBBLES))
+
+
+BYTES_TO_BF16, NIBBLES_TO_BF16 = _assembler("bf16x2", "3F80", "BF80", "4300", "C308")
+BYTES_TO_FP16, NIBBLES_TO_FP16 = _assembler("f16x2", "3C00", "BC00", "6400", "E408")
 
 
 def _e2m1(kind: str, shift: int, large: str) -> tl.constexpr:
@@ -296,11 +304,11 @@ def tiles(rows: int, dtype: torch.dtype, bits: int) -> list[triton.Config]:
     if dtype == torch.float32:  # for tests of correctness: products without tensor cores fill registers
         return [_tile(64, 64, 4, 1, 2)]
     if bits == 16:
-        return [_tile(64, 64, 4, 8, 2), _tile(64, 128, 4, 4, 2), _tile(128, 64, 8, 5, 1)]
+        if rows == 64:
+            return [_tile(128, 64, 8, 6, 1), _tile(128, 128, 8, 3, 1), _tile(64, 64, 4, 6, 2)]
+        return [_tile(64, 128, 4, 4, 2), _tile(64, 64, 4, 6, 3), _tile(128, 64, 8, 8, 1)]
     if rows == 16 and bits == 4:
-        return [
-            _tile(64, 128, 4, 6, 3), _tile(64, 128, 4, 8, 3), _tile(128, 128, 8, 6, 1), _tile(128, 128, 8, 8, 1)
-        ]
+        return [_tile(64, 128, 4, 6, 3), _tile(64, 256, 4, 4, 3), _tile(128, 128, 8, 6, 1)]
     if rows == 16:
         return [
             _tile(64, 128, 4, 4, 3), _tile(64, 256, 4, 3, 2), _tile(128, 128, 4, 4, 2),
@@ -401,24 +409,31 @@ class TritonLinear(QuantizedLinear):
 
 
 class DenseLinear(Linear):
-    """A `Linear` of 16 bits whose product with few rows is the same kernel."""
+    """A `Linear` in 16 bits whose product of few rows is the same kernel."""
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        if x.numel() > DENSE_ROWS * x.shape[-1]:
-            return super().forward(x, onto)
-        return linear(x, self.weight, None, self.bias, onto, self.weight.shape[0], 0, False)
+        return self._product(x, onto, False) if self._ours(x) else super().forward(x, onto)
 
     def logits(self, x: Tensor) -> Tensor:
-        if x.numel() > DENSE_ROWS * x.shape[-1]:
-            return super().logits(x)
-        return linear(x, self.weight, None, self.bias, None, self.weight.shape[0], 0, True)
+        return self._product(x, None, True) if self._ours(x) else super().logits(x)
+
+    def _ours(self, x: Tensor) -> bool:
+        return x.numel() <= DENSE_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+
+    def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
+        return linear(x, self.weight, None, self.bias, onto, self.weight.shape[0], 0, wide)
 
 
-def take(layer: QuantizedLinear | Linear) -> None:
-    """Make a layer one of ours, once: a quantised weight and its scales are laid out anew."""
-    if isinstance(layer, QuantizedLinear):
-        layer.__class__ = TritonLinear
-        layer.weight.data = laid_out(layer.weight)
-        layer.scale.data = layer.scale.t().contiguous()
-    else:
-        layer.__class__ = DenseLinear
+def take(module: nn.Module) -> None:
+    """Make a linear layer ours, once. A quantised weight and its scales are laid out anew.
+
+    Layers in fp8, float32 and those of less than a tile stay as they are.
+    """
+    if type(module) is QuantizedLinear and module.mode != "fp8":
+        module.__class__ = TritonLinear
+        module.weight.data = laid_out(module.weight)
+        module.scale.data = module.scale.t().contiguous()
+    elif type(module) is Linear and module.weight.dtype.itemsize == 2:
+        N, K = module.weight.shape
+        if N >= 64 and K % 8 == 0:
+            module.__class__ = DenseLinear
