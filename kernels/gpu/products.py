@@ -80,18 +80,21 @@ BYTES_TO_FP16, NIBBLES_TO_FP16 = _assembler("f16x2", "3C00", "BC00", "6400", "E4
 
 
 def _e2m1(kind: str, shift: int, large: str) -> tl.constexpr:
-    """Return the assembler for four e2m1 numbers: `shift` puts the three bits after the sign where exponent
-    and mantissa of a 16-bit number meet. It is too small then, also where subnormal; `large` mends that.
+    """Return the assembler for four numbers in e2m1, the result of each as of NIBBLES.
+
+    Three bits after the sign become the lowest of a 16-bit number's exponent and the highest of its mantissa,
+    `shift` bits up. That number is right but for a power of two, `large`, also where it is subnormal.
     """
-    lines = ["{", ".reg .b32 word, sign, large, zero;", f"mov.b32 large, 0x{large}{large};",
-             "mov.b32 zero, 0x80008000;"]
-    mask = f"0x{7 << shift:04X}" + f"{7 << shift:04X}"
+    mask = f"0x{7 << shift:04X}{7 << shift:04X}"
+    lines = [".reg .b32 word, sign, large, zero", f"mov.b32 large, 0x{large}{large}", "mov.b32 zero, 0x80008000"]
     for i in range(4):
-        left = shift - 4 * i
-        move = f"shl.b32 word, $4, {left};" if left >= 0 else f"shr.u32 word, $4, {-left};"
-        lines += [move, f"shl.b32 sign, $4, {12 - 4 * i};", "and.b32 sign, sign, 0x80008000;",
-                  f"lop3.b32 word, word, {mask}, sign, 0xEA;", f"fma.rn.{kind} ${i}, word, large, zero;"]
-    return tl.constexpr("\n".join([*lines, "}"]))
+        up = shift - 4 * i
+        lines += [
+            f"shl.b32 word, $4, {up}" if up >= 0 else f"shr.u32 word, $4, {-up}",
+            f"shl.b32 sign, $4, {12 - 4 * i}", "lop3.b32 sign, sign, 0x80008000, 0, 0xEA",
+            f"lop3.b32 word, word, {mask}, sign, 0xEA", f"fma.rn.{kind} ${i}, word, large, zero",
+        ]
+    return tl.constexpr("".join(["{", *(f"\n    {line};" for line in lines), "\n}"]))
 
 
 E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1("bf16x2", 6, "7E80"), _e2m1("f16x2", 9, "7400")
