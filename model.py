@@ -485,27 +485,29 @@ class Experts(nn.Module):
         weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
-        weight, rows = weight.to(x.dtype), self._read("w_gate_up", rows)
+        out = self.mixed(rows, weight.to(x.dtype), chosen).view_as(x)
+        return out if onto is None else onto + out
+
+    def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Return the sums [R, H] of what the experts `chosen` [R, A] make of rows [R, H], times weight [R, A].
+        """
+        rows = self._read("w_gate_up", rows)
         if chosen.numel() < self.router.out_features:
             # Few rows, as in plain decoding: only the weights of the experts they use are read.
-            both = torch.einsum("rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype))
+            both = torch.einsum("rh,raih->rai", rows, self.matrices("w_gate_up", chosen, rows.dtype))
             both = both if self.gate_up_bias is None else both + self.gate_up_bias[chosen]
             inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
-            out = torch.einsum("rai,rahi->rah", inner, self.matrices("w_down", chosen, x.dtype))
+            out = torch.einsum("rai,rahi->rah", inner, self.matrices("w_down", chosen, rows.dtype))
             out = out if self.down_bias is None else out + self.down_bias[chosen]
-            out = (out * weight[..., None]).sum(1)
-        else:
-            # Many rows use nearly all experts: every expert computes every row, and each row takes what it
-            # wants.
-            both = rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)  # [E, R, 2 * inner]
-            both = both if self.gate_up_bias is None else both + self.gate_up_bias[:, None]
-            inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
-            out = inner @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
-            out = out if self.down_bias is None else out + self.down_bias[:, None]
-            share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
-            out = torch.einsum("erh,re->rh", out, share)
-        out = out.view_as(x)
-        return out if onto is None else onto + out
+            return (out * weight[..., None]).sum(1)
+        # Many rows use nearly all experts: every expert computes every row, and each row takes what it wants.
+        both = rows @ self.matrices("w_gate_up", None, rows.dtype).transpose(1, 2)  # [E, R, 2 * inner]
+        both = both if self.gate_up_bias is None else both + self.gate_up_bias[:, None]
+        inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
+        out = inner @ self.matrices("w_down", None, rows.dtype).transpose(1, 2)  # [E, R, H]
+        out = out if self.down_bias is None else out + self.down_bias[:, None]
+        share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
+        return torch.einsum("erh,re->rh", out, share)
 
 
 # The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace

@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
 from common.files import atomic_path
@@ -74,10 +75,11 @@ def compile_graph(function: Callable, **options) -> Callable:
 class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
-    Arguments are those modules, tensors (of one shape, except dimensions marked dynamic) and constants. Each
-    combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
-    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
-    Modules that are alike, as the views of two places of a batch are, share one graph, which is loaded once.
+    Arguments are those modules, tensors (of one shape, except dimensions marked dynamic), tuples of them and
+    constants. Each combination of modules, shapes and constants is compiled by its first call, which `say`
+    announces. Later calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for
+    the next process. Modules that are alike, as the views of two places of a batch are, share one graph,
+    which is loaded once.
     If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
     """
 
@@ -277,6 +279,9 @@ def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
         elif isinstance(arg, nn.Module):
             for named in (arg.named_parameters, arg.named_buffers):
                 tensors |= {(i, name): tensor for name, tensor in named(remove_duplicate=False)}
+        elif isinstance(arg, tuple):
+            given = enumerate(tree_leaves(arg))
+            tensors |= {(i, str(number)): x for number, x in given if isinstance(x, Tensor)}
     return tensors
 
 
@@ -299,7 +304,9 @@ def _described(args: tuple) -> Iterator[tuple]:
 
 
 def variant_of(arg) -> object:
-    """Describe an argument: a tensor's dtype and shape (None: dynamic), or a constant."""
+    """Describe an argument: a tensor's dtype and shape (None: dynamic), a tuple of them, or a constant."""
+    if isinstance(arg, tuple):
+        return tuple(map(variant_of, arg))
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())

@@ -1,7 +1,8 @@
 """The backend on GPUs: our kernels in Triton, a kernel or a few for each part of a step.
 
 A model's attention is one kernel from wqkv to wo (`kernels.gpu.cache`), a product is one of ours
-(`kernels.gpu.products`), except of many rows in 16 bits, in fp8 and in float32.
+(`kernels.gpu.products`), except of many rows in 16 bits, in fp8 and in float32. So is one of all experts of a
+mixture (`kernels.gpu.experts`), except in fp8.
 """
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels.backend import Sight, TorchBackend, once
-from kernels.gpu import growing, ranking, sampling
+from kernels.gpu import experts, growing, products, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
-from kernels.gpu.products import take
 from model import KVCaches, Transformer
 from networks.head import Head
 from tree import Growth, Tree
@@ -25,22 +25,20 @@ class CudaBackend(TorchBackend):
 
     name = "cuda"
     reads_length = True
-    take = staticmethod(take)  # called with every module
+    takes = {"linear": products.take, "experts": experts.take}  # called with every module
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
     quantised_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
 
     def without(self, failures: dict[str, str]) -> CudaBackend:
         """Return a backend that computes these parts by their definitions.
 
-        failures: lines about them, by names of `kernels.gpu.check.PARTS`; others change nothing.
+        failures: lines about them, by names of `kernels.gpu.cases.PARTS`; others change nothing.
         """
         if not failures:
             return self
-        left_out = [part for part in failures if part != "linear" and part != "move"]
-        names = [name for part in left_out for name in MADE_OF.get(part, (part,)) if hasattr(self, name)]
+        names = [name for part in failures for name in MADE_OF.get(part, (part,)) if hasattr(self, name)]
         own = {name: getattr(TorchBackend, name) for name in names}
-        if "linear" in failures:
-            own["take"] = staticmethod(lambda module: None)
+        own["takes"] = {part: take for part, take in self.takes.items() if part not in failures}
         if "move" in failures:
             kinds = self.caches.items()
             own["caches"] = {k: type(v.__name__, (v,), {"move": KVCaches.move}) for k, v in kinds}
@@ -55,7 +53,8 @@ class CudaBackend(TorchBackend):
             if isinstance(model, Transformer):
                 model.whole = True
             for module in model.modules():
-                self.take(module)
+                for take in self.takes.values():
+                    take(module)
         return True
 
     # -- the parts of a step ------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""The tree in kernels, one program a sequence: a beam gets children, candidates are pruned, a path is accepted.
-"""
+"""The tree in kernels, one program a sequence: a beam gets children, the best stay, a path is accepted."""
 from __future__ import annotations
 
 import torch

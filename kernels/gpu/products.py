@@ -79,6 +79,27 @@ BYTES_TO_BF16, NIBBLES_TO_BF16 = _assembler("bf16x2", "3F80", "BF80", "4300", "C
 BYTES_TO_FP16, NIBBLES_TO_FP16 = _assembler("f16x2", "3C00", "BC00", "6400", "E408")
 
 
+def _e2m1(kind: str, shift: int, large: str) -> tl.constexpr:
+    """Return the assembler for four numbers in e2m1, the result of each as of NIBBLES.
+
+    Three bits after the sign become the lowest of a 16-bit number's exponent and the highest of its mantissa,
+    `shift` bits up. That number is right but for a power of two, `large`, also where it is subnormal.
+    """
+    mask = f"0x{7 << shift:04X}{7 << shift:04X}"
+    lines = [".reg .b32 word, sign, large, zero", f"mov.b32 large, 0x{large}{large}", "mov.b32 zero, 0x80008000"]
+    for i in range(4):
+        up = shift - 4 * i
+        lines += [
+            f"shl.b32 word, $4, {up}" if up >= 0 else f"shr.u32 word, $4, {-up}",
+            f"shl.b32 sign, $4, {12 - 4 * i}", "lop3.b32 sign, sign, 0x80008000, 0, 0xEA",
+            f"lop3.b32 word, word, {mask}, sign, 0xEA", f"fma.rn.{kind} ${i}, word, large, zero",
+        ]
+    return tl.constexpr("".join(["{", *(f"\n    {line};" for line in lines), "\n}"]))
+
+
+E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1("bf16x2", 6, "7E80"), _e2m1("f16x2", 9, "7400")
+
+
 def laid_out(weight: Tensor) -> Tensor:
     """A weight as `QuantizedLinear` stores it -> the words [n] int16 in the order in which threads need them.
 
@@ -101,10 +122,23 @@ def laid_out(weight: Tensor) -> Tensor:
 
 
 @triton.jit
-def numbers(words, dtype: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def four_bits(words, shift: tl.constexpr, E2M1: tl.constexpr):
+    """Four bits of each word as a number in float32, see `numbers`."""
+    code = words >> shift & 15
+    if E2M1:
+        bits = ((code & 8).to(tl.uint32) << 28) | ((code & 7).to(tl.uint32) << 22)
+        return bits.to(tl.float32, bitcast=True) * 2.0**126
+    return code.to(tl.float32) - 8
+
+
+@triton.jit
+def numbers(
+    words, dtype: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    E2M1: tl.constexpr,
+):
     """Stored words of a tile -> its values in units of the scale [COLUMNS, DEPTH]: exact.
 
-    words [blocks of inputs, the 2 runs of each in int8, blocks of rows, RUN], flat.
+    words [blocks of inputs, the 2 runs of each in int8, blocks of rows, RUN], flat. E2M1: of four bits.
     """
     ACROSS: tl.constexpr = COLUMNS // BLOCK
     ALONG: tl.constexpr = DEPTH // BLOCK
@@ -117,16 +151,84 @@ def numbers(words, dtype: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexp
         found = tl.join(a, b).reshape(ALONG, 2, ACROSS, 4, 8, 4, 4, 2, 2).permute(2, 3, 1, 4, 0, 6, 8, 5, 7)
     else:
         if dtype == tl.float32:
-            a, b = (words & 15).to(dtype) - 8, (words >> 4 & 15).to(dtype) - 8
-            c, d = (words >> 8 & 15).to(dtype) - 8, (words >> 12 & 15).to(dtype) - 8
+            a, b = four_bits(words, 0, E2M1), four_bits(words, 4, E2M1)
+            c, d = four_bits(words, 8, E2M1), four_bits(words, 12, E2M1)
         else:
-            text: tl.constexpr = NIBBLES_TO_BF16 if dtype == tl.bfloat16 else NIBBLES_TO_FP16
+            if E2M1:
+                text: tl.constexpr = E2M1_TO_BF16 if dtype == tl.bfloat16 else E2M1_TO_FP16
+            else:
+                text: tl.constexpr = NIBBLES_TO_BF16 if dtype == tl.bfloat16 else NIBBLES_TO_FP16
             a, b, c, d = tl.inline_asm_elementwise(
                 text, "=&r,=&r,=&r,=&r,r", [words], (dtype.value,) * 4, True, 2
             )
         four = tl.join(tl.join(a, b), tl.join(c, d))
         found = four.reshape(ALONG, ACROSS, 4, 8, 4, 4, 2, 2, 2).permute(1, 2, 8, 3, 0, 5, 7, 4, 6)
     return found.reshape(COLUMNS, DEPTH)
+
+
+@triton.jit
+def sums_of(
+    rows, in_rows, weight, scale, tile, start, stop, N, K, BITS: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):
+    """Return the sums [COLUMNS, ROWS] of the steps start ... stop - 1 for a tile of columns, in float32.
+
+    rows [ROWS]: pointers to the K inputs of each row. weight, scale: as `product_kernel` takes them.
+    """
+    SAME: tl.constexpr = min(GROUP, DEPTH) if GROUP else DEPTH  # inputs of one scale
+    PART: tl.constexpr = max(SAME, BLOCK)  # of one load
+    WORDS: tl.constexpr = BLOCK * BLOCK * BITS // 16  # of a block
+    E2M1: tl.constexpr = scale.dtype.element_ty == tl.uint8
+    input_ = tl.arange(0, PART if BITS == 16 else SAME)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < N
+    of_row = rows[:, None] + input_[None]
+    sums = tl.zeros((COLUMNS, rows.shape[0]), tl.float32)
+    if BITS == 16:
+        of_column = weight + column.to(tl.int64)[:, None] * K + input_[None]
+        for step in range(start, stop):
+            k = step * DEPTH
+            inside = (EVEN | (k + input_ < K))[None]
+            a = tl.load(of_row + k, mask=in_rows[:, None] & inside, other=0.0)
+            w = tl.load(of_column + k, mask=in_columns[:, None] & inside, other=0.0)
+            if SLOWLY:
+                a, w = a.to(tl.float32), w.to(tl.float32)
+            sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
+    else:
+        ACROSS: tl.constexpr = COLUMNS // BLOCK
+        word = tl.arange(0, ACROSS * PART // BLOCK * WORDS)
+        of_blocks = tl.cdiv(K, BLOCK) * WORDS  # words of a row of blocks
+        run = word // RUN
+        word = run // ACROSS * RUN + word % RUN + run % ACROSS * of_blocks
+        of_tile = weight + of_blocks.to(tl.int64) * ACROSS * tile + word
+        scales = scale + column
+        group = start * DEPTH // GROUP * N if GROUP else 0
+        unit = tl.load(scales + group, mask=in_columns, other=0)
+        for step in range(start, stop):
+            for i in tl.static_range(DEPTH // PART):
+                k = step * DEPTH + i * PART
+                w = tl.load(of_tile + k // BLOCK * WORDS)
+                w = numbers(w, tl.float32 if SLOWLY else rows.dtype.element_ty, BITS, COLUMNS, PART, E2M1)
+                for j in tl.static_range(PART // SAME):
+                    k = step * DEPTH + i * PART + j * SAME
+                    inside = (EVEN | (k + input_ < K))[None]
+                    a = tl.load(of_row + k, mask=in_rows[:, None] & inside, other=0.0).to(w.dtype)
+                    same = w
+                    if SAME < PART:
+                        one, other = tl.split(w.reshape(COLUMNS, 2, SAME).permute(0, 2, 1))
+                        same = one if j == 0 else other
+                    # Each product is used before the next one starts: of several in flight, Triton
+                    # overwrites the inputs (triton-lang/triton#9433).
+                    product = tl.dot(same, tl.trans(a), input_precision=PRECISION)
+                    if E2M1:  # the exponent of a power of two; the smallest is subnormal
+                        bits = tl.where(unit == 0, 1 << 22, unit.to(tl.int32) << 23)
+                        sums += product * bits.to(tl.float32, bitcast=True)[:, None]
+                    else:
+                        sums += product * unit.to(tl.float32)[:, None]
+                    if GROUP:  # past the last input are zeros, in any unit
+                        group = tl.minimum(k + SAME, K - 1) // GROUP * N
+                        unit = tl.load(scales + group, mask=in_columns, other=0)
+    return sums
 
 
 @triton.jit
@@ -151,60 +253,16 @@ def product_kernel(
     first = worker * share
     end = tl.minimum(first + share, work)
 
-    SAME: tl.constexpr = min(GROUP, DEPTH) if GROUP else DEPTH  # inputs of one scale
-    PART: tl.constexpr = max(SAME, BLOCK)  # of one load
-    WORDS: tl.constexpr = BLOCK * BLOCK * BITS // 16  # of a block
-    input_ = tl.arange(0, PART if BITS == 16 else SAME)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_rows = row < M
-    of_row = x + row.to(tl.int64)[:, None] * K + input_[None]
-    if BITS < 16:
-        ACROSS: tl.constexpr = COLUMNS // BLOCK
-        word = tl.arange(0, ACROSS * PART // BLOCK * WORDS)
-        of_blocks = tl.cdiv(K, BLOCK) * WORDS  # words of a row of blocks
-        run = word // RUN
-        word = run // ACROSS * RUN + word % RUN + run % ACROSS * of_blocks
-
     for tile in range(first // steps, tl.cdiv(end, steps)):
         start, stop = tl.maximum(first - tile * steps, 0), tl.minimum(end - tile * steps, steps)
+        sums = sums_of(
+            x + row.to(tl.int64) * K, in_rows, weight, scale, tile, start, stop, N, K, BITS, GROUP, EVEN,
+            PRECISION, COLUMNS, DEPTH,
+        )
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
         in_columns = column < N
-        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
-        if BITS == 16:
-            of_column = weight + column.to(tl.int64)[:, None] * K + input_[None]
-            for step in range(start, stop):
-                k = step * DEPTH
-                inside = (EVEN | (k + input_ < K))[None]
-                a = tl.load(of_row + k, mask=in_rows[:, None] & inside, other=0.0)
-                w = tl.load(of_column + k, mask=in_columns[:, None] & inside, other=0.0)
-                if SLOWLY:
-                    a, w = a.to(tl.float32), w.to(tl.float32)
-                sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
-        else:
-            of_tile = weight + of_blocks.to(tl.int64) * ACROSS * tile + word
-            scales = scale + column
-            group = start * DEPTH // GROUP * N if GROUP else 0
-            unit = tl.load(scales + group, mask=in_columns, other=0.0)
-            for step in range(start, stop):
-                for i in tl.static_range(DEPTH // PART):
-                    k = step * DEPTH + i * PART
-                    w = tl.load(of_tile + k // BLOCK * WORDS)
-                    w = numbers(w, tl.float32 if SLOWLY else x.dtype.element_ty, BITS, COLUMNS, PART)
-                    for j in tl.static_range(PART // SAME):
-                        k = step * DEPTH + i * PART + j * SAME
-                        inside = (EVEN | (k + input_ < K))[None]
-                        a = tl.load(of_row + k, mask=in_rows[:, None] & inside, other=0.0).to(w.dtype)
-                        same = w
-                        if SAME < PART:
-                            one, other = tl.split(w.reshape(COLUMNS, 2, SAME).permute(0, 2, 1))
-                            same = one if j == 0 else other
-                        # Each product is used before the next one starts: of several in flight, Triton
-                        # overwrites the inputs (triton-lang/triton#9433).
-                        product = tl.dot(same, tl.trans(a), input_precision=PRECISION)
-                        sums += product * unit.to(tl.float32)[:, None]
-                        if GROUP:  # past the last input are zeros, in any unit
-                            group = tl.minimum(k + SAME, K - 1) // GROUP * N
-                            unit = tl.load(scales + group, mask=in_columns, other=0.0)
 
         last = stop - start == steps
         if stop - start < steps:

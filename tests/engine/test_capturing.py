@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import weakref
+from itertools import cycle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.decoding import ids
 from helpers.drafters import make_drafter
 from shapes import random_models
 
+from drafters.eagle import Eagle
 from engine import compile as compiling
 from engine.compile import CapturedCalls, CompiledFunction
 from engine.engine import Engine
@@ -16,6 +18,7 @@ from engine.memory import free_memory
 from engine.passes import CUBLAS_WORKSPACE
 from kernels.backend import TORCH
 from sampling.options import Sampling
+from tree import TreeShape
 
 GPU = torch.device("cuda:1")
 
@@ -106,7 +109,17 @@ def test_what_cannot_be_captured_is_called(cuda):
     cuda.fails = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         calls(("prefill", 1), lambda: None, held)
-    assert still[-1] is True or ("prefill", 1) not in calls.graphs
+    assert ("prefill", 1) not in calls.graphs and gc.isenabled()
+
+
+def test_texts_go_on_after_a_capture_that_fails(models):
+    state = (engine := Engine(models[0], batch=2, max_seq_len=80, compile=False)).state
+    engine.admit([1, 2], Sampling(4))
+    before = state.done.tolist(), state.reading.tolist()
+    with pytest.raises(torch.OutOfMemoryError), engine.passes.still():
+        assert state.done.all() and not state.reading.any()
+        raise torch.OutOfMemoryError("no room")
+    assert before == (state.done.tolist(), state.reading.tolist()) and any(before[1])
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
@@ -116,6 +129,29 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 3
+
+
+def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
+    """One of a machine that seemed the same: its file goes, and the next process compiles."""
+    lines, file = [], tmp_path / "double.graph"
+    file.write_text("broken")
+    monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
+    monkeypatch.setattr(compiling.SavedGraph, "find", lambda place: lambda args: 1 / 0)
+    monkeypatch.setattr(compiling.SavedGraph, "make", lambda made, args, place: lambda args: made(*args))
+    double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
+    assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert lines[:2] == ["a saved graph of the double fails (division by zero) and is made again",
+                         "compiling the double ..."] and len(lines) == 3 and not file.exists()
+
+
+def test_an_exchange_of_places_holds_one_layer_at_a_time(models, monkeypatch):
+    """All layers of two long texts would be gigabytes."""
+    engine, sizes, clone = Engine(models[0], batch=2, max_seq_len=80, compile=False), [], torch.Tensor.clone
+    ids(engine, [[1] * 40, [2] * 40], Sampling(8))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x: sizes.append(x.nbytes) or clone(x))
+    engine._exchange(0, 1)
+    layer = engine.passes.caches.sequence(0, 48)[0].nbytes
+    assert max(sizes) <= layer and sum(sizes) > layer
 
 
 def test_caches_are_free_when_nobody_holds_the_engine():
@@ -145,12 +181,34 @@ class Replays:
         return call()
 
 
+OPTIONS = {  # all that changes a step, and ways to decode
+    "greedy": {}, "temperature": {"temperature": 1.0}, "top-k": {"temperature": 1.0, "top_k": 5},
+    "top-p": {"temperature": 0.5, "top_p": 0.9}, "min-p": {"temperature": 1.0, "min_p": 0.1},
+    "penalties": {"presence_penalty": 1.0, "repetition_penalty": 1.1}, "bias": {"logit_bias": {3: 1.0}},
+    "logprobs": {"logprobs": 2}, "schema": {"json_schema": "{}"},
+    "all": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1, "logprobs": 0, "frequency_penalty": 1.0},
+}
+WAYS = ({}, {"plain": True}, {"score_prompt": True}, {"watch": True})
+
+
+class Free:
+    """A grammar that allows everything."""
+
+    error = None
+
+    def take(self, ids): ...
+    def mask(self, tokens, parent, into): ...
+
+
 def test_ready_is_ready(monkeypatch):
-    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing."""
+    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing:
+    with any option, beside a text with other ones.
+    """
     target, head = random_models("tiny", torch.float32, "cpu", None)
-    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
+    drafter = Eagle(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
     monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
-    engine = Engine(target, drafter, batch=2, max_seq_len=200, chunks=(64, 128))
+    engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), counts=(1, 2, 3))
+    engine.guide = lambda schema: Free()
     engine.passes.captured, made = Replays(), []
 
     def make(function, args, path):
@@ -159,18 +217,36 @@ def test_ready_is_ready(monkeypatch):
 
     monkeypatch.setattr(compiling.SavedGraph, "find", lambda path: made.append("find"))
     monkeypatch.setattr(compiling.SavedGraph, "make", make)
-    engine.warm_up(Sampling(), every_length=True)
-    assert made.count("make") == 8, made  # with and without drafts, each chunk: for one sequence and for two
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
+    # For one to three texts, with drafts and without, drawn and not: verify, and commit in two modes. For
+    # prompts each chunk, of one and of three.
+    assert made.count("make") == 3 * 2 * 2 * (1 + 2) + 2 * 2, made
     made.clear()
-    known = set(engine.passes.captured.keys)
-    first = engine.admit([1, 2, 3], Sampling(30))
-    while not first.ids:
+    known, variants = set(engine.passes.captured.keys), len(engine.passes._read.variants)
+    for (name, options), way in zip(OPTIONS.items(), cycle(WAYS)):
+        drafted = engine.admit([1, 2, 3], Sampling(12, temperature=1.0), plain=name == "bias")
+        while not drafted.ids:
+            engine.step()
+        second = engine.admit(list(range(1, 66)), Sampling(4, **options), **way)
+        assert second.place == 1
+        while second.here or drafted.here:
+            engine.step()
+        assert not made and engine.passes.captured.keys == known, (name, way)
+        assert len(engine.passes._read.variants) == variants
+
+
+@pytest.mark.parametrize("other", (True, False))
+def test_texts_without_drafts_beside_drafted_ones(models, other):
+    """Steps as captured ones begin with the first row; the texts are those of each alone."""
+    drafter, given = make_drafter("eagle3", *models, models[1], lambda heads: None), [[1, 2, 3], [4, 5], [6]]
+    engine = Engine(models[0], drafter, batch=4, max_seq_len=200, compile=False, counts=(1, 2, 4))
+    alone = [ids(engine, [prompt], Sampling(12))[0] for prompt in given]
+    engine.passes.captured = Replays()
+    requests = [engine.admit(prompt, Sampling(12), plain=(i > 0) == other) for i, prompt in enumerate(given)]
+    while engine.busy:
         engine.step()
-    second = engine.admit(list(range(1, 66)), Sampling(4))
-    assert second.place == 1
-    while second.here:
-        engine.step()
-    assert not made and engine.passes.captured.keys == known
+    assert [request.ids for request in requests] == alone
+    assert {key[-1] for key in engine.passes.captured.keys} <= {1, 2, 3, 4}
 
 
 def test_memory_that_torch_holds_in_reserve_is_free(monkeypatch):

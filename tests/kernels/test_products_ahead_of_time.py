@@ -20,6 +20,7 @@ from helpers.ahead_of_time import (
 )
 
 from kernels.gpu import products
+from kernels.quantized import e2m1
 
 BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 ROWS = (1, 17, 60, 130)  # one for each tile of rows
@@ -133,8 +134,12 @@ def bfloat16(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
 
 
+def float16(bits: int) -> float:
+    return struct.unpack("<e", struct.pack("<H", bits))[0]
+
+
 def run(text: str, word: int, outputs: int) -> list[float]:
-    """What assembler makes of a word: the low and the high bfloat16 of each result."""
+    """What assembler makes of a word: the low and the high 16-bit number of each result."""
     at = {f"${outputs}": word}
 
     def value(name: str) -> int:
@@ -149,11 +154,14 @@ def run(text: str, word: int, outputs: int) -> list[float]:
             at[to] = given[0]
         elif instruction == "shr.u32":
             at[to] = given[0] >> given[1]
+        elif instruction == "shl.b32":
+            at[to] = given[0] << given[1] & 0xFFFFFFFF
         elif instruction == "lop3.b32":
             assert given[3] == 0xEA  # the table of (a & b) | c
             at[to] = given[0] & given[1] | given[2]
-        elif instruction == "fma.rn.bf16x2":
-            a, b, c = ([bfloat16(word >> shift & 0xFFFF) for shift in (0, 16)] for word in given)
+        elif instruction in ("fma.rn.bf16x2", "fma.rn.f16x2"):
+            number = bfloat16 if "bf16" in instruction else float16
+            a, b, c = ([number(word >> shift & 0xFFFF) for shift in (0, 16)] for word in given)
             at[to] = [x * y + z for x, y, z in zip(a, b, c)]
         else:
             raise AssertionError(f"{instruction} is not known here")
@@ -165,9 +173,19 @@ def test_assembler():
     for low in range(-128, 128):
         for high in range(-128, 128, 5):
             word = sum((n & 255) << 8 * i for i, n in enumerate((low, high, high, low)))
-            assert run(products.BYTES_TO_BF16.value, word, 2) == [[low, high], [high, low]]
+            for text in (products.BYTES_TO_BF16, products.BYTES_TO_FP16):
+                assert run(text.value, word, 2) == [[low, high], [high, low]]
     for low in range(-8, 8):
         for high in range(-8, 8):
             word = sum((n + 8) << 4 * i for i, n in enumerate((low, high, 1, 2, high, low, 3, 4)))
             found = run(products.NIBBLES_TO_BF16.value, word, 4)
             assert found == [[low, high], [high, low], [1, 3], [2, 4]]
+            found = run(products.NIBBLES_TO_FP16.value, word, 4)
+            assert found == [[low, high], [high, low], [1, 3], [2, 4]]
+    values = e2m1(torch.arange(16)).tolist()
+    for text in (products.E2M1_TO_BF16, products.E2M1_TO_FP16):
+        for low in range(16):
+            for high in range(16):
+                word = sum(n << 4 * i for i, n in enumerate((low, high, 1, 2, high, low, 3, 4)))
+                found, want = run(text.value, word, 4), [[low, high], [high, low], [1, 3], [2, 4]]
+                assert found == [[values[n] for n in pair] for pair in want]
