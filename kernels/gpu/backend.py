@@ -71,8 +71,11 @@ class CudaBackend(TorchBackend):
     ) -> tuple[Tensor, Tensor]:
         return ranking.rank(logits, noise, k, names)
 
-    def advance(self, growth: Growth) -> Tensor:
-        return growth.set_beam(*growing.advance(*growth.newest))
+    def extend(self, growth: Growth, scores: Tensor, tokens: Tensor, more: bool) -> Tensor:
+        beam = growth.beam_scores, growth.beam_flat, growth.beam_sees
+        *candidates, row, best, ids, flat, sees = growing.extend(scores, tokens, *growth.candidates, *beam)
+        growth.scores, growth.tokens, growth.parents = ([x] for x in candidates)
+        return growth.set_beam(best, ids, flat, sees, row)
 
     def prune(self, growth: Growth, root: Tensor) -> Tree:
         return Tree(*growing.prune(*growth.candidates, root, growth.shape.nodes, growth.shape.depth + 1))

@@ -283,7 +283,7 @@ def _restrict(s: Sizes) -> Iterator[Case]:
 # -- trees and texts -------------------------------------------------------------------------------
 
 
-def _growth(s: Sizes, advance: Callable[[Growth], object], seen: list) -> Growth:
+def _growth(s: Sizes, extend: Callable, seen: list) -> Growth:
     """Grow the tree of two sequences by random scores; equal ones are rare."""
     shape, seeds = TreeShape(*s.tree), count()
     k = shape.width
@@ -294,15 +294,16 @@ def _growth(s: Sizes, advance: Callable[[Growth], object], seen: list) -> Growth
 
     grown = Growth(shape, *children(k))
     for level in range(shape.depth):
-        if level:
-            seen += [advance(grown), grown.beam_scores, grown.beam_tokens, grown.beam_flat, grown.beam_sees]
-        grown.extend(*children(k, k))
+        row = extend(grown, *children(k, k), level + 1 < shape.depth)
+        if level + 1 < shape.depth:
+            seen += [row, grown.beam_scores, grown.beam_tokens, grown.beam_flat, grown.beam_sees]
+    seen += grown.candidates
     return grown
 
 
-def _advance(s: Sizes) -> Iterator[Case]:
+def _extend(s: Sizes) -> Iterator[Case]:
     def run(backend: TorchBackend) -> list:
-        _growth(s, backend.advance, seen := [])
+        _growth(s, backend.extend, seen := [])
         return seen
 
     yield Case(f"{s.tree[1]} levels of {s.tree[2]}", run)
@@ -311,11 +312,11 @@ def _advance(s: Sizes) -> Iterator[Case]:
 def _prune(s: Sizes) -> Iterator[Case]:
     root = torch.tensor([5, 7], device=s.device)
     yield Case("the tree {}/{}/{}".format(*s.tree),
-               lambda backend: backend.prune(_growth(s, Growth.advance, []), root))
+               lambda backend: backend.prune(_growth(s, TORCH.extend, []), root))
 
 
 def _accept(s: Sizes) -> Iterator[Case]:
-    tree = _growth(s, Growth.advance, []).prune(torch.tensor([5, 7], device=s.device))
+    tree = _growth(s, TORCH.extend, []).prune(torch.tensor([5, 7], device=s.device))
     # One sequence takes each node's last child, the other nothing.
     chosen = torch.zeros_like(tree.tokens).scatter(1, tree.parent, tree.tokens)
     chosen[1] = -1
@@ -340,6 +341,6 @@ def _emit(s: Sizes) -> Iterator[Case]:
 # By the name of what is left out if a case fails: see `CudaBackend.without`.
 PARTS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     "attend": _attend, "linear": _linear, "experts": _experts, "rank": _rank, "largest": _largest,
-    "advance": _advance, "prune": _prune, "accept": _accept, "emit": _emit, "move": _move,
+    "extend": _extend, "prune": _prune, "accept": _accept, "emit": _emit, "move": _move,
     "gumbel": _gumbel, "restrict": _restrict,
 }

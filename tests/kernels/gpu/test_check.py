@@ -201,7 +201,7 @@ def test_a_check_that_does_not_start(sizes, place):
 def test_a_target_is_checked(place, monkeypatch):
     """In a real process: at the target's sizes, whatever can be computed here."""
     monkeypatch.setattr(check, "SECONDS", 300)
-    monkeypatch.setattr(steps, "PARTS", ("advance", "unknown"))
+    monkeypatch.setattr(steps, "PARTS", ("extend", "unknown"))
     monkeypatch.setattr(steps, "STEPS", ("accept",))
     target, lines = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16)), []
     backend = steps.checked(CudaBackend(), target, False, lines.append)
