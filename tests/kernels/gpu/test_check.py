@@ -60,6 +60,17 @@ def test_a_kernel_that_is_wrong_at_one_length(sizes, monkeypatch):
     assert error.startswith("1 x 1 rows of 1 after (64,) tokens: 64 of 64 numbers differ, by up to 0.1")
 
 
+def test_a_kernel_that_reads_a_slot_that_nobody_may_see(sizes, monkeypatch):
+    right = attention.attend
+
+    def wrong(*given):
+        kv, layer, length, local = given[6:10]
+        return right(*given) + 0 * kv[layer, 1, 0, 0, length.max() + local.shape[2], 0]
+
+    monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
+    assert failed(sizes, "attend")["attend"].endswith("64 of 64 numbers differ, by up to nan")
+
+
 def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
     right = growing.accept
 
@@ -126,7 +137,10 @@ def test_steps_are_right(small, compiled):
 
 
 def test_a_compiled_step_that_is_wrong(small, compiled):
-    compiled.append(lambda result: (result[0]._replace(tokens=result[0].tokens + 1), result[1]))
+    def change(result):  # of `commit`: the tree and the path
+        return result if len(result) > 2 else (result[0]._replace(tokens=result[0].tokens + 1), result[1])
+
+    compiled.append(change)
     assert "12 of 12 numbers differ, by up to 1" in failed(small, "compiled step")["compiled step"]
 
 
@@ -146,20 +160,24 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
 
 
 def test_a_step_that_cannot_be_captured(small, compiled, captured):
+    keys = []
+
     def refuse(passes, key, call, still):
         passes.fallbacks.append("the step cannot be captured")
+        keys.append(key[0])
         return call()
 
     captured(refuse)
     assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
+    assert keys == ["step", "scribble"] * steps.REPLAYS, "another graph writes between the replays"
 
 
 CHILD = """
-import os, sys
-sys.stdin.read()
+import json, os, sys
+sizes, failed = json.load(sys.stdin)
 print('"started"', flush=True)
 for part in sys.argv[1:]:
-    error = '""'
+    error = '"it has rank in it"' if part == 'step' and 'rank' not in failed else '""'
     %s
     print(error, flush=True)
 """
@@ -181,7 +199,7 @@ def place(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("does, error", DEATHS.items())
 def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
-    """It is left out, the others are checked; the result is kept for the next process."""
+    """It is left out, the others are checked, the step without it. The result is kept."""
     lines: list[str] = []
     asked = partial(check.failures, sizes, lines.append, [["move", "rank", "draw"], ["emit"], ["step"]])
     found = asked((sys.executable, "-c", CHILD % does))
