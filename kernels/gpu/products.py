@@ -1,10 +1,11 @@
-"""Products with quantised weights on a GPU, in Triton: the weights become numbers in registers, tile by tile.
+"""Products of few rows with a weight, in Triton: quantised weights become numbers in registers, tile by tile.
 
 A decoding pass is bound by reading weights, so int8 ought to take half the time of bfloat16, for one row and
 for a whole tree. Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows
 they write the weight out whole and read it again. Here one kernel serves any number of rows. A weight is read
-once, in the order it lies in memory, and converted on its way to the tensor cores. It is the left operand,
-whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as a tree does.
+once, in the order it lies in memory, which is that of the tensor cores' registers (`laid_out`). It is the left
+operand, whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as a
+tree does.
 
 The work is a line: the steps of DEPTH inputs of all tiles of columns, tile after tile. All programs that the
 GPU holds at once share it equally (stream-K, Osama et al. 2023), so a narrow layer occupies every
