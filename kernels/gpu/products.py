@@ -15,6 +15,7 @@ of rows run side by side over the same columns, so all but the first find the we
 """
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -342,15 +343,18 @@ def _tuned(rows: int, bits: int):
     return triton.autotune(choices, named, do_bench=milliseconds, cache_results=True)(product_kernel)
 
 
-def programs(tiles: int, steps: int, most: int) -> int:
-    """Return how many programs share the steps of all tiles, at most this number.
+def programs(tiles: int, steps: int, held: float, resident: int) -> int:
+    """Return how many programs share the steps of all tiles, at most `resident` on each of `held` processors.
 
-    Each tile is divided evenly if that makes a program's share half as large again at most: each part then
-    belongs to one tile, and there are fewer to add up.
+    Each tile is divided evenly if that makes a program's share half as large again at most, and leaves few
+    processors idle: each part then belongs to one tile, and there are fewer to add up.
     """
-    share = max(LEAST_STEPS, triton.cdiv(tiles * steps, most))
-    even = next((n for n in range(share, share * 3 // 2 + 1) if steps % n == 0), share)
-    return triton.cdiv(tiles * steps, even)
+    share = max(LEAST_STEPS, math.ceil(tiles * steps / max(1, int(held * resident))))
+    for even in range(share, share * 3 // 2 + 1):
+        count = tiles * steps // even
+        if steps % even == 0 and count >= 0.9 * math.ceil(count / held) * held:
+            return count
+    return triton.cdiv(tiles * steps, share)
 
 
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())
@@ -378,7 +382,7 @@ def linear(
 
     def grid(chosen: dict) -> tuple[int, int]:
         many, steps = triton.cdiv(N, chosen["COLUMNS"]), triton.cdiv(K, chosen["DEPTH"])
-        return blocks, programs(many, steps, max(1, held * chosen["RESIDENT"] // blocks))
+        return blocks, programs(many, steps, held / blocks, chosen["RESIDENT"])
 
     given = {
         "BITS": bits, "GROUP": group, "BIASED": bias is not None, "ADDED": onto is not None,
