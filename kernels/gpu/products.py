@@ -3,9 +3,9 @@
 A decoding pass is bound by reading weights, so int8 ought to take half the time of bfloat16, for one row and
 for a whole tree. Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows
 they write the weight out whole and read it again. Here one kernel serves any number of rows. A weight is read
-once, in the order it lies in memory, which is that of the tensor cores' registers (`laid_out`). It is the left
-operand, whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as a
-tree does.
+once, in the order it lies in memory, which is that of the tensor cores' registers (`laid_out`). It is the
+left operand, whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as
+a tree does.
 
 The work is a line: the steps of DEPTH inputs of all tiles of columns, tile after tile. All programs that the
 GPU holds at once share it equally (stream-K, Osama et al. 2023), so a narrow layer occupies every
@@ -103,7 +103,7 @@ E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1("bf16x2", 6, "7E80"), _e2m1("f16x2", 9, "7400
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """A weight as `QuantizedLinear` stores it -> the words [n] int16 in the order in which threads need them.
+    """Put a weight of `QuantizedLinear` into the order in which threads need it -> words [n] int16.
 
     A thread of the tensor cores holds, of 16 inputs of a tile with 64 rows, two pairs of neighbours in two
     rows each. All that it holds of 64 inputs lies together: 16 bytes, in int8 of one row. Zeros fill up the
@@ -435,7 +435,7 @@ class DenseLinear(Linear):
 def take(module: nn.Module) -> None:
     """Make a linear layer ours, once. A quantised weight and its scales are laid out anew.
 
-    Layers in fp8, float32 and those of less than a tile stay as they are.
+    Layers in fp8 and float32, and those of less than a tile, do not change.
     """
     if type(module) is QuantizedLinear and module.mode != "fp8":
         module.__class__ = TritonLinear

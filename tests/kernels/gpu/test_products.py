@@ -133,7 +133,8 @@ def test_one_node(device):
 
 
 @pytest.mark.parametrize("tiles, steps, resident, count", [
-    (64, 32, 3, 256), (64, 112, 3, 256), (448, 32, 3, 388), (1002, 32, 3, 396), (48, 64, 1, 128), (1, 3, 3, 1),
+    (64, 32, 3, 256), (64, 112, 3, 256), (448, 32, 3, 388), (1002, 32, 3, 396), (48, 64, 1, 128),
+    (1, 3, 3, 1),
 ])
 def test_programs(tiles, steps, resident, count):
     """Few tiles are divided evenly, unless processors were idle; many are shared by all that fit."""
