@@ -489,8 +489,7 @@ class Experts(nn.Module):
         return out if onto is None else onto + out
 
     def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Return the sums [R, H] of what the experts `chosen` [R, A] make of rows [R, H], times weight [R, A].
-        """
+        """Return the outputs [R, H] of experts `chosen` [R, A] for rows [R, H], added up by weight [R, A]."""
         rows = self._read("w_gate_up", rows)
         if chosen.numel() < self.router.out_features:
             # Few rows, as in plain decoding: only the weights of the experts they use are read.

@@ -99,7 +99,7 @@ def _steps(s: Sizes, captured: bool) -> Iterator[Case]:
                 x.copy_(kept)
             tree, path = passes.step(rows, span, passes.drafter, MODES)
             found += [x.clone() for x in (*tree, path, state.tokens, state.length, state.out, state.n_new)]
-            passes.run(("scribble",), partial(scribble, passes.device))
+            passes.run(rows, ("scribble",), partial(scribble, passes.device))
             if passes.on_cuda:
                 torch.cuda.empty_cache()
             scribble(passes.device)

@@ -363,15 +363,12 @@ class CapturedCalls:
     call is made each time.
     """
 
-    def __init__(self, device: torch.device, failed: Callable[[str], None] = lambda line: None):
+    def __init__(self, device: torch.device, failed: Callable[[str], None]):
         self.device, self.failed = device, failed
         self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
         self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
-    def __call__(
-        self, key: tuple, call: Callable,
-        still: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    ):
+    def __call__(self, key: tuple, call: Callable, still: Callable[[], contextlib.AbstractContextManager]):
         """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart.
 
         still: gives a context that keeps a call from changing any sequence.

@@ -358,21 +358,17 @@ class Engine:
                 self.leave(request)
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(),
-        ended: Callable[[int, Request], None] = lambda number, request: None, **options,
+        self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(), **options
     ) -> list[Request]:
         """Decode any number of prompts to their end; see `run`.
 
-        ended: called with the number of a prompt and its request as soon as that has ended. Raises ValueError
-        as `admit` does, and if a JSON schema cannot be followed to its end.
+        Raises ValueError as `admit` does, and if a JSON schema cannot be followed to its end.
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         requests: list[Request] = []
         for event in self.run(prompts, samplings, requests, **options):
             if event.finish == "error":
                 raise ValueError(event.request.error)
-            if event.finish:
-                ended(requests.index(event.request), event.request)
         return requests
 
     def _members(self, group: int) -> list[Request]:

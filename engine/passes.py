@@ -58,18 +58,18 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
-class Rows:
-    """The sequences first ... first + count - 1 of the batch: views of the state and of all caches."""
+class Rows(NamedTuple):
+    """The sequences first ... first + count - 1 of the batch: views of the state and of all caches.
 
-    def __init__(self, passes: Passes, first: int, count: int):
-        self.first, self.count = first, count
-        self.chunk_start = passes.chunk_start[first : first + count]
-        whole = count == passes.batch
-        self.state: State = passes.state if whole else passes.state.rows(first, count)
-        self.caches = passes.caches if whole else passes.caches.rows(first, count)
-        self.drafter: Callable[[Drafter], Drafter] = (
-            (lambda drafter: drafter) if whole else cache(lambda drafter: drafter.rows(first, count))
-        )
+    drafter(drafter): the view of one.
+    """
+
+    first: int
+    count: int
+    chunk_start: Tensor
+    state: State
+    caches: nn.ModuleList
+    drafter: Callable[[Drafter], Drafter]
 
 
 class Passes:
@@ -148,9 +148,15 @@ class Passes:
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the sequences first ... first + count - 1: the same object each time."""
-        if (first, count) not in self._rows:
-            self._rows[first, count] = Rows(self, first, count)
-        return self._rows[first, count]
+        where = first, count
+        if where not in self._rows:
+            start, parts = self.chunk_start[first : first + count], (self.state, self.caches)
+            if count == self.batch:
+                self._rows[where] = Rows(*where, start, *parts, lambda drafter: drafter)
+            else:
+                views = (part.rows(*where) for part in parts)
+                self._rows[where] = Rows(*where, start, *views, cache(lambda drafter: drafter.rows(*where)))
+        return self._rows[where]
 
     @property
     def prepared(self) -> bool:

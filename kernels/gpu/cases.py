@@ -201,7 +201,7 @@ def _mixture(layer: Experts) -> tuple[str, int, int, int, int, int, bool]:
 
 
 def _experts(s: Sizes) -> Iterator[Case]:
-    """Random experts, and a choice that all rows share and nobody's last one."""
+    """Random routing, and routing where all rows choose the first expert and none the last one."""
     for mode, group, E, A, inner, H, biases in s.mixtures:
         args = ModelArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, biases=biases)
         layer = Experts(args).to(s.torch_dtype)
@@ -215,12 +215,12 @@ def _experts(s: Sizes) -> Iterator[Case]:
             scores = s.draw(M, E, seed=M)
             scores[:, -1] -= 9 * skewed
             scores[:, 0] += 9 * skewed
-            x, weight = s.draw(M, H, seed=H), s.draw(M, A).softmax(-1).to(s.torch_dtype)
+            x, weight = s.draw(M, H, seed=H).to(s.torch_dtype), s.draw(M, A).softmax(-1).to(s.torch_dtype)
 
-            def run(backend: TorchBackend, x=x, w=weight, chosen=scores.topk(A).indices, layer=layer, ours=ours):
+            def run(backend: TorchBackend, x=x, w=weight, at=scores.topk(A).indices, layer=layer, ours=ours):
                 if backend is TORCH:
-                    return layer.mixed(x, w.float(), chosen).to(w.dtype)
-                return ours.mixed(x.to(w.dtype), w, chosen)
+                    return layer.mixed(x.float(), w.float(), at).to(x.dtype)
+                return ours.mixed(x, w, at)
 
             routing = "one for all" if skewed else "random"
             yield Case(f"{mode} {E} x {inner} x {H}, {M} rows, {routing}", run, LIMITS[s.torch_dtype])

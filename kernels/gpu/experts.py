@@ -1,9 +1,9 @@
 """Mixtures of experts on a GPU, in Triton: a kernel multiplies all rows of a pass by the experts they chose.
 
 A row takes a *slot* for each expert that it chose. `arrange_kernel` sorts the slots by expert. A program of
-`grouped_kernel` computes a few columns of one expert for a tile of its slots. No row chooses an expert twice,
-so a tile has room for all slots of an expert in passes of up to `MOST_ROWS` rows: its weights are read once. In
-larger passes tiles of one expert run side by side, and all but the first find the weights in L2.
+`grouped_kernel` computes a few columns of one expert for a tile of its slots. No row chooses an expert twice.
+So a tile has room for all slots of an expert in passes of up to `MOST_ROWS` rows, and its weights are read
+once. In larger passes tiles of one expert run side by side, and all but the first find the weights in L2.
 
 The grid depends on the number of rows only, so one graph serves every routing: programs without slots end at
 once. A sum has the same order in every place of a tile, and no other program adds to it.
@@ -32,8 +32,8 @@ def arrange_kernel(
     """Sort the slots by expert: program e writes those of expert e.
 
     chosen [S]: the expert of each slot. order [S]: the slots, those of one expert side by side. tiles [T, 3],
-    zeros before: up to ROWS places in `order` are one, as the expert, the first place, and the end of the
-    expert's. FEW: tiles have the number of their first place; else T is the number of experts + S // ROWS.
+    of up to ROWS slots: the expert, the first place in `order`, the end of the expert's places; zeros, as T
+    is the most that there can be. FEW: a tile's number is its first place; else it counts experts and tiles.
     """
     begin(EARLY)
     expert, slot = tl.program_id(0), tl.arange(0, CHUNK)
@@ -85,7 +85,7 @@ def grouped_kernel(
 
 
 def tile_of(rows: int, dtype: torch.dtype) -> triton.Config:
-    """Return the tile for passes of this many rows. It fits GPUs with little shared memory."""
+    """Return the tile for passes of this many rows. It fits GPUs with little shared memory too."""
     if dtype == torch.float32:  # for tests of correctness: products without tensor cores fill registers
         return triton.Config({"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}, num_warps=4, num_stages=1)
     tall = min(max(16, triton.next_power_of_2(rows)), MOST_ROWS)
@@ -102,7 +102,8 @@ def arrange(chosen: Tensor, experts: int, tall: int) -> tuple[Tensor, Tensor]:
     S = chosen.numel()
     order, tiles = _room(chosen, experts, tall)
     given = {"FEW": len(tiles) == S, "ROWS": tall, "CHUNK": min(CHUNK, triton.next_power_of_2(S))}
-    arrange_kernel[(experts,)](chosen.contiguous(), order, tiles.zero_(), S, **given, **options(chosen.device))
+    given |= options(chosen.device)
+    arrange_kernel[(experts,)](chosen.contiguous(), order, tiles.zero_(), S, **given)
     return order, tiles
 
 
@@ -120,7 +121,7 @@ def grouped(
 ) -> Tensor:
     """Multiply the x of each slot by its expert's matrix -> [S, N], N = outputs.
 
-    x [S or fewer, K]: each of as many slots side by side. weight, scale: see `grouped_kernel`; a weight
+    x [S, K], or [R, K] where the slots of a row share it. weight, scale: see `grouped_kernel`; a weight
     without scale is [E, N, K] in x's dtype. rows: of the pass.
     """
     N, K = outputs, x.shape[-1]
@@ -162,7 +163,7 @@ class GroupedExperts(Experts):
 
 
 def take(module: nn.Module) -> None:
-    """Make a mixture ours, once. Quantised weights and their scales are laid out anew; fp8 stays as it is."""
+    """Make a mixture that is not in fp8 ours, once: quantised weights and scales are laid out anew."""
     if type(module) is not Experts or getattr(module.w_down, "mode", None) == "fp8":
         return
     module.__class__ = GroupedExperts

@@ -85,10 +85,11 @@ def _e2m1(kind: str, shift: int, large: str) -> tl.constexpr:
     """Return the assembler for four numbers in e2m1, the result of each as of NIBBLES.
 
     Three bits after the sign become the lowest of a 16-bit number's exponent and the highest of its mantissa,
-    `shift` bits up. That number is right but for a power of two, `large`, also where it is subnormal.
+    `shift` bits up. That number times `large`, a power of two, is the value, also where it is subnormal.
     """
     mask = f"0x{7 << shift:04X}{7 << shift:04X}"
-    lines = [".reg .b32 word, sign, large, zero", f"mov.b32 large, 0x{large}{large}", "mov.b32 zero, 0x80008000"]
+    lines = [".reg .b32 word, sign, large, zero", f"mov.b32 large, 0x{large}{large}"]
+    lines.append("mov.b32 zero, 0x80008000")
     for i in range(4):
         up = shift - 4 * i
         lines += [

@@ -14,8 +14,8 @@ from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.cases import PARTS, Sizes
-from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
-from model import KVCaches, ModelArgs, Transformer
+from kernels.quantized import QuantizedLinear, Scheme, quantize_linears, replace_all
+from model import Experts, KVCaches, ModelArgs, Transformer
 from tree import TreeShape
 
 ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
@@ -58,6 +58,17 @@ def test_a_kernel_that_is_wrong_at_one_length(sizes, monkeypatch):
     monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
     (error,) = failed(sizes, "attend", "rank").values()
     assert error.startswith("1 x 1 rows of 1 after (64,) tokens: 64 of 64 numbers differ, by up to 0.1")
+
+
+def test_a_kernel_that_reads_a_slot_that_nobody_may_see(sizes, monkeypatch):
+    right = attention.attend
+
+    def wrong(*given):
+        kv, layer, length, local = given[6:10]
+        return right(*given) + 0 * kv[layer, 1, 0, 0, length.max() + local.shape[2], 0]
+
+    monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
+    assert failed(sizes, "attend")["attend"].endswith("64 of 64 numbers differ, by up to nan")
 
 
 def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
@@ -126,7 +137,10 @@ def test_steps_are_right(small, compiled):
 
 
 def test_a_compiled_step_that_is_wrong(small, compiled):
-    compiled.append(lambda result: (result[0]._replace(tokens=result[0].tokens + 1), result[1]))
+    def change(result):  # of `commit`: the tree and the path
+        return result if len(result) > 2 else (result[0]._replace(tokens=result[0].tokens + 1), result[1])
+
+    compiled.append(change)
     assert "12 of 12 numbers differ, by up to 1" in failed(small, "compiled step")["compiled step"]
 
 
@@ -146,20 +160,24 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
 
 
 def test_a_step_that_cannot_be_captured(small, compiled, captured):
+    keys = []
+
     def refuse(passes, key, call, still):
         passes.fallbacks.append("the step cannot be captured")
+        keys.append(key[0])
         return call()
 
     captured(refuse)
     assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
+    assert keys == ["step", "scribble"] * steps.REPLAYS, "another graph writes between the replays"
 
 
 CHILD = """
-import os, sys
-sys.stdin.read()
+import json, os, sys
+sizes, failed = json.load(sys.stdin)
 print('"started"', flush=True)
 for part in sys.argv[1:]:
-    error = '""'
+    error = '"it has rank in it"' if part == 'step' and 'rank' not in failed else '""'
     %s
     print(error, flush=True)
 """
@@ -181,7 +199,7 @@ def place(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("does, error", DEATHS.items())
 def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
-    """It is left out, the others are checked; the result is kept for the next process."""
+    """It is left out, the others are checked, the step without it. The result is kept."""
     lines: list[str] = []
     asked = partial(check.failures, sizes, lines.append, [["move", "rank", "draw"], ["emit"], ["step"]])
     found = asked((sys.executable, "-c", CHILD % does))
@@ -209,7 +227,15 @@ def test_a_target_is_checked(place, monkeypatch):
     assert lines[1:] == ["the GPU path does without 'unknown', which is slower: 'unknown'"]
     sizes = Sizes.of(target, True)
     assert sizes.heads == (2, 1, 16) and sizes.dtype == "float32" and sizes.float8
-    assert ("int8", 0, 96, 32) in sizes.layers
+    assert ("int8", 0, 96, 32) in sizes.layers and not sizes.mixtures
+
+
+def test_mixtures_are_checked_at_a_part_of_their_size():
+    args = ModelArgs(8, 64, 2880, 2, 1, 1, 8, num_experts=128, experts_per_token=6, biases=True)
+    target = Transformer(args)
+    assert Sizes.of(target, False).mixtures == (("16 bits", 0, 8, 4, 1856, 64, True),)
+    replace_all(target, Scheme(None, 0, None, "mxfp4"))
+    assert Sizes.of(target, False).mixtures == (("mxfp4", 32, 8, 4, 1856, 64, True),)
 
 
 def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
@@ -236,12 +262,13 @@ def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
 def test_a_backend_without_a_part(part):
     """It has the definition in place of the kernel, and another name: saved graphs are not shared."""
     backend = CudaBackend().without({part: "a line"})
-    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16))
+    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16, num_experts=3, experts_per_token=1))
     quantize_linears(target, Scheme("int8", 0, None))
     backend.prepare(target)
     ours = {
         "attend": backend.reads_length, "move": target.Caches.move is LayerCaches.move,
         "linear": type(target.layers[0].wo) is not QuantizedLinear,
+        "experts": type(target.layers[0].mlp) is not Experts,
     }
     ours |= {name: getattr(type(backend), name) is not getattr(type(TORCH), name) for name in PARTS
              if name not in ours}
