@@ -1,10 +1,11 @@
-"""Products with quantised weights on a GPU, in Triton: the weights become numbers in registers, tile by tile.
+"""Products of few rows with a weight, in Triton: quantised weights become numbers in registers, tile by tile.
 
 A decoding pass is bound by reading weights, so int8 ought to take half the time of bfloat16, for one row and
 for a whole tree. Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows
 they write the weight out whole and read it again. Here one kernel serves any number of rows. A weight is read
-once, in the order it lies in memory, and converted on its way to the tensor cores. It is the left operand,
-whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as a tree does.
+once, in the order it lies in memory, which is that of the tensor cores' registers (`laid_out`). It is the
+left operand, whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as
+a tree does.
 
 The work is a line: the steps of DEPTH inputs of all tiles of columns, tile after tile. All programs that the
 GPU holds at once share it equally (stream-K, Osama et al. 2023), so a narrow layer occupies every
@@ -14,6 +15,7 @@ of rows run side by side over the same columns, so all but the first find the we
 """
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -102,7 +104,7 @@ E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1("bf16x2", 6, "7E80"), _e2m1("f16x2", 9, "7400
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """A weight as `QuantizedLinear` stores it -> the words [n] int16 in the order in which threads need them.
+    """Put a weight of `QuantizedLinear` into the order in which threads need it -> words [n] int16.
 
     A thread of the tensor cores holds, of 16 inputs of a tile with 64 rows, two pairs of neighbours in two
     rows each. All that it holds of 64 inputs lies together: 16 bytes, in int8 of one row. Zeros fill up the
@@ -342,15 +344,18 @@ def _tuned(rows: int, bits: int):
     return triton.autotune(choices, named, do_bench=milliseconds, cache_results=True)(product_kernel)
 
 
-def programs(tiles: int, steps: int, most: int) -> int:
-    """Return how many programs share the steps of all tiles, at most this number.
+def programs(tiles: int, steps: int, held: float, resident: int) -> int:
+    """Return how many programs share the steps of all tiles, at most `resident` on each of `held` processors.
 
-    Each tile is divided evenly if that makes a program's share half as large again at most: each part then
-    belongs to one tile, and there are fewer to add up.
+    Each tile is divided evenly if that makes a program's share half as large again at most, and leaves few
+    processors idle: each part then belongs to one tile, and there are fewer to add up.
     """
-    share = max(LEAST_STEPS, triton.cdiv(tiles * steps, most))
-    even = next((n for n in range(share, share * 3 // 2 + 1) if steps % n == 0), share)
-    return triton.cdiv(tiles * steps, even)
+    share = max(LEAST_STEPS, math.ceil(tiles * steps / max(1, int(held * resident))))
+    for even in range(share, share * 3 // 2 + 1):
+        count = tiles * steps // even
+        if steps % even == 0 and count >= 0.9 * math.ceil(count / held) * held:
+            return count
+    return triton.cdiv(tiles * steps, share)
 
 
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())
@@ -378,7 +383,7 @@ def linear(
 
     def grid(chosen: dict) -> tuple[int, int]:
         many, steps = triton.cdiv(N, chosen["COLUMNS"]), triton.cdiv(K, chosen["DEPTH"])
-        return blocks, programs(many, steps, max(1, held * chosen["RESIDENT"] // blocks))
+        return blocks, programs(many, steps, held / blocks, chosen["RESIDENT"])
 
     given = {
         "BITS": bits, "GROUP": group, "BIASED": bias is not None, "ADDED": onto is not None,
@@ -431,7 +436,7 @@ class DenseLinear(Linear):
 def take(module: nn.Module) -> None:
     """Make a linear layer ours, once. A quantised weight and its scales are laid out anew.
 
-    Layers in fp8, float32 and those of less than a tile stay as they are.
+    Layers in fp8 and float32, and those of less than a tile, do not change.
     """
     if type(module) is QuantizedLinear and module.mode != "fp8":
         module.__class__ = TritonLinear
