@@ -148,17 +148,15 @@ class GroupedExperts(Experts):
         R = len(rows)
         slots = arrange(chosen, self.router.out_features, tile_of(R, rows.dtype).kwargs["ROWS"])
 
-        def product(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
-            stack = getattr(self, name)
-            if isinstance(stack, QuantizedStack):
-                held = stack.weight, stack.scale, stack.outputs, stack.group
-            else:
-                held = stack, None, stack.shape[1], 0
-            return grouped(self._read(name, x), *held, bias, *slots, R)
+        def product(x: Tensor, stack: nn.Module | Tensor, bias: Tensor | None) -> Tensor:
+            if isinstance(stack, Tensor):
+                return grouped(x, stack, None, stack.shape[1], 0, bias, *slots, R)
+            held = stack.weight, stack.scale, stack.outputs, stack.group
+            return grouped(stack.rounded(x), *held, bias, *slots, R)
 
-        both = product("w_gate_up", rows, self.gate_up_bias)
+        both = product(rows, self.w_gate_up, self.gate_up_bias)
         inner = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
-        out = product("w_down", inner, self.down_bias)
+        out = product(inner, self.w_down, self.down_bias)
         return (out.unflatten(0, (R, -1)) * weight[..., None]).sum(1)
 
 
