@@ -492,14 +492,17 @@ class Engine:
         return shape, drafter
 
     def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
-        """Let the head read what it must of each request: where a call costs little, no more than that."""
-        if self.device.type == "cpu":
-            for r in requests:
-                r.unread = self.passes.keep_up(self.passes.rows(r.place, 1), span, drafter, r.unread)
-            return
-        unread = self.passes.keep_up(rows, span, drafter, max(r.unread for r in requests))
-        for r in requests:
-            r.unread = unread
+        """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
+        call costs little, it reads no more than that.
+        """
+        passes, alone, committed = self.passes, self.device.type == "cpu", drafter.shape.window
+        for some in [[r] for r in requests] if alone else [requests]:
+            unread = max(r.unread for r in some)
+            if unread > self.window if drafter.reads else unread + committed > passes.unread:
+                passes.read_behind(passes.rows(some[0].place, 1) if alone else rows, span, unread)
+                unread = 1
+            for r in some:
+                r.unread = self.window if drafter.reads else unread + committed
 
     def _read(self, keep: int) -> list[Event]:
         """Read what passes have emitted, oldest first, until only `keep` are unread."""

@@ -242,17 +242,6 @@ class Passes:
                 begin(self.target, rows.state, rows.chunk_start, x, features, modes)
         return x
 
-    def keep_up(self, rows: Rows, span: Tensor, drafter: Drafter, unread: int) -> int:
-        """Before a step with this drafter: let the head read what it must, of at most `unread` tokens.
-
-        Returns how many there may be after the step.
-        """
-        committed = drafter.shape.window
-        if unread > self.window if drafter.reads else unread + committed > self.unread:
-            self.read_behind(rows, span, unread)
-            unread = 1
-        return self.window if drafter.reads else unread + committed
-
     def read_behind(self, rows: Rows, span: Tensor, unread: int) -> None:
         """Let the drafter read what plain steps have committed, at most `unread` tokens, except the last."""
         first = 0

@@ -147,7 +147,7 @@ def _attend(s: Sizes) -> Iterator[Case]:
     for T in (1, nodes):
         for n in s.lengths:
             yield attention(whole, 1, T, T, (n,))
-    # The rows of a draft level, of which none sees the first tiles after the committed slots.
+    # The rows of a draft level. None sees the first tiles after the committed slots.
     yield attention(whole, len(s.lengths), width, 160 + 3 * width, s.lengths, 160)
     if s.window:
         yield attention(s, 2, width, width, s.lengths[-2:])

@@ -124,7 +124,7 @@ def test_texts_go_on_after_a_capture_that_fails(models):
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     lines = []
-    monkeypatch.setattr(compiling.SavedGraph, "make", lambda *a: 1 / 0)
+    monkeypatch.setattr(compiling, "make_graph", lambda *a: 1 / 0)
     monkeypatch.setattr(compiling, "saved_places", lambda *a: ("nowhere",))
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
@@ -136,8 +136,8 @@ def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
     lines, file = [], tmp_path / "double.graph"
     file.write_text("broken")
     monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
-    monkeypatch.setattr(compiling.SavedGraph, "find", lambda place: lambda args: 1 / 0)
-    monkeypatch.setattr(compiling.SavedGraph, "make", lambda made, args, place: lambda args: made(*args))
+    monkeypatch.setattr(compiling, "find_graph", lambda place: lambda *args: 1 / 0)
+    monkeypatch.setattr(compiling, "make_graph", lambda made, args, place: made)
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert lines[:2] == ["a saved graph of the double fails (division by zero) and is made again",
@@ -212,10 +212,10 @@ def test_ready_is_ready(monkeypatch):
 
     def make(function, args, path):
         made.append("make")
-        return lambda args: function(*args)
+        return function
 
-    monkeypatch.setattr(compiling.SavedGraph, "find", lambda path: made.append("find"))
-    monkeypatch.setattr(compiling.SavedGraph, "make", make)
+    monkeypatch.setattr(compiling, "find_graph", lambda path: made.append("find"))
+    monkeypatch.setattr(compiling, "make_graph", make)
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     # For one to three texts, with drafts and without, drawn and not: verify, and commit in two modes. For
     # prompts each chunk, of one and of three.
@@ -223,6 +223,11 @@ def test_ready_is_ready(monkeypatch):
     made.clear()
     known, compiled = set(engine.passes.captured.calls), [engine.passes._read, engine.passes._verify]
     variants = [len(function.variants) for function in compiled]
+    plain = engine.admit([1, 2, 3], Sampling(40), plain=True)
+    while plain.here:
+        engine.step()
+    engine.generate([plain.tokens], Sampling(4))  # the head has not read them
+    assert not made and set(engine.passes.captured.calls) == known
     for (name, options), way in zip(OPTIONS.items(), cycle(WAYS)):
         drafted = engine.admit([1, 2, 3], Sampling(12, temperature=1.0), plain=name == "bias")
         while not drafted.ids:

@@ -7,8 +7,8 @@ import torch
 from helpers.ahead_of_time import dear
 
 from engine import check as steps
+from engine import compile as compiling
 from engine.check import STEPS
-from engine.compile import SavedGraph
 from kernels.backend import TORCH
 from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
@@ -108,11 +108,11 @@ def compiled(monkeypatch) -> list:
     changes = []
 
     def make(function, args, path):
-        return lambda args: changes[0](function(*args)) if changes else function(*args)
+        return lambda *args: changes[0](function(*args)) if changes else function(*args)
 
     monkeypatch.setattr(steps, "REPLAYS", 2)
-    monkeypatch.setattr(SavedGraph, "make", make)
-    monkeypatch.setattr(SavedGraph, "find", lambda path: None)
+    monkeypatch.setattr(compiling, "make_graph", make)
+    monkeypatch.setattr(compiling, "find_graph", lambda path: None)
     return changes
 
 

@@ -60,6 +60,8 @@ def test_products(device, dtype, limit, scheme, biases, rows):
     want = copy.deepcopy(layer).float()(x.float(), None)
     found = ours(layer, device)(x.to(device), None).cpu()
     assert found.dtype == dtype
+    if scheme.mode in ("w8a8", "w4a8"):  # what is near a tie is rounded to another step of 127
+        limit = max(limit, 8e-3)
     assert float((found.float() - want).abs().max() / want.abs().max()) < limit
 
 
