@@ -14,19 +14,21 @@ from kernels.gpu.ranking import NONE, key_of, largest, place_of, value_of
 def extend_kernel(
     scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees, all_scores,
     all_tokens, all_parents, rows, next_scores, next_tokens, next_flat, next_sees, C, K, M,
-    BEST: tl.constexpr, CHILDREN: tl.constexpr, OLD: tl.constexpr, SEEN: tl.constexpr, EARLY: tl.constexpr,
+    BEST: tl.constexpr, CHILDREN: tl.constexpr, SEEN: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """See `extend`. The k*k children are in one tile, and so are the C old candidates."""
+    """See `extend`. The k*k children are in one tile."""
     begin(EARLY)
     b = tl.program_id(0)
-    child, slot, old = tl.arange(0, CHILDREN), tl.arange(0, BEST), tl.arange(0, OLD)
-    here, kept, known = child < K * K, slot < K, old < C
+    child, slot = tl.arange(0, CHILDREN), tl.arange(0, BEST)
+    here, kept = child < K * K, slot < K
     all_scores += b * (C + K * K)
     all_tokens += b * (C + K * K)
     all_parents += b * (C + K * K)
-    tl.store(all_scores + old, tl.load(old_scores + b * C + old, mask=known), mask=known)
-    tl.store(all_tokens + old, tl.load(old_tokens + b * C + old, mask=known), mask=known)
-    tl.store(all_parents + old, tl.load(old_parents + b * C + old, mask=known), mask=known)
+    for start in range(0, C, CHILDREN):
+        old, known = start + child, start + child < C
+        tl.store(all_scores + old, tl.load(old_scores + b * C + old, mask=known), mask=known)
+        tl.store(all_tokens + old, tl.load(old_tokens + b * C + old, mask=known), mask=known)
+        tl.store(all_parents + old, tl.load(old_parents + b * C + old, mask=known), mask=known)
     above = b * K + child // K
     score = tl.load(scores + b * K * K + child, mask=here, other=float("-inf"))
     score += tl.load(beam_scores + above, mask=here, other=0.0)
@@ -65,8 +67,8 @@ def extend(
     given = scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees
     extend_kernel[(B,)](
         *(x.contiguous() for x in given), *made, C, k, M, BEST=triton.next_power_of_2(k),
-        CHILDREN=triton.next_power_of_2(k * k), OLD=triton.next_power_of_2(C),
-        SEEN=triton.next_power_of_2(M + k), num_warps=4, **options(scores.device),
+        CHILDREN=triton.next_power_of_2(k * k), SEEN=triton.next_power_of_2(M + k), num_warps=4,
+        **options(scores.device),
     )
     return made
 
