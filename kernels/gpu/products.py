@@ -56,18 +56,10 @@ NIBBLES = """{{
     .reg .b32 word, one, less;
     mov.b32 one, {one};
     mov.b32 less, {less};
-    lop3.b32 word, $4, 0x000F000F, {base}, 0xEA;
-    fma.rn.{kind} $0, word, one, less;
-    shr.u32 word, $4, 4;
-    lop3.b32 word, word, 0x000F000F, {base}, 0xEA;
-    fma.rn.{kind} $1, word, one, less;
-    shr.u32 word, $4, 8;
-    lop3.b32 word, word, 0x000F000F, {base}, 0xEA;
-    fma.rn.{kind} $2, word, one, less;
-    shr.u32 word, $4, 12;
-    lop3.b32 word, word, 0x000F000F, {base}, 0xEA;
-    fma.rn.{kind} $3, word, one, less;
-}}"""
+""" + "".join(f"""    shr.u32 word, $4, {4 * i};
+    lop3.b32 word, word, 0x000F000F, {{base}}, 0xEA;
+    fma.rn.{{kind}} ${i}, word, one, less;
+""" for i in range(4)) + "}}"
 
 
 def _assembler(kind: str, one: str, minus: str, base: str, less: str) -> tuple[tl.constexpr, tl.constexpr]:
