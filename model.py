@@ -481,7 +481,11 @@ class Experts(nn.Module):
         weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
-        weight = weight.to(x.dtype)
+        out = self.mixed(rows, weight.to(x.dtype), chosen).view_as(x)
+        return out if onto is None else onto + out
+
+    def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Return the outputs [R, H] of experts `chosen` [R, A] for rows [R, H], added up by weight [R, A]."""
         # Few rows, as in plain decoding: only the weights of the experts they use are read. Many rows use
         # nearly all experts: every expert computes every row, and each row takes what it wants.
         few = chosen.numel() < self.router.out_features
@@ -490,12 +494,9 @@ class Experts(nn.Module):
         inner = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
         out = self._product(inner, self.w_down, self.down_bias, experts)
         if few:
-            out = (out * weight[..., None]).sum(1)
-        else:
-            share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
-            out = torch.einsum("erh,re->rh", out, share)
-        out = out.view_as(x)
-        return out if onto is None else onto + out
+            return (out * weight[..., None]).sum(1)
+        share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
+        return torch.einsum("erh,re->rh", out, share)
 
 
 # The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace

@@ -126,7 +126,8 @@ class Growth:
     @property
     def candidates(self) -> tuple[Tensor, ...]:
         """Scores, tokens and parents of all candidates [B, C]; a parent's place is below 0 for the root."""
-        return tuple(torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
+        levels = self.scores, self.tokens, self.parents
+        return tuple(torch.cat(x, dim=1) if len(x) > 1 else x[0] for x in levels)
 
     def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor, row: Tensor) -> Tensor:
         """Take a beam of the newest children, and return the beam row each came from [B, k]."""

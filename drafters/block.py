@@ -111,9 +111,7 @@ class BlockDrafter(HeadDrafter):
         scores, tokens = children(0, state.root()[:, None])
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, levels):
-            if level > 1:
-                backend.advance(grown)
-            grown.extend(*children(level, grown.beam_tokens))
+            backend.extend(grown, *children(level, grown.beam_tokens), more=level + 1 < levels)
         return grown
 
 

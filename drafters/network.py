@@ -132,12 +132,14 @@ class NetworkDrafter(Drafter):
         feature = last.expand(-1, k, -1)
         row_slots = own[:, None] + torch.arange(k, device=slots.device)
         for level in range(shape.depth):
-            if level:
-                feature = pick(feature, backend.advance(grown))
             positions = (base + level)[:, None].expand(-1, k)
             visible = backend.visible_slots(slots, own, grown.beam_sees)
             feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
-            grown.extend(*self._best(backend, feature, noise, level + 1, k, level_logits))
+            children = self._best(backend, feature, noise, level + 1, k, level_logits)
+            if level + 1 < shape.depth:
+                feature = pick(feature, backend.extend(grown, *children, more=True))
+            else:
+                backend.extend(grown, *children, more=False)
         return grown
 
     def _best(

@@ -125,6 +125,11 @@ class TorchBackend:
         """Make the best children the beam, as `Growth.advance`."""
         return growth.advance()
 
+    def extend(self, growth: Growth, scores: Tensor, tokens: Tensor, more: bool) -> Tensor | None:
+        """Record the beam's children, as `Growth.extend`, and, if there are `more` levels, `advance`."""
+        growth.extend(scores, tokens)
+        return self.advance(growth) if more else None
+
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         """Draft the tree of a `drafters.network.NetworkDrafter`; arguments as for its `propose`."""
         last = drafter.catch_up(state, slots)

@@ -189,7 +189,7 @@ class Quantized(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], mode: str, group: int):
         super().__init__()
-        self.inputs, self.mode, self.group = shape[-1], mode, group
+        (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
         self.weight, self.scale = empty(shape, mode, group)
 
     def rounded(self, x: Tensor) -> Tensor:

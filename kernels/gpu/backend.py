@@ -1,7 +1,8 @@
 """The backend on GPUs: our kernels in Triton, a kernel or a few for each part of a step.
 
-A model's attention is one kernel from wqkv to wo (`kernels.gpu.cache`), the products of quantised weights are
-ours (`kernels.gpu.products`), those of others torch's.
+A model's attention is one kernel from wqkv to wo (`kernels.gpu.cache`), a product is one of ours
+(`kernels.gpu.products`), except of many rows in 16 bits, in fp8 and in float32. So is one of all experts of a
+mixture (`kernels.gpu.experts`), except in fp8.
 """
 from __future__ import annotations
 
@@ -10,11 +11,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels.backend import Sight, TorchBackend, once
-from kernels.gpu import growing, ranking, sampling
+from kernels.gpu import experts, growing, products, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
-from kernels.gpu.products import TritonLinear
-from kernels.quantized import QuantizedLinear
-from model import KVCaches, Pass, TargetBlock, Transformer, projected
+from model import KVCaches, Transformer
 from networks.head import Head
 from tree import Growth, Tree
 
@@ -26,7 +25,7 @@ class CudaBackend(TorchBackend):
 
     name = "cuda"
     reads_length = True
-    layer = TritonLinear  # of products with quantised weights
+    takes = {"linear": products.take, "experts": experts.take}  # called with every module
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
     quantised_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
 
@@ -37,11 +36,9 @@ class CudaBackend(TorchBackend):
         """
         if not failures:
             return self
-        left_out = [part for part in failures if part != "linear" and part != "move"]
-        names = [name for part in left_out for name in MADE_OF.get(part, (part,)) if hasattr(self, name)]
+        names = [name for part in failures for name in MADE_OF.get(part, (part,)) if hasattr(self, name)]
         own = {name: getattr(TorchBackend, name) for name in names}
-        if "linear" in failures:
-            own["layer"] = QuantizedLinear
+        own["takes"] = {part: take for part, take in self.takes.items() if part not in failures}
         if "move" in failures:
             kinds = self.caches.items()
             own["caches"] = {k: type(v.__name__, (v,), {"move": KVCaches.move}) for k, v in kinds}
@@ -53,13 +50,11 @@ class CudaBackend(TorchBackend):
         for model in models:
             if isinstance(model, Transformer | Head):
                 model.Caches = self.caches["auto"]
-            ours = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.mode != "fp8"]
             if isinstance(model, Transformer):
                 model.whole = True
-                if not any(m in ours for m in model.layers.modules()):
-                    model.__class__ = FusedTransformer
-            for module in ours:
-                module.__class__ = self.layer
+            for module in model.modules():
+                for take in self.takes.values():
+                    take(module)
         return True
 
     # -- the parts of a step ------------------------------------------------------------------
@@ -76,8 +71,11 @@ class CudaBackend(TorchBackend):
     ) -> tuple[Tensor, Tensor]:
         return ranking.rank(logits, noise, k, names)
 
-    def advance(self, growth: Growth) -> Tensor:
-        return growth.set_beam(*growing.advance(*growth.newest))
+    def extend(self, growth: Growth, scores: Tensor, tokens: Tensor, more: bool) -> Tensor:
+        beam = growth.beam_scores, growth.beam_flat, growth.beam_sees
+        *candidates, row, best, ids, flat, sees = growing.extend(scores, tokens, *growth.candidates, *beam)
+        growth.scores, growth.tokens, growth.parents = ([x] for x in candidates)
+        return growth.set_beam(best, ids, flat, sees, row)
 
     def prune(self, growth: Growth, root: Tensor) -> Tree:
         return Tree(*growing.prune(*growth.candidates, root, growth.shape.nodes, growth.shape.depth + 1))
@@ -99,41 +97,3 @@ class CudaBackend(TorchBackend):
         return growing.emit(
             tokens, count, state.tokens, state.length, state.done, state.out, state.limit, state.stop_ids
         )
-
-
-# Regions are compiled once for all layers, see `model`.
-@torch.compiler.nested_compile_region
-def _enter(layer: TargetBlock, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    x = x + more
-    return x, layer.project(x)
-
-
-@torch.compiler.nested_compile_region
-def _leave(layer: TargetBlock, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    x = layer.mixed(x, attended)
-    return x, layer.fed(x)
-
-
-class FusedTransformer(Transformer):
-    """A target that adds the output of a layer's MLP where the next layer begins.
-
-    torch.compile makes one kernel of that sum and the norm after it, as it does of the sum after attention.
-    Products that add to the residual stream themselves (`TritonLinear`) gain nothing by this.
-    """
-
-    def run_layers(
-        self, x: Tensor, caches: KVCaches, shared: Pass, aux_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        features, more = [], None
-        for i, (layer, cache) in enumerate(zip(self.layers, caches)):
-            if more is None:
-                qkv = projected(layer, x)
-            else:
-                x, qkv = _enter(layer, x, more)
-            if i in aux_layers:
-                features.append(x)
-            x, more = _leave(layer, x, cache.attend(layer, qkv, shared))
-        x = x + more
-        if len(self.layers) in aux_layers:
-            features.append(x)
-        return x, torch.cat(features, dim=-1) if features else None

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,20 +17,24 @@ from kernels.backend import TORCH, TorchBackend
 from kernels.float8 import to_bytes
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
-from kernels.quantized import QuantizedLinear
-from model import Block, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
+from kernels.modes import MXFP4
+from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, replace_all
+from model import Block, Experts, KVCaches, Linear, ModelArgs, Pass, Transformer, inverse_frequencies
 from sampling.noise import seed_keys
 from tree import Growth, TreeShape
 
 COLUMNS = 32768  # of a layer, at most: more are tiles of the same kernel
+MOST_EXPERTS, MOST_INNER = 8, 1024  # of a mixture, likewise
+DENSE = "16 bits"  # the mode of layers that are not quantised
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
 
 
 class Sizes(NamedTuple):
     """The sizes that kernels are checked at.
 
-    heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs) of those
-    that are quantised. rows: of a product. lengths: of texts. repeats: of the largest product of a mode.
+    heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs). rows: of a
+    product. lengths: of texts. repeats: how often the largest product of a mode is computed. mixtures: (mode,
+    group, experts, those of a row, inner size, inputs, has biases).
     """
 
     device: str
@@ -44,6 +49,7 @@ class Sizes(NamedTuple):
     rows: tuple[int, ...] = (1, 16, 60, 128)
     lengths: tuple[int, ...] = (0, 63, 64, 65, 3000)
     repeats: int = 1000
+    mixtures: tuple[tuple[str, int, int, int, int, int, bool], ...] = ()
 
     @classmethod
     def of(cls, model: Transformer, float8: bool) -> Sizes:
@@ -52,16 +58,19 @@ class Sizes(NamedTuple):
         A head is quantised to int8 when it is loaded, and its layers are like the target's.
         """
         args, weight = model.args, model.embed.weight
-        found = set()
+        found, mixtures = set(), set()
         for layer in model.modules():
             if isinstance(layer, QuantizedLinear) and layer.mode != "fp8":
-                found.add((layer.mode, layer.group, min(layer.weight.shape[0], COLUMNS), layer.inputs))
+                found.add((layer.mode, layer.group, min(layer.outputs, COLUMNS), layer.inputs))
             elif isinstance(layer, nn.Linear):
-                found.add(("int8", 0, min(layer.out_features, COLUMNS), layer.in_features))
+                size = min(layer.out_features, COLUMNS), layer.in_features
+                found |= {(mode, 0, *size) for mode in ("int8", DENSE)}
+            elif isinstance(layer, Experts) and getattr(layer.w_down, "mode", None) != "fp8":
+                mixtures.add(_mixture(layer))
         return cls(
             str(weight.device), str(weight.dtype).removeprefix("torch."),
             (args.num_heads, args.num_kv_heads, args.head_dim), args.qk_norm, max(args.windows, default=0),
-            float8, args.vocab_size, tuple(sorted(found)),
+            float8, args.vocab_size, tuple(sorted(found)), mixtures=tuple(sorted(mixtures)),
         )
 
     @property
@@ -147,12 +156,13 @@ def _attend(s: Sizes) -> Iterator[Case]:
 def _linear(s: Sizes) -> Iterator[Case]:
     largest = {layer[:2]: layer for layer in sorted(s.layers, key=lambda layer: layer[2] * layer[3])}
     for mode, group, N, K in s.layers:
-        layer, generator = QuantizedLinear(K, N, False, mode, group), torch.Generator().manual_seed(N)
-        layer.weight.random_(*((0, 256) if group else (-127, 128)), generator=generator)
-        layer.scale.copy_((0.5 + torch.rand(layer.scale.shape, generator=generator)) * K**-0.5)
-        layer.scale.div_(4 if group else 64)
-        ours = copy.deepcopy(layer.to(s.device))
+        if mode == DENSE:
+            layer = Linear(K, N, bias=False).to(s.torch_dtype)
+        else:
+            layer = QuantizedLinear(K, N, False, mode, group)
+        ours = copy.deepcopy(_fill(layer).to(s.device))
         CudaBackend().prepare(ours)
+        layer.float()
         repeats = s.repeats if (mode, group, N, K) in largest.values() else 1
         for M in s.rows:
             x, onto = s.draw(M, K, seed=N + K).to(s.torch_dtype), s.draw(M, N, seed=N).to(s.torch_dtype)
@@ -161,6 +171,59 @@ def _linear(s: Sizes) -> Iterator[Case]:
                 return onto + layer(x.float()).to(x.dtype) if backend is TORCH else ours(x, onto)
 
             yield Case(f"{mode} {N} x {K}, {M} rows", run, LIMITS[s.torch_dtype], repeats)
+
+
+def _fill(layer: nn.Module) -> nn.Module:
+    """Make the weights of a layer random numbers whose products are near 1, and return it."""
+    draw = torch.Generator().manual_seed(0)
+    for x in layer.requires_grad_(False).parameters():
+        if x.is_floating_point():
+            x.copy_(torch.randn(x.shape, generator=draw) * x.shape[-1] ** -0.5)
+    for part in layer.modules():
+        if isinstance(part, QuantizedLinear | QuantizedStack):
+            part.weight.random_(*((0, 256) if part.group else (-127, 128)), generator=draw)
+            if part.mode == MXFP4:
+                power = 125 - round(math.log2(part.inputs) / 2)
+                part.scale.random_(power - 1, power + 2, generator=draw)
+            else:
+                part.scale.copy_((0.5 + torch.rand(part.scale.shape, generator=draw)) * part.inputs**-0.5)
+                part.scale.div_(4 if part.group else 64)
+    return layer
+
+
+def _mixture(layer: Experts) -> tuple[str, int, int, int, int, int, bool]:
+    """Return the sizes of a mixture, fewer and narrower experts that the same tiles divide."""
+    stack, H, E = layer.w_down, layer.router.in_features, min(layer.router.out_features, MOST_EXPERTS)
+    quantised = isinstance(stack, QuantizedStack)
+    mode, group, inner = (stack.mode, stack.group, stack.inputs) if quantised else (DENSE, 0, stack.shape[-1])
+    inner = min(inner, MOST_INNER + inner % MOST_INNER)
+    return mode, group, E, min(layer.used, max(E // 2, 1)), inner, H, layer.down_bias is not None
+
+
+def _experts(s: Sizes) -> Iterator[Case]:
+    """Random routing, and routing where all rows choose the first expert and none the last one."""
+    for mode, group, E, A, inner, H, biases in s.mixtures:
+        args = ModelArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, biases=biases)
+        layer = Experts(args).to(s.torch_dtype)
+        if mode != DENSE:
+            scheme = Scheme(None, 0, None, MXFP4) if mode == MXFP4 else Scheme(mode, group, None)
+            replace_all(layer, scheme)
+        ours = copy.deepcopy(_fill(layer).to(s.device))
+        CudaBackend().prepare(ours)
+        layer.float()
+        for M, skewed in product(s.rows, (False, True)):
+            scores = s.draw(M, E, seed=M)
+            scores[:, -1] -= 9 * skewed
+            scores[:, 0] += 9 * skewed
+            x, weight = s.draw(M, H, seed=H).to(s.torch_dtype), s.draw(M, A).softmax(-1).to(s.torch_dtype)
+
+            def run(backend: TorchBackend, x=x, w=weight, at=scores.topk(A).indices, layer=layer, ours=ours):
+                if backend is TORCH:
+                    return layer.mixed(x.float(), w.float(), at).to(x.dtype)
+                return ours.mixed(x, w, at)
+
+            routing = "one for all" if skewed else "random"
+            yield Case(f"{mode} {E} x {inner} x {H}, {M} rows, {routing}", run, LIMITS[s.torch_dtype])
 
 
 def _move(s: Sizes) -> Iterator[Case]:
@@ -220,7 +283,7 @@ def _restrict(s: Sizes) -> Iterator[Case]:
 # -- trees and texts -------------------------------------------------------------------------------
 
 
-def _growth(s: Sizes, advance: Callable[[Growth], object], seen: list) -> Growth:
+def _growth(s: Sizes, extend: Callable, seen: list) -> Growth:
     """Grow the tree of two sequences by random scores; equal ones are rare."""
     shape, seeds = TreeShape(*s.tree), count()
     k = shape.width
@@ -231,15 +294,16 @@ def _growth(s: Sizes, advance: Callable[[Growth], object], seen: list) -> Growth
 
     grown = Growth(shape, *children(k))
     for level in range(shape.depth):
-        if level:
-            seen += [advance(grown), grown.beam_scores, grown.beam_tokens, grown.beam_flat, grown.beam_sees]
-        grown.extend(*children(k, k))
+        row = extend(grown, *children(k, k), level + 1 < shape.depth)
+        if level + 1 < shape.depth:
+            seen += [row, grown.beam_scores, grown.beam_tokens, grown.beam_flat, grown.beam_sees]
+    seen += grown.candidates
     return grown
 
 
-def _advance(s: Sizes) -> Iterator[Case]:
+def _extend(s: Sizes) -> Iterator[Case]:
     def run(backend: TorchBackend) -> list:
-        _growth(s, backend.advance, seen := [])
+        _growth(s, backend.extend, seen := [])
         return seen
 
     yield Case(f"{s.tree[1]} levels of {s.tree[2]}", run)
@@ -248,11 +312,11 @@ def _advance(s: Sizes) -> Iterator[Case]:
 def _prune(s: Sizes) -> Iterator[Case]:
     root = torch.tensor([5, 7], device=s.device)
     yield Case("the tree {}/{}/{}".format(*s.tree),
-               lambda backend: backend.prune(_growth(s, Growth.advance, []), root))
+               lambda backend: backend.prune(_growth(s, TORCH.extend, []), root))
 
 
 def _accept(s: Sizes) -> Iterator[Case]:
-    tree = _growth(s, Growth.advance, []).prune(torch.tensor([5, 7], device=s.device))
+    tree = _growth(s, TORCH.extend, []).prune(torch.tensor([5, 7], device=s.device))
     # One sequence takes each node's last child, the other nothing.
     chosen = torch.zeros_like(tree.tokens).scatter(1, tree.parent, tree.tokens)
     chosen[1] = -1
@@ -276,7 +340,7 @@ def _emit(s: Sizes) -> Iterator[Case]:
 
 # By the name of what is left out if a case fails: see `CudaBackend.without`.
 PARTS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
-    "attend": _attend, "linear": _linear, "rank": _rank, "largest": _largest, "advance": _advance,
-    "prune": _prune, "accept": _accept, "emit": _emit, "move": _move, "gumbel": _gumbel,
-    "restrict": _restrict,
+    "attend": _attend, "linear": _linear, "experts": _experts, "rank": _rank, "largest": _largest,
+    "extend": _extend, "prune": _prune, "accept": _accept, "emit": _emit, "move": _move,
+    "gumbel": _gumbel, "restrict": _restrict,
 }

@@ -1,4 +1,4 @@
-"""The tree in kernels: a beam advances, candidates are pruned, a path is accepted. One program a sequence."""
+"""The tree in kernels, one program a sequence: a beam gets children, the best stay, a path is accepted."""
 from __future__ import annotations
 
 import torch
@@ -11,60 +11,73 @@ from kernels.gpu.ranking import NONE, key_of, largest, place_of, value_of
 
 
 @triton.jit
-def advance_kernel(scores, tokens, sees, beam_scores, beam_tokens, beam_flat, beam_sees, rows, size, K, M,
-                   BEST: tl.constexpr, CHILDREN: tl.constexpr, SEEN: tl.constexpr, EARLY: tl.constexpr):
-    """See `advance`. The k*k children are in one tile."""
+def extend_kernel(
+    scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees, all_scores,
+    all_tokens, all_parents, rows, next_scores, next_tokens, next_flat, next_sees, C, K, M,
+    BEST: tl.constexpr, CHILDREN: tl.constexpr, SEEN: tl.constexpr, EARLY: tl.constexpr,
+):
+    """See `extend`. The k*k children are in one tile."""
     begin(EARLY)
     b = tl.program_id(0)
     child, slot = tl.arange(0, CHILDREN), tl.arange(0, BEST)
     here, kept = child < K * K, slot < K
+    all_scores += b * (C + K * K)
+    all_tokens += b * (C + K * K)
+    all_parents += b * (C + K * K)
+    for start in range(0, C, CHILDREN):
+        old, known = start + child, start + child < C
+        tl.store(all_scores + old, tl.load(old_scores + b * C + old, mask=known), mask=known)
+        tl.store(all_tokens + old, tl.load(old_tokens + b * C + old, mask=known), mask=known)
+        tl.store(all_parents + old, tl.load(old_parents + b * C + old, mask=known), mask=known)
+    above = b * K + child // K
     score = tl.load(scores + b * K * K + child, mask=here, other=float("-inf"))
+    score += tl.load(beam_scores + above, mask=here, other=0.0)
+    tl.store(all_scores + C + child, score, mask=here)
+    tl.store(all_tokens + C + child, tl.load(tokens + b * K * K + child, mask=here), mask=here)
+    tl.store(all_parents + C + child, tl.load(beam_flat + above, mask=here), mask=here)
+
     best = largest(tl.where(here, key_of(score, child), NONE), K, BEST)
     place = tl.where(kept, place_of(best), 0)
-    row = place // K
-    tl.store(beam_scores + b * K + slot, value_of(best), mask=kept)
-    tl.store(
-        beam_tokens + b * K + slot, tl.load(tokens + b * K * K + place, mask=kept, other=0), mask=kept
-    )
-    tl.store(beam_flat + b * K + slot, (size + place).to(tl.int64), mask=kept)
-    tl.store(rows + b * K + slot, row.to(tl.int64), mask=kept)
+    row, to = place // K, b * K + slot
+    tl.store(next_scores + to, value_of(best), mask=kept)
+    tl.store(next_tokens + to, tl.load(tokens + b * K * K + place, mask=kept, other=0), mask=kept)
+    tl.store(next_flat + to, (C + place).to(tl.int64), mask=kept)
+    tl.store(rows + to, row.to(tl.int64), mask=kept)
     column = tl.arange(0, SEEN)
-    above = tl.load(
-        sees + (b * K + row)[:, None] * M + column[None], mask=kept[:, None] & (column < M)[None], other=0
-    ) != 0
-    seen = above | (column[None] - M == slot[:, None])
-    tl.store(
-        beam_sees + (b * K + slot)[:, None] * (M + K) + column[None], seen,
-        mask=kept[:, None] & (column < M + K)[None],
-    )
+    sees = beam_sees + (b * K + row)[:, None] * M + column[None]
+    seen = tl.load(sees, mask=kept[:, None] & (column < M)[None], other=0) != 0
+    seen = seen | (column[None] - M == slot[:, None])
+    here = kept[:, None] & (column < M + K)[None]
+    tl.store(next_sees + to[:, None] * (M + K) + column[None], seen, mask=here)
 
 
-@torch.library.custom_op("eagle_gpu::advance", mutates_args=())
-def advance(
-    scores: Tensor, tokens: Tensor, sees: Tensor, size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`tree.Growth.advance`: the newest children's scores and tokens [B, k*k], what the beam sees [B, k, M].
+@torch.library.custom_op("eagle_gpu::extend", mutates_args=())
+def extend(
+    scores: Tensor, tokens: Tensor, old_scores: Tensor, old_tokens: Tensor, old_parents: Tensor,
+    beam_scores: Tensor, beam_flat: Tensor, beam_sees: Tensor,
+) -> list[Tensor]:
+    """`tree.Growth.extend`, then `advance`: the scores and tokens of the beam's children [B, k, k].
 
-    size: candidates before them. Returns the next beam: scores, tokens, places among all candidates [B, k],
-    what it sees [B, k, M+k], and which row each came from [B, k].
+    old [B, C]: the candidates before; beam [B, k] and [B, k, M]: see `Growth`. Returns scores, tokens and
+    parents of all candidates [B, C+k*k], which row of the beam each one of the next came from [B, k], and
+    the next beam: scores, tokens, places among all candidates [B, k], what it sees [B, k, M+k].
     """
-    B, k, M = sees.shape
-    beam = [sees.new_empty(B, k, dtype=dtype) for dtype in (scores.dtype, *(torch.int64,) * 3)]
-    next_sees = sees.new_empty(B, k, M + k)
-    beam_scores, beam_tokens, beam_flat, rows = beam
-    advance_kernel[(B,)](
-        scores.contiguous(), tokens.contiguous(), sees.contiguous(), beam_scores, beam_tokens, beam_flat,
-        next_sees, rows, size, k, M, BEST=triton.next_power_of_2(k), CHILDREN=triton.next_power_of_2(k * k),
-        SEEN=triton.next_power_of_2(M + k), num_warps=4, **options(sees.device),
+    (B, k, M), C = beam_sees.shape, old_scores.shape[1]
+    made = _extended(scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees)
+    given = scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees
+    extend_kernel[(B,)](
+        *(x.contiguous() for x in given), *made, C, k, M, BEST=triton.next_power_of_2(k),
+        CHILDREN=triton.next_power_of_2(k * k), SEEN=triton.next_power_of_2(M + k), num_warps=4,
+        **options(scores.device),
     )
-    return beam_scores, beam_tokens, beam_flat, next_sees, rows
+    return made
 
 
-@advance.register_fake
-def _(scores, tokens, sees, size):
-    B, k, M = sees.shape
-    ids = [sees.new_empty(B, k, dtype=torch.int64) for _ in range(3)]
-    return sees.new_empty(B, k, dtype=scores.dtype), *ids[:2], sees.new_empty(B, k, M + k), ids[2]
+@extend.register_fake
+def _extended(scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees):
+    (B, k, M), count = beam_sees.shape, old_scores.shape[1] + scores[0].numel()
+    sizes = [(scores, (B, count)), *[(tokens, (B, count))] * 2, (tokens, (B, k)), (scores, (B, k))]
+    return [x.new_empty(size) for x, size in (*sizes, *[(tokens, (B, k))] * 2, (beam_sees, (B, k, M + k)))]
 
 
 @triton.jit

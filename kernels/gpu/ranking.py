@@ -17,11 +17,22 @@ NONE = tl.constexpr(-(2**63))  # below every key
 
 
 @triton.jit
+def ordered(x):
+    """Integers that are ordered as the float32 numbers x are."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number_of(order):
+    """The float32 numbers of `ordered` integers."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def key_of(x, place):
     """A key [...] int64 that orders float32 numbers by value, equal ones by place, the first the largest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
 
 
 @triton.jit
@@ -33,8 +44,7 @@ def place_of(key):
 @triton.jit
 def value_of(key):
     """The number in a key."""
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return number_of((key >> 32).to(tl.int32))
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import begin, options
+from kernels.gpu.ranking import number_of, ordered
 
 CHUNK = 1024  # numbers of noise of a program
 SORTED = 2048  # logits of a sorted chunk
@@ -60,13 +61,6 @@ LEAST = tl.constexpr(-(2**31))  # below every ordered number
 
 
 @triton.jit
-def ordered(x):
-    """Integers that are ordered as the float32 numbers x are."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def restricts(temperature, top_k, top_p, b, V):
     """Return whether sequence b is restricted at all, by top-k, and by top-p."""
     warm, k, p = tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b)
@@ -110,12 +104,6 @@ def weigh_kernel(
         share = tl.exp(number_of(key) / warm - number_of(top) / warm)
         weight = tl.where(key == LEAST, 0, (share * 4294967296.0).to(tl.int64))
         tl.store(mass + row * CHUNKS * CHUNK + at, tl.cumsum(weight, 0))
-
-
-@triton.jit
-def number_of(order):
-    """The float32 numbers of `ordered` integers."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

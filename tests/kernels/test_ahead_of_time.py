@@ -111,10 +111,11 @@ OTHERS = {
         "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 1,
         "CHUNK": ranking.CHUNK, "CHUNKS": 63, "NOISY": True, "CHOSEN": True, "NAMED": False, "SCORED": False,
     }, 4),
-    "advance": (growing.advance_kernel, {
-        "scores": F32, "tokens": I64, "sees": BOOL, "beam_scores": F32, "beam_tokens": I64,
-        "beam_flat": I64, "beam_sees": BOOL, "rows": I64, "size": ANY, "K": ANY, "M": ANY, "BEST": 16,
-        "CHILDREN": 128, "SEEN": 64,
+    "extend": (growing.extend_kernel, {
+        "scores": F32, "tokens": I64, "old_scores": F32, "old_tokens": I64, "old_parents": I64,
+        "beam_scores": F32, "beam_flat": I64, "beam_sees": BOOL, "all_scores": F32, "all_tokens": I64,
+        "all_parents": I64, "rows": I64, "next_scores": F32, "next_tokens": I64, "next_flat": I64,
+        "next_sees": BOOL, "C": ANY, "K": ANY, "M": ANY, "BEST": 16, "CHILDREN": 128, "SEEN": 128,
     }, 4),
     "prune": (growing.prune_kernel, {
         "scores": F32, "tokens": I64, "parents": I64, "root": I64, "tree_tokens": I64, "tree_parent": I64,

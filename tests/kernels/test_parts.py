@@ -97,19 +97,21 @@ def test_rank(both, V, k, rows):
 
 
 @pytest.mark.parametrize("k", (1, 4, 10))
-def test_advance(both, k):
-    """Three levels of a growth: the same beam, and the same rows it came from."""
+def test_extend(both, k):
+    """Three levels of a growth: the same candidates and beams, and the same rows they came from."""
     def grow(backend) -> list:
         growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
         for level in range(3):
-            if level:
-                row = backend.advance(growth)
+            children = random(3, k, k, seed=level + 1), integers(99, (3, k, k), level)
+            row = backend.extend(growth, *children, more=level < 2)
+            if level < 2:
                 found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
-            growth.extend(random(3, k, k, seed=level + 1), integers(99, (3, k, k), level))
-        return [*found, torch.tensor(growth.size)]
+            found += growth.candidates
+        return found
 
     defined, found = both(grow)
-    assert len(found) == 11 and all(torch.equal(a, b) for a, b in zip(defined, found))
+    assert len(found) == 19
+    same(found, defined)
 
 
 def test_gumbel_noise(both):

@@ -20,22 +20,24 @@ from helpers.ahead_of_time import (
 )
 
 from kernels.gpu import products
+from kernels.quantized import e2m1
 
 BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 ROWS = (1, 17, 60, 130)  # one for each tile of rows
 REGISTERS = 65536  # of a multiprocessor
-WEIGHTS = {"int8": (torch.int16, 0)} | {f"int4/{group}": (torch.uint8, group) for group in (32, 64, 128)}
+# Bits and group of a weight.
+WEIGHTS = {"dense": (16, 0), "int8": (8, 0)} | {f"int4/{group}": (4, group) for group in (32, 64, 128)}
 
 
 @cache
 def compiled(capability, dtype, kind, rows, choice, even=True, count="any i32"):
-    stored, group = WEIGHTS[kind]
-    tile = products.tile_rows(rows, dtype, group)
-    chosen = products.tiles(tile, dtype, group)[choice]
+    bits, group = WEIGHTS[kind]
+    tile = products.tile_rows(rows, dtype, bits)
+    chosen = products.tiles(tile, dtype, bits)[choice]
     given = {
-        "x": dtype, "weight": stored, "scale": BF16 if group else F32, "bias": dtype, "onto": dtype,
-        "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32", "K": "i32", "WIDTH": "i32",
-        "GROUP": group, "PAIRS": True, "BIASED": False, "ADDED": True, "EVEN": even,
+        "x": dtype, "weight": dtype if bits == 16 else torch.int16, "scale": BF16 if group else F32,
+        "bias": dtype, "onto": dtype, "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32",
+        "K": "i32", "BITS": bits, "GROUP": group, "BIASED": False, "ADDED": True, "EVEN": even,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": tile, **chosen.kwargs,
     }
     made = compile_for(capability, products.product_kernel, given, chosen.num_warps, chosen.num_stages)
@@ -49,11 +51,11 @@ def choices():
     """
     found = {}
     for capability in (80, 90, 100):
-        for kind, (_, group) in WEIGHTS.items():
+        for kind, (bits, _) in WEIGHTS.items():
             for rows in ROWS:
-                tile = products.tile_rows(rows, BF16, group)
-                whole = capability == 90 and kind in ("int8", "int4/64")
-                for choice in range(len(products.tiles(tile, BF16, group)) if whole else 1):
+                tile = products.tile_rows(rows, BF16, bits)
+                whole = capability == 90 and kind in ("dense", "int8", "int4/64")
+                for choice in range(len(products.tiles(tile, BF16, bits)) if whole else 1):
                     found.setdefault((capability, kind, tile, choice), (capability, kind, rows, choice))
     usual = (90, "int8", 60, 0), (90, "int4/64", 1, 0)
     return [case if case in usual else dear(case)[0] for case in found.values()]
@@ -69,13 +71,23 @@ def test_bfloat16(capability, kind, rows, choice):
         resident, threads = chosen.kwargs["RESIDENT"], 32 * chosen.num_warps
         assert resident * (made.shared + 1024) <= SHARED[90] + 1024
         assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
-        # Each product ends before its inputs are overwritten: none is in flight then.
-        assert set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass)) == {"0x0"}
+        if kind != "dense":  # a product ends before its inputs are overwritten: none is in flight then
+            assert set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass)) == {"0x0"}
         assert not overwritten_registers(made.sass) and not unguarded_writes(made.ptx)
 
 
-@pytest.mark.dear
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", devices(80, 90))
 @pytest.mark.parametrize("kind", ("int8", "int4/64"))
+def test_a_thread_reads_16_bytes(capability, kind):
+    """From memory and, of the weights, from shared memory, in the order of registers."""
+    sass = compiled(capability, BF16, kind, 1, 0)[0].sass
+    assert set(re.findall(r"LDGSTS\.E\S*", sass)) == {"LDGSTS.E.BYPASS.128"}
+    assert not re.search(r"\bLDS\.[US]\d", sass) and sass.count("LDS.128") >= (4 if kind == "int8" else 2)
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("kind", ("int8", "int4/64", "dense"))
 def test_one_row(kind):
     """Triton compiles a kernel of its own where an integer is 1."""
     made, _ = compiled(90, BF16, kind, 1, 0, count=1)
@@ -97,12 +109,12 @@ def test_what_is_looked_for_in_machine_code():
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("kind", ("int8", "int4/64"))
+@pytest.mark.parametrize("kind", ("int8", "int4/64", "dense"))
 @pytest.mark.parametrize("rows", ROWS)
 def test_little_shared_memory(kind, rows):
     """On an RTX 3090 one of the tiles fits; those that do not are passed over when they are tried."""
-    group = WEIGHTS[kind][1]
-    count = len(products.tiles(products.tile_rows(rows, BF16, group), BF16, group))
+    bits = WEIGHTS[kind][0]
+    count = len(products.tiles(products.tile_rows(rows, BF16, bits), BF16, bits))
     made = [compiled(86, BF16, kind, rows, choice)[0] for choice in reversed(range(count))]
     assert any(m.shared <= SHARED[86] and m.spilled == 0 for m in made)
 
@@ -122,9 +134,13 @@ def bfloat16(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
 
 
-def run(text: str, word: int) -> list[float]:
-    """What assembler makes of a word: the low and the high bfloat16 of its result."""
-    at = {"$1": word}
+def float16(bits: int) -> float:
+    return struct.unpack("<e", struct.pack("<H", bits))[0]
+
+
+def run(text: str, word: int, outputs: int) -> list[float]:
+    """What assembler makes of a word: the low and the high 16-bit number of each result."""
+    at = {f"${outputs}": word}
 
     def value(name: str) -> int:
         return at[name] if name in at else int(name, 0)
@@ -136,28 +152,40 @@ def run(text: str, word: int) -> list[float]:
         given = [value(name) for name in names]
         if instruction == "mov.b32":
             at[to] = given[0]
-        elif instruction == "mul.lo.u32":
-            at[to] = given[0] * given[1] & 0xFFFFFFFF
-        elif instruction == "prmt.b32":  # bytes chosen from both words
-            both = (given[0] | given[1] << 32).to_bytes(8, "little")
-            at[to] = int.from_bytes([both[given[2] >> 4 * i & 7] for i in range(4)], "little")
+        elif instruction == "shr.u32":
+            at[to] = given[0] >> given[1]
+        elif instruction == "shl.b32":
+            at[to] = given[0] << given[1] & 0xFFFFFFFF
         elif instruction == "lop3.b32":
             assert given[3] == 0xEA  # the table of (a & b) | c
             at[to] = given[0] & given[1] | given[2]
-        elif instruction == "fma.rn.bf16x2":
-            a, b, c = ([bfloat16(word >> shift & 0xFFFF) for shift in (0, 16)] for word in given)
+        elif instruction in ("fma.rn.bf16x2", "fma.rn.f16x2"):
+            number = bfloat16 if "bf16" in instruction else float16
+            a, b, c = ([number(word >> shift & 0xFFFF) for shift in (0, 16)] for word in given)
             at[to] = [x * y + z for x, y, z in zip(a, b, c)]
         else:
             raise AssertionError(f"{instruction} is not known here")
-    return at["$0"]
+    return [at[f"${i}"] for i in range(outputs)]
 
 
 def test_assembler():
-    """For every stored value, beside many others."""
+    """For every stored value, beside many others: a register holds the same part of two words."""
     for low in range(-128, 128):
         for high in range(-128, 128, 5):
-            word = (low & 255) | (high & 255) << 8
-            assert run(products.BYTES_TO_BF16.value, word) == [low, high]
+            word = sum((n & 255) << 8 * i for i, n in enumerate((low, high, high, low)))
+            for text in (products.BYTES_TO_BF16, products.BYTES_TO_FP16):
+                assert run(text.value, word, 2) == [[low, high], [high, low]]
     for low in range(-8, 8):
         for high in range(-8, 8):
-            assert run(products.NIBBLES_TO_BF16.value, low + 8 | high + 8 << 4) == [low, high]
+            word = sum((n + 8) << 4 * i for i, n in enumerate((low, high, 1, 2, high, low, 3, 4)))
+            found = run(products.NIBBLES_TO_BF16.value, word, 4)
+            assert found == [[low, high], [high, low], [1, 3], [2, 4]]
+            found = run(products.NIBBLES_TO_FP16.value, word, 4)
+            assert found == [[low, high], [high, low], [1, 3], [2, 4]]
+    values = e2m1(torch.arange(16)).tolist()
+    for text in (products.E2M1_TO_BF16, products.E2M1_TO_FP16):
+        for low in range(16):
+            for high in range(16):
+                word = sum(n << 4 * i for i, n in enumerate((low, high, 1, 2, high, low, 3, 4)))
+                found, want = run(text.value, word, 4), [[low, high], [high, low], [1, 3], [2, 4]]
+                assert found == [[values[n] for n in pair] for pair in want]

@@ -14,8 +14,8 @@ from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.cases import PARTS, Sizes
-from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
-from model import KVCaches, ModelArgs, Transformer
+from kernels.quantized import QuantizedLinear, Scheme, quantize_linears, replace_all
+from model import Experts, KVCaches, ModelArgs, Transformer
 from tree import TreeShape
 
 ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
@@ -26,7 +26,10 @@ def sizes(device, monkeypatch) -> Sizes:
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
     monkeypatch.setattr(sampling, "SORTED", 128)  # so that there are several chunks
     layers = ("int8", 0, 40, 256), ("int4", 64, 40, 256)
-    return Sizes(device, "float32", (4, 2, 16), True, 40, False, 300, layers, (12, 3, 4), ROWS, LENGTHS, 3)
+    mixtures = ("16 bits", 0, 4, 2, 96, 64, True), ("mxfp4", 32, 8, 3, 64, 96, False)
+    return Sizes(
+        device, "float32", (4, 2, 16), True, 40, False, 300, layers, (12, 3, 4), ROWS, LENGTHS, 3, mixtures
+    )
 
 
 def failed(sizes: Sizes, *names: str) -> dict[str, str]:
@@ -216,7 +219,7 @@ def test_a_check_that_does_not_start(sizes, place):
 def test_a_target_is_checked(place, monkeypatch):
     """In a real process: at the target's sizes, whatever can be computed here."""
     monkeypatch.setattr(check, "SECONDS", 300)
-    monkeypatch.setattr(steps, "PARTS", ("advance", "unknown"))
+    monkeypatch.setattr(steps, "PARTS", ("extend", "unknown"))
     monkeypatch.setattr(steps, "STEPS", ("accept",))
     target, lines = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16)), []
     backend = steps.checked(CudaBackend(), target, False, lines.append)
@@ -224,7 +227,15 @@ def test_a_target_is_checked(place, monkeypatch):
     assert lines[1:] == ["the GPU path does without 'unknown', which is slower: 'unknown'"]
     sizes = Sizes.of(target, True)
     assert sizes.heads == (2, 1, 16) and sizes.dtype == "float32" and sizes.float8
-    assert ("int8", 0, 96, 32) in sizes.layers
+    assert ("int8", 0, 96, 32) in sizes.layers and not sizes.mixtures
+
+
+def test_mixtures_are_checked_at_a_part_of_their_size():
+    args = ModelArgs(8, 64, 2880, 2, 1, 1, 8, num_experts=128, experts_per_token=6, biases=True)
+    target = Transformer(args)
+    assert Sizes.of(target, False).mixtures == (("16 bits", 0, 8, 4, 1856, 64, True),)
+    replace_all(target, Scheme(None, 0, None, "mxfp4"))
+    assert Sizes.of(target, False).mixtures == (("mxfp4", 32, 8, 4, 1856, 64, True),)
 
 
 def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
@@ -251,12 +262,13 @@ def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
 def test_a_backend_without_a_part(part):
     """It has the definition in place of the kernel, and another name: saved graphs are not shared."""
     backend = CudaBackend().without({part: "a line"})
-    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16))
+    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16, num_experts=3, experts_per_token=1))
     quantize_linears(target, Scheme("int8", 0, None))
     backend.prepare(target)
     ours = {
         "attend": backend.reads_length, "move": target.Caches.move is LayerCaches.move,
         "linear": type(target.layers[0].wo) is not QuantizedLinear,
+        "experts": type(target.layers[0].mlp) is not Experts,
     }
     ours |= {name: getattr(type(backend), name) is not getattr(type(TORCH), name) for name in PARTS
              if name not in ours}

@@ -1,32 +1,45 @@
 """Products with quantised weights, in one kernel, against those with the weights they stand for."""
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.ahead_of_time import dear
 
 from kernels.gpu import products
 from kernels.gpu.launch import counters
 from kernels.quantized import QuantizedLinear, round_inputs
+from model import Linear
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
 ROUNDED = [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
+WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("dense", 0)]
+
+
+@pytest.fixture(autouse=True)
+def decoding():
+    with torch.no_grad():
+        yield
 
 
 def case(device, dtype, mode, group, rows, N, K, bias=True):
     """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
     weight, shift = torch.randn(N, K, generator=draw), torch.randn(N, generator=draw).to(dtype)
-    layer = QuantizedLinear.of(weight, mode, group, shift if bias else None)
+    if mode == "dense":
+        layer = Linear(K, N, bias).requires_grad_(False).to(dtype)
+        layer.weight.copy_(weight), bias and layer.bias.copy_(shift)
+        layer.exact = layer.weight.double().to(device)
+    else:
+        layer = QuantizedLinear.of(weight, mode, group, shift if bias else None)
+        layer.exact = layer.dequantize(torch.float64).to(device)
     x, onto = (torch.randn(rows, n, generator=draw).to(device, dtype) for n in (K, N))
-    if mode != "fp8":
-        layer.__class__ = products.TritonLinear
-    return layer.to(device), x, onto
+    products.take(layer.to(device))
+    return layer, x, onto
 
 
 def exactly(layer, x):
     """The product in float64."""
-    y = x.double() @ layer.dequantize(torch.float64).T
+    y = x.double() @ layer.exact.T
     return y if layer.bias is None else y + layer.bias.double()
 
 
@@ -47,9 +60,10 @@ def test_rows(device, dtype, limit, mode, group, rows):
 @pytest.mark.parametrize("dtype, limit", DTYPES)
 @pytest.mark.parametrize("mode, group, N, K", [
     ("int8", 0, 33, 95), ("int8", 0, 1, 130), ("int8", 0, 64, 64), ("int4", 32, 33, 96), ("int4", 64, 7, 192),
+    ("dense", 0, 67, 136), ("dense", 0, 7, 64),
 ])
 def test_odd_sizes(device, dtype, limit, mode, group, N, K):
-    """Columns and inputs that no tile divides."""
+    """Columns and inputs that no tile divides. Too few columns for a tile of 16 bits are torch's."""
     layer, x, _ = case(device, dtype, mode, group, 5, N, K, bias=False)
     assert error(layer(x), exactly(layer, x)) < limit
 
@@ -61,20 +75,21 @@ def test_every_value(device, mode, group):
     layer = QuantizedLinear(K, 64, False, mode, group)
     layer.weight.data = torch.arange(layer.weight.numel()).reshape(layer.weight.shape).to(layer.weight.dtype)
     layer.scale.data.fill_(1)
-    layer.to(device)
+    values = layer.dequantize(torch.float32).T.to(device)
+    products.take(layer.to(device))
     for dtype, _ in DTYPES:
         some = torch.tensor([0, 1, 126, 127, 128, 200, 255])
         x = torch.eye(K)[some].to(device, dtype)
-        assert torch.equal(layer(x).float(), layer.dequantize(torch.float32).T[some.to(device)])
+        assert torch.equal(layer(x).float(), values[some.to(device)])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
-def test_programs_share_tiles(device, dtype, mode, group):
+@pytest.mark.parametrize("mode, group, bits", [("int8", 0, 8), ("int4", 64, 4), ("dense", 0, 16)])
+def test_programs_share_tiles(device, dtype, mode, group, bits):
     """One tile of columns and many inputs: the sums come in parts, the same at every call."""
-    layer, x, _ = case(device, dtype, mode, group, 3, 16, 4096, bias=False)
-    tile = products.tiles(16, dtype, group)[0].kwargs
-    assert -(-16 // tile["COLUMNS"]) == 1 and 4096 // tile["DEPTH"] >= 2 * products.LEAST_STEPS
+    layer, x, _ = case(device, dtype, mode, group, 3, 64, 4096, bias=False)
+    tile = products.tiles(16, dtype, bits)[0].kwargs
+    assert tile["COLUMNS"] == 64 and 4096 // tile["DEPTH"] >= 2 * products.LEAST_STEPS
     found = layer(x)
     assert error(found, exactly(layer, x)) < (2e-2 if dtype == torch.bfloat16 else 2e-6)
     assert all(torch.equal(layer(x), found) for _ in range(3))
@@ -82,10 +97,10 @@ def test_programs_share_tiles(device, dtype, mode, group):
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)
-@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64), ("dense", 0)])
 def test_sums_are_rounded_once_or_not_at_all(device, dtype, mode, group):
     """What is added to the residual stream is rounded first, as elsewhere; logits stay float32."""
-    layer, x, onto = case(device, dtype, mode, group, 3, 40, 256)
+    layer, x, onto = case(device, dtype, mode, group, 3, 72, 256)
     logits = layer.logits(x)
     assert logits.dtype == torch.float32 and error(logits, exactly(layer, x)) < 2e-6
     assert torch.equal(layer(x), logits.to(dtype))
@@ -109,12 +124,32 @@ def test_shapes_and_layouts(device):
 def test_one_node(device):
     """`torch.compile` sees one operation, with the dtype and shape that it has."""
     layer, x, onto = case(device, torch.bfloat16, "int8", 0, 4, 20, 64)
-    for arguments in ((x, onto), (x, None)):
+    for to in (onto, None):
         torch.library.opcheck(
-            products.linear, (arguments[0], layer.weight, layer.scale, layer.bias, arguments[1], 0, False),
+            products.linear, (x, layer.weight, layer.scale, layer.bias, to, 20, 0, False),
             test_utils=("test_schema", "test_faketensor"),
         )
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, onto), layer(x, onto))
+
+
+@pytest.mark.parametrize("tiles, steps, resident, count", [
+    (64, 32, 3, 256), (64, 112, 3, 256), (448, 32, 3, 388), (1002, 32, 3, 396), (48, 64, 1, 128),
+    (1, 3, 3, 1),
+])
+def test_programs(tiles, steps, resident, count):
+    """Few tiles are divided evenly, unless processors were idle; many are shared by all that fit."""
+    assert products.programs(tiles, steps, 132, resident) == count
+
+
+def test_what_stays_with_torch(device):
+    """Products of many rows, and those that are differentiated."""
+    layer, x, onto = case(device, torch.float16, "dense", 0, 65, 64, 64)
+    plain = onto + F.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer(x, onto), plain)
+    with torch.enable_grad():
+        few = x[:3].requires_grad_()
+        layer(few).sum().backward()
+    assert few.grad is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

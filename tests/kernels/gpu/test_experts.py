@@ -1,0 +1,120 @@
+"""Mixtures of experts in a kernel for each product, against their definition."""
+import copy
+
+import pytest
+import torch
+from helpers.ahead_of_time import dear
+
+from kernels.gpu import experts
+from kernels.quantized import Scheme, replace_all
+from model import Experts, ModelArgs
+
+# Where the interpreter should round to bfloat16 it cuts off.
+DTYPES = [(torch.float32, 3e-6), (torch.float16, 8e-3), (torch.bfloat16, 2e-2)]
+WEIGHTS = [
+    Scheme(None, 0, None), Scheme("int8", 0, None), Scheme("w8a8", 0, None), Scheme("int4", 64, None),
+    Scheme("int4", 32, None), Scheme("w4a8", 32, None), Scheme(None, 0, None, "mxfp4"),
+]
+E, A, H, INNER = 7, 3, 192, 96  # tiles divide neither
+
+
+@pytest.fixture(autouse=True)
+def decoding():
+    with torch.no_grad():
+        yield
+
+
+def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
+    """Random experts."""
+    layer = Experts(ModelArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, **options))
+    torch.manual_seed(0)
+    for x in layer.parameters():
+        x.normal_(std=x.shape[-1] ** -0.5)
+    layer.to(dtype)
+    if scheme.mode or scheme.experts:
+        replace_all(layer, scheme)
+        for stack in (layer.w_gate_up, layer.w_down):
+            stack.weight.random_(*(0, 256) if stack.group else (-128, 128))
+            if scheme.experts:
+                stack.scale.random_(118, 124)
+            else:
+                size = stack.inputs**-0.5 / (4 if stack.group else 64)
+                stack.scale.copy_((0.5 + torch.rand(stack.scale.shape)) * size)
+    return layer.requires_grad_(False)
+
+
+def ours(layer, device):
+    experts.take(layer := copy.deepcopy(layer).to(device))
+    assert type(layer) is experts.GroupedExperts
+    return layer
+
+
+@pytest.mark.parametrize("dtype, limit", DTYPES)
+@pytest.mark.parametrize("scheme", WEIGHTS, ids=lambda s: f"{s.mode}/{s.group}/{s.experts}")
+@pytest.mark.parametrize("biases, rows", ((True, 40), *dear((False, 1), (True, 3), (False, 130))))
+def test_products(device, dtype, limit, scheme, biases, rows):
+    """Few rows and many, of several tiles."""
+    inner = 128 if scheme.group == 64 else INNER
+    layer = mixture(scheme, dtype, inner, biases=biases, activation="clamped_swiglu" if biases else "silu")
+    x = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows)).to(dtype)[:1]
+    want = copy.deepcopy(layer).float()(x.float(), None)
+    found = ours(layer, device)(x.to(device), None).cpu()
+    assert found.dtype == dtype
+    if scheme.mode in ("w8a8", "w4a8"):  # what is near a tie is rounded to another step of 127
+        limit = max(limit, 8e-3)
+    assert float((found.float() - want).abs().max() / want.abs().max()) < limit
+
+
+def test_every_value(device):
+    """Each e2m1 number times each power of two is exact, the smallest and the largest too."""
+    codes, count = torch.arange(16, dtype=torch.uint8), 32
+    layer = mixture(WEIGHTS[-1], torch.float32, 64)
+    layer.w_down.weight.copy_((codes | codes.flip(0) << 4).repeat(2))
+    powers = torch.tensor([0, 1, 2, 100, 127, 200, 254], dtype=torch.uint8)
+    layer.w_down.scale.copy_(powers[:, None, None])
+    values, stack = layer.w_down(None, torch.float32), ours(layer, device).w_down
+    slots = experts.arrange(torch.arange(E, device=device).repeat_interleave(count)[:, None], E, 16)
+    x = torch.eye(64, device=device)[:count].repeat(E, 1)
+    y = experts.grouped(x, stack.weight, stack.scale, H, stack.group, None, *slots, E)
+    assert torch.equal(y.cpu().view(E, count, H), values[..., :count].transpose(1, 2))
+
+
+@pytest.mark.parametrize("rows, used, tall", [(1, 3, 16), (2, 2, 16), (60, 3, 16), (5, 2, 2), (90, 1, 32)])
+@pytest.mark.parametrize("skewed", (False, True))
+def test_arrange(device, monkeypatch, rows, used, tall, skewed):
+    """Every slot stands in one tile, of its expert. Most choose one expert, or none another."""
+    monkeypatch.setattr(experts, "CHUNK", 32)
+    scores = torch.rand(rows, E, generator=torch.Generator().manual_seed(rows))
+    scores[:, 4] += 2 * skewed
+    scores[:, 2] -= 2 * skewed
+    chosen = scores.topk(used).indices
+    order, tiles = (x.cpu() for x in experts.arrange(chosen.to(device), E, tall))
+    assert len(tiles) == min(rows * used, E + rows * used // tall)
+    found = []
+    for expert, first, end in tiles.tolist():
+        slots = order[first : min(first + tall, end)]
+        assert (chosen.flatten()[slots] == expert).all()
+        found += slots.tolist()
+    assert sorted(found) == list(range(rows * used))
+
+
+def test_one_graph_for_every_routing(device):
+    """Operations have the same shapes whatever rows choose; `torch.compile` sees each as one node."""
+    layer = ours(mixture(WEIGHTS[1], torch.float32), device)
+    x, chosen = torch.randn(5, H, device=device), torch.arange(15, device=device).view(5, 3) % E
+    slots, checks = experts.arrange(chosen, E, 16), ("test_schema", "test_faketensor")
+    stack = layer.w_gate_up
+    torch.library.opcheck(experts.arrange, (chosen, E, 16), test_utils=checks)
+    given = x, stack.weight, stack.scale, stack.outputs, 0, None, *slots, 5
+    torch.library.opcheck(experts.grouped, given, test_utils=checks)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(1, 5, H, device=device)
+        assert torch.equal(compiled(x, x), layer(x, x))
+
+
+def test_what_stays_by_definition():
+    layer = mixture(Scheme("int8", 0, None), torch.float32)
+    layer.w_down.mode = "fp8"
+    experts.take(layer)
+    assert type(layer) is Experts
