@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED, programs_at_once
 from kernels.gpu.launch import begin, counters, options
-from kernels.quantized import INPUTS, QuantizedLinear, round_inputs, unpack_nibbles
+from kernels.quantized import QuantizedLinear, unpack_nibbles
 from model import Linear
 
 LEAST_STEPS = 4  # of a program: fewer would cost more in adding up than they save
@@ -404,9 +404,8 @@ class TritonLinear(QuantizedLinear):
     """A `QuantizedLinear` whose product is one kernel, which adds to the residual stream too."""
 
     def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
-        if self.mode in ("w8a8", "w4a8"):
-            x = round_inputs(x, self.group or INPUTS)
-        return linear(x, self.weight, self.scale, self.bias, onto, self.outputs, self.group, wide)
+        held = self.weight, self.scale, self.bias
+        return linear(self.rounded(x), *held, onto, self.outputs, self.group, wide)
 
 
 class DenseLinear(Linear):
