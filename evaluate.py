@@ -21,7 +21,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,7 +28,7 @@ from tqdm import tqdm
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, check_folder, command, seed
 from common.errors import InputError
-from common.torchrun import command_in_words, several
+from common.torchrun import is_first, several
 from drafters import METHODS, add_flags, grows
 from sampling.options import Sampling
 
@@ -103,37 +102,30 @@ def run(o) -> int:
     if o.calibrate and not any(map(grows, methods)):
         raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
     o.temperature = read_temperatures(o.temperature)
-    from engine.runtime import Runtime
     from evaluation.answers import read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
-    from kernels.tp import joined, own_device
+    from llm import started
 
     draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
-    runtime = Runtime.of(o)
-    runtime.prepare()  # mistakes end the command before a checkpoint is converted
-    if not several():
-        evaluation = Evaluation(o, runtime, draftings, sets, say)
-        try:
-            evaluation.answer()
-        except BaseException:  # Ctrl-C, or no memory
-            say("the table so far:")
-            evaluation.report()
-            raise
-        return finish(o, evaluation)
-    with joined(runtime.device_name) as ranks, tempfile.TemporaryDirectory() as folder:
-        runtime = replace(runtime, device=own_device(runtime.device_name))
-        if ranks.rank:  # all do the same; only the first one's folder stays
+    trees = [drafting.tree for drafting in draftings.values()]
+    with tempfile.TemporaryDirectory() as folder:
+        if not is_first():  # all ranks do the same; only the first one's folder stays
             if Path(o.out).is_dir():
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
-        trees = [drafting.tree for drafting in draftings.values()]
-        ranks.agree_on(command_in_words(o, trees, sets), runtime.device)  # all have read the folder by now
-        evaluation = Evaluation(o, runtime, draftings, sets, say, ranks)
-        evaluation.answer()
-        return finish(o, evaluation)
+        with started(o, trees, sets) as (runtime, ranks):
+            evaluation = Evaluation(o, runtime, draftings, sets, say, ranks)
+            try:
+                evaluation.answer()
+            except BaseException:  # Ctrl-C, or no memory
+                if ranks is None:  # judging takes all ranks
+                    say("the table so far:")
+                    evaluation.report()
+                raise
+            return finish(o, evaluation)
 
 
 def finish(o, evaluation) -> int:

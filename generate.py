@@ -13,7 +13,7 @@ from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
 from common.schema import Wrong
-from common.torchrun import command_in_words, several
+from common.torchrun import several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
@@ -150,70 +150,45 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
 
-def encoding(o) -> dict:
-    """Return the arguments of `engine.prompt.encode` that the options name."""
-    return {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}
+def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
+    """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
+    from checkpoint.folder import known_config
+    from console.chat import chat
+    from llm import LLM
 
-
-def load(o, prompts: Prompts, ranks=None) -> tuple:
-    """Load the target, and make its engine -> both. ranks: the `kernels.tp.Ranks` to deal it among, if any.
-
-    Prompts are checked before weights are read, which takes long for a large model.
-    """
-    from checkpoint.folder import known_config, verify
-    from engine.runtime import Runtime
-    from engine.target import check_prompts, converted, load_target
-    from kernels.tp import own_device
-
-    runtime = Runtime.of(o)
-    if ranks:
-        runtime = replace(runtime, device=own_device(runtime.device_name))
-    runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
-    batch = min(max(1, len(prompts)), o.batch_size or 16)
+    began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
     if tree_numbers(o) != [None] * 3:
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), usual))
-    folder, drafting = converted(o.checkpoint, drafting, note)
-    if o.verify:
-        verify(folder, drafting.draft, True, note)
-    check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, **encoding(o))
-    drafting.name_unused(folder, note)
-    target = load_target(folder, runtime, note, ranks)
-    return target, target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len)
-
-
-def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
-    """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
-    from common.threads import use_threads
-    from console.chat import chat
-
-    use_threads(o.threads, note)
-    began = time.perf_counter()
-    target, engine = load(o, prompts, ranks)
-    note(f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
+    llm = LLM(o.checkpoint, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks,
+              verify=o.verify, **vars(runtime))
+    engine, plain = llm.engine, None
+    note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
          f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
-    plain = None
+    encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
+    for i, prompt in enumerate(prompts):
+        name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
+        ids.append(llm.encode(prompt, name=name, **encoding))
+        engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
     if engine.tuner:
         note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
     if o.compare:
-        plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
+        plain = llm.target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
         plain.warm_up(samplings[0])
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
         return chat(engine, samplings[0], o.system, o.stats)
-    return answer(o, engine, plain, prompts, samplings)
+    return answer(o, engine, plain, prompts, ids, samplings)
 
 
-def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
+def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampling]) -> int:
     """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
     from console.output import Trace, as_json, as_text, compared, comparison, figures, show
-    from engine.prompt import encode
 
-    tokenizer, ranks, room = engine.tokenizer, engine.target.ranks, engine.max_seq_len
-    ids = [encode(tokenizer, prompt, room=room, **encoding(o)) for prompt in prompts]
+    tokenizer, ranks = engine.tokenizer, engine.target.ranks
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
     requests, turns, printed, interrupted, before = [], [], 0, False, engine.bytes_read
     rule = engine.drafter.rule if o.temperature > 0 else "equal"
@@ -268,15 +243,10 @@ def run(o) -> int:
     Raises InputError, ValueError and OSError on bad input.
     """
     prompts, samplings = read_options(o)
-    if not several():
-        return decode(o, prompts, samplings)
-    from engine.runtime import Runtime
-    from kernels.tp import joined, own_device
+    from llm import started
 
-    device = Runtime(o.device).device_name
-    with joined(device, o.shard_head) as ranks:
-        ranks.agree_on(command_in_words(o, prompts, samplings), own_device(device))
-        return decode(o, prompts, samplings, ranks)
+    with started(o, prompts, samplings) as (runtime, ranks):
+        return decode(o, prompts, samplings, runtime, ranks)
 
 
 def main(argv: list[str] | None = None) -> int:

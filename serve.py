@@ -10,12 +10,11 @@ import re
 import socket
 import sys
 import time
-from dataclasses import replace
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common.cli import Options, command, count, note
 from common.errors import InputError
-from common.torchrun import command_in_words, is_first, several
+from common.torchrun import is_first, several
 from drafters import AUTO, Drafting, add_drafting
 
 STARTED = time.perf_counter()
@@ -97,30 +96,16 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from checkpoint.folder import known_config
-    from common.threads import use_threads
-    from engine.runtime import Runtime
+    from llm import started
 
-    use_threads(o.threads, note)
-    drafting, runtime = Drafting.of(o), Runtime.of(o)
-    runtime.prepare()  # mistakes end the server before a checkpoint is converted
-    known_config(o.checkpoint, o.max_seq_len)
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
-    if not several():
-        start(o, runtime, drafting, listener)
-        return
-    from kernels.tp import joined, own_device
-
-    device = own_device(runtime.device_name)
-    with joined(runtime.device_name, o.shard_head) as ranks:
-        ranks.agree_on(command_in_words(o, drafting.tree), device)
-        start(o, replace(runtime, device=device), drafting, listener, ranks)
+    with started(o, Drafting.of(o).tree) as (runtime, ranks):
+        start(o, runtime, listener, ranks)
 
 
-def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> None:
+def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
-    from checkpoint.folder import verify
-    from engine.target import converted, load_target
+    from llm import LLM
     from sampling.options import Sampling
     from server.app import Server, make_app
     from server.metrics import Metrics
@@ -128,15 +113,12 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.run import serve
     from server.worker import Worker
 
-    checkpoint, drafting = converted(o.checkpoint, drafting, note)
-    drafting.name_unused(checkpoint, note)
-    if o.verify is not False:
-        verify(checkpoint, drafting.draft, bool(o.verify), note)
-    target = load_target(checkpoint, runtime, note, ranks)
-    if target.tokenizer is None:
-        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
-    engine = target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len, serves=True)
+    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, say=note,
+              ranks=ranks, verify=o.verify, serves=True, **vars(runtime))
+    engine, checkpoint = llm.engine, llm.target.checkpoint
+    if llm.tokenizer is None:
+        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     if ranks:
@@ -149,7 +131,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    server = Server(worker, target.tokenizer, names, o.time_limit, o.per_request_metrics)
+    server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")

@@ -15,31 +15,29 @@ from llm import LLM
 FEW = {"max_new_tokens": 4}
 TURN = {"role": "user", "content": "Hello"}
 WRONG = (  # arguments of LLM after the checkpoint, and what is said
-    (("eagle-3",), {}, "speculate eagle-3: unknown (did you mean eagle3?)"),
+    (("eagle-3",), {}, "--speculate eagle-3: unknown (did you mean eagle3?)"),
     ((["eagle3"],), {}, "speculate is ['eagle3']; expected a text or an instance of Drafting"),
     (("eagle3",), {"draft": 5}, "draft is 5; expected a text or a path"),
     ((Drafting("eagle3"),), {"tree": "paper"}, "draft and tree are fields of Drafting: set them there"),
     ((), {"batch_size": 0}, "batch_size is 0; expected at least 1"),
-    *(((), {"device": name}, f"device {name}: models run on cpu, cuda and cuda:N; name one of these")
+    *(((), {"device": name}, f"--device {name}: models run on cpu, cuda and cuda:N; name one of these")
       for name in ("gpu", "cpu:3", "mps")),
-    ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a text"),
+    ((), {"device": 7}, "--device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a text"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
-    ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; take kv int8, or add "
-                        "kernels=False"),
+    ((), {"kv": "fp8"}, "--kv fp8: our CPU kernels have int8 caches and none in fp8; "),
     ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?); choose from"),
 )
 PROMPTS = (  # prompts, sampling options, and what is said
     *((one, {}, f"prompt is {said}; expected a text, token ids, or a list with a message") for one, said in (
-        (5, "5"), (None, "None"), (b"abc", "b'abc'"), (TURN, "{'content': 'Hello', 'role': 'user'}"),
-        ([None], "None"), ([1.5], "1.5"), ([b"abc"], "b'abc'"),
+        (5, "5"), (None, "null"), (b"abc", "b'abc'"), (TURN, "{'content': 'Hello', 'role': 'user'}"),
+        ([None], "null"), ([1.5], "1.5"), ([b"abc"], "b'abc'"),
     )),
     ([1, "a"], {}, "prompt[1] is 'a'; expected a token id, or a message such as"),
     ([{"content": "Hello"}], {}, "prompt[0].role is missing; expected a value"),
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?); choose from"),
     ("Hello", {"top_p": 0}, "top_p is 0; expected above 0"),
     ("Hello", {"json_schema": 5}, "json_schema is 5; expected a text or an object"),
-    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: shorten "
-                     "it or raise max_seq_len"),
+    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: shorten "),
 )
 
 

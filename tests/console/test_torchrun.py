@@ -79,7 +79,7 @@ def test_what_ranks_refuse(golden, capsys, monkeypatch, checkpoint, args, words)
     """Each of them by itself, so one does here, which takes the command of all as the same."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr("kernels.tp.joined", lambda *_: contextlib.nullcontext(Ranks(0, 2, "")))
+    monkeypatch.setattr("llm.joined", lambda *_: contextlib.nullcontext(Ranks(0, 2, "")))
     monkeypatch.setattr(Ranks, "agree_on", lambda *_: None)
     folder = {"golden": golden, "source": ROOT / "tests" / "golden" / "target"}[checkpoint]
     assert generate.main(["--checkpoint", str(folder), *args, "--no-compile"]) == 1
