@@ -26,7 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, seed
+from common.cli import Options, check_folder, command, count, positive, seed
 from common.errors import InputError
 from common.torchrun import is_first, several
 from drafters import METHODS, add_flags, grows
@@ -52,20 +52,18 @@ def parser() -> Options:
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
-    add("--limit", type=int, help="only the first so many of every set")
+    add("--limit", type=positive, help="only the first so many of every set")
     add("--calibrate", action="store_true",
         help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
     add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
-    add("-n", "--max-new-tokens", type=int, default=512, help="per turn (default 512)")
+    add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
     p.add_runtime()
 
     add = p.add_argument_group("drafted trees").add_argument
-    add("--observe", type=int, default=4, metavar="N",
+    add("--observe", type=count, default=4, metavar="N",
         help="questions per set answered again, untimed, for acceptance.png (default 4; 0: none)")
     add("--show-tree", action="store_true", help="print the tree with most accepted nodes")
-    for flag, least in (("--limit", 1), ("--max-new-tokens", 1), ("--observe", 0)):
-        p.within(flag, least, float("inf"))
     return p
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import fields, replace
 
-from common.cli import Options, check_writable, command, note
+from common.cli import Options, check_writable, command, note, positive, within
 from common.errors import InputError
 from common.files import read_text
 from common.schema import Wrong
@@ -44,8 +44,7 @@ def parser() -> Options:
         help="with --raw: control tokens spelled out stay text")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
-    add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
-    p.within("--batch-size", 1, float("inf"))
+    add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
 
     def prompts(o) -> list:
         return o.prompt + o.prompt_ids + o.prompt_file
@@ -72,21 +71,17 @@ def parser() -> Options:
     add("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
-    add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
-    p.within("--num-samples", 1, 100_000)
+    add("--num-samples", type=within(1, 100_000), default=1,
+        help="samples per prompt, with seeds SEED, SEED+1, ...")
     refuse(lambda o: o.json_object and o.json_schema,
            lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
     add = add_drafting(p).add_argument
-    for flag, least, what in (
-        ("--tree-nodes", 2, "nodes of the draft tree, root included"),
-        ("--tree-depth", 0, "expansions after the first level"),
-        ("--tree-width", 1, "nodes expanded per level"),
-    ):
-        add(flag, type=int, help=what)
-        p.within(flag, least, MOST)
+    add("--tree-nodes", type=within(2, MOST), help="nodes of the draft tree, root included")
+    add("--tree-depth", type=within(0, MOST), help="expansions after the first level")
+    add("--tree-width", type=within(1, MOST), help="nodes expanded per level")
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")

@@ -12,7 +12,7 @@ import sys
 import time
 
 # Imports of torch wait until options have been read: --help answers at once.
-from common.cli import Options, command, count, note
+from common.cli import Options, command, note, within
 from common.errors import InputError
 from common.torchrun import is_first, several
 from drafters import AUTO, Drafting, add_drafting
@@ -30,31 +30,27 @@ def parser() -> Options:
         help="check first that weights have the sha256 of their config.json (default: where it has one)")
 
     add = p.add_argument_group("requests").add_argument
-    add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
-    add("--queue", type=count, default=64, help="requests that may wait (default 64)")
-    add("--time-limit", type=float, default=600.0, metavar="SECONDS",
+    add("--slots", type=within(1, 256), help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
+    add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
+    add("--time-limit", type=within(0.1, 1e9, float), default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
-    add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
+    add("--max-body", type=within(1, 1 << 30), default=4 << 20, metavar="BYTES",
+        help="of a request (default 4 MB)")
     add("--per-request-metrics", action="store_true",
         help="add acceptance length and histogram of drafting to every response, as vLLM does")
     add("--quiet", action="store_true", help="print no line per request")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    add("--port", type=within(0, 65535), default=8000, help="default 8000; 0 takes a free one")
     add("--api-key", help="key that requests need (default: EAGLE_API_KEY, or none)")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="of pages that may call the server from a browser; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
     # torchrun kills its processes 30 seconds after it has told them to end.
-    add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
+    add("--grace", type=within(0, 1e6, float), default=20.0 if several() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
-    for flag, low, high in (
-        ("--slots", 1, 256), ("--queue", 0, 1_000_000),
-        ("--time-limit", 0.1, 1e9), ("--max-body", 1, 1 << 30), ("--port", 0, 65535), ("--grace", 0, 1e6),
-    ):
-        p.within(flag, low, high)
     p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")

@@ -14,11 +14,11 @@ from tqdm import tqdm
 from checkpoint.convert import converted_folder
 from checkpoint.folder import known_config
 from common.errors import counted
-from common.files import write_text
+from common.files import digest, write_text
 from drafters import Drafting, grows
 from engine.runtime import Runtime
 from engine.target import converted, load_target
-from evaluation.answers import MEAN, PLAIN, Answer, Book, check_out, digest, rotated
+from evaluation.answers import MEAN, PLAIN, Answer, Book, check_out, rotated
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
@@ -102,7 +102,7 @@ class Evaluation:
             )
         if turns:
             about = name, number, question["category"], method, temperature, sampling.seed
-            self.book.add(Answer(*about, digest(question, identity), turns))
+            self.book.add(Answer(*about, digest(question["turns"], identity), turns))
 
     def _rounds(self) -> Iterator[tuple[str, dict, float, list[str]]]:
         """Yield (set, question, temperature, methods in the order of this round).

@@ -37,7 +37,7 @@ PROMPTS = (  # prompts, sampling options, and what is said
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?); choose from"),
     ("Hello", {"top_p": 0}, "top_p is 0; expected above 0"),
     ("Hello", {"json_schema": 5}, "json_schema is 5; expected a text or an object"),
-    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: shorten "),
+    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: "),
 )
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from common.errors import InputError
-from common.files import atomic_path, check_file, read_bytes, read_json, read_lines, read_text
+from common.files import atomic_path, check_file, read_bytes, read_json, read_text
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -65,9 +65,8 @@ def test_json_that_cannot_be_read(tmp_path, content, words):
 def test_texts(tmp_path):
     path = tmp_path / "it"
     path.write_bytes("\ufeffa\r\nb\rc\n".encode())
-    assert read_text(path) == "a\nb\nc\n" and list(read_lines(path)) == ["a\r", "b\rc"]
+    assert read_text(path) == "a\nb\nc\n"
     assert check_file(path) == len(read_bytes(path))
     path.write_bytes(b"caf\xe9")
-    for read in (read_text, lambda path: list(read_lines(path))):
-        with pytest.raises(InputError, match=r"is no UTF-8 \(byte 3\)"):
-            read(path)
+    with pytest.raises(InputError, match=r"is no UTF-8 \(byte 3\)"):
+        read_text(path)

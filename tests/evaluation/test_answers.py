@@ -4,12 +4,14 @@ import json
 import pytest
 
 from common.errors import InputError
-from evaluation.answers import Answer, Book, Turn, check_out, digest
+from common.files import digest
+from evaluation.answers import Answer, Book, Turn, check_out
 
 
 def answer(question: dict, method: str) -> Answer:
     turns = [Turn([1], [2, 3], "text", "length", 0.1, 0.2, [1])]
-    return Answer("set", question["question_id"], "", method, 0.0, 0, digest(question, method), turns)
+    asked = digest(question["turns"], method)
+    return Answer("set", question["question_id"], "", method, 0.0, 0, asked, turns)
 
 
 def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):

@@ -24,7 +24,6 @@ REFUSED = {  # what the error says: the options that are changed; {} is the fold
     "--max-prompt-tokens plus --max-new-tokens 1000040: the target has 1024": {"max-prompt-tokens": 10**6},
     "that are left out: 24 longer than --max-prompt-tokens 3": {"max-prompt-tokens": 3, "synthesize": 0},
     "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
-    "--max-new-tokens 2: must be at least 3": {"max-new-tokens": 2},
 }
 
 
