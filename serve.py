@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import socket
@@ -73,18 +74,12 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises InputError if the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-        return listener
-    except UnicodeError:  # of the encoding of host names
-        raise InputError(f"--host {host}: is no name of a machine and no address") from None
-    except OSError as e:
-        if isinstance(e, socket.gaierror):
-            raise InputError(f"--host {host}: {e.strerror}; give an address of this machine") from None
-        why = "another process listens there" if e.errno == 98 else e.strerror or str(e)
-        raise InputError(f"--host {host} --port {port}: {why}; choose another port with --port") from None
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except (OSError, UnicodeError) as e:  # UnicodeError: of the encoding of host names
+        why = getattr(e, "strerror", None) or "is no name of a machine and no address"
+        if getattr(e, "errno", 0) == errno.EADDRINUSE:
+            why = "another process listens there"
+        raise InputError(f"--host {host} --port {port}: {why}; choose another one") from None
 
 
 def run(o) -> None:

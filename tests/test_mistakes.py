@@ -50,7 +50,7 @@ MISTAKES = (
     ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),
     ("serve", "--port 70000", "'70000' is not a whole number from 0 to 65,535"),
     ("serve", "--api-key ", "argument --api-key: is empty; give a value"),
-    ("serve", "--host a..b", "--host a..b: is no name of a machine and no address"),
+    ("serve", "--host a..b", "--host a..b --port 8000: is no name of a machine and no address"),
     ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
     ("evaluate", "--questions ", "argument --questions: is empty; give a value"),
     ("evaluate", "--questions TWICE", "TWICE: question_id 1 is there twice"),
