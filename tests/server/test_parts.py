@@ -3,9 +3,12 @@ import asyncio
 import json
 import math
 import queue
+import socket
 
 import pytest
+from helpers.refusals import refused
 
+import serve
 from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
@@ -101,3 +104,10 @@ def test_the_schema_of_the_output_wherever_a_client_has_it():
 def test_metrics_name_what_a_gpu_does_without():
     text = Worker(Engine(None), Metrics("x", 1, 1)).metrics.text().decode()
     assert 'eagle_fallback{model_name="x",reason="the step cannot be captured"} 1.0' in text
+
+
+def test_an_address_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        host, port = busy.getsockname()
+        with refused(f"--host {host} --port {port}: another process listens there; choose another one"):
+            serve.listen(host, port)
