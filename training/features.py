@@ -62,21 +62,26 @@ def _states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetSt
 
 
 class Features:
-    """The target's states on rows, from memory if they were computed before.
+    """The target's states on rows, from memory or from disk if they were computed before.
 
     Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run
     reads the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the
     target's); `read` returns the target's. reader: a quantised copy that reads in place of the target, nearly
-    the same and sooner.
+    the same and sooner. folder: where `fill` stores states; a file there holds KEY.features, KEY.normed and
+    KEY.greedy of a batch of rows. name: identity of the reader as it was loaded.
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], *, room: float = 0,
-        dtype: torch.dtype | None = None, reader: Transformer | None = None,
+        dtype: torch.dtype | None = None, reader: Transformer | None = None, folder: Path | None = None,
+        name: str = "", processes: Processes | None = None,
     ):
         self.reader, self.aux_layers, self.room = reader or target, aux_layers, room
         self.device, self.given = target.embed.weight.device, target.embed.weight.dtype
         self.dtype, self.cached = dtype or self.given, {}  # states by `digest` of the ids
+        self.folder, self.files = folder and folder / digest(name, aux_layers), {}  # open files, likewise
+        self.processes = processes or Processes()
+        self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
 
     def read(self, rows: list[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
@@ -98,36 +103,16 @@ class Features:
 
     def known(self, ids: list[int]) -> TargetStates | None:
         """Return the states of a row, on the CPU, if they were computed before."""
-        return self.cached.get(digest(ids))
+        key = digest(ids)
+        if key not in self.files:
+            return self.cached.get(key)
+        return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
 
     def keep(self, ids: list[int], states: TargetStates) -> None:
         """Keep the states of a row if there is room."""
         if self.room > 0:
             self.cached[digest(ids)] = TargetStates(*(x.to("cpu", copy=True) for x in states))
             self.room -= sum(x.numel() * x.element_size() for x in states)
-
-
-class StoredFeatures(Features):
-    """The target's states on disk, under `folder`. `fill` computes those that are missing.
-
-    A file holds KEY.features, KEY.normed and KEY.greedy of many rows. name: identity of the reader as it was
-    loaded.
-    """
-
-    def __init__(
-        self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes, name: str,
-        **more,
-    ):
-        super().__init__(target, aux_layers, **more)
-        self.folder = folder / digest(name, aux_layers)
-        self.processes, self.files = processes, {}  # open files by key
-        self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
-
-    def known(self, ids: list[int]) -> TargetStates | None:
-        key = digest(ids)
-        if key not in self.files:
-            return None
-        return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
 
     def fill(self, rows: list[dict], budget: int) -> None:
         """Compute and store missing states, each process its share, in batches of `budget` tokens.
