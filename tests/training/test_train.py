@@ -81,47 +81,38 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     assert "was written by another target" in last_line(capsys)
 
 
-def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
+def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
+    """What a strict template refuses costs the prompts and conversations that it refuses, not the run."""
+    monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH)  # nothing is compiled
+    target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    for name, change in (
+        ("config.json", lambda config: {"stop_ids": [ord("\n")]}),
+        ("tokenizer_config.json", lambda config: {"chat_template": refusal + config["chat_template"]}),
+    ):
+        config = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(config | change(config)))
+    refused = [{"role": "system", "content": "s"}, *users("u")]
+    prompts, openings, files = tmp_path / "p.jsonl", tmp_path / "openings.txt", tmp_path / "c.jsonl"
+    prompts.write_text(f'{prompt_file.read_text()}{json.dumps({"messages": refused})}\n{{"prompt": ""}}\n')
+    openings.write_text("Write \n\nSum\n")
     answer = {"from": "gpt", "value": "good day to you"}
     rows = [{"conversations": [{"from": "human", "value": f"hello {i}"}, answer]} for i in range(9)]
-    (tmp_path / "share.json").write_text(json.dumps(rows))
-    (tmp_path / "openings.txt").write_text("Write \n\nSum\n")
-    target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"stop_ids": [ord("\n")]}))
-    text = {
-        "conversations": tmp_path / "share.json", "openings": tmp_path / "openings.txt",
-        "synthesize": 24,
-    }
-    assert train.main([*options(target, prompt_file, tmp_path, **text), "--collect-only"]) == 0
+    rows.append({"messages": [*refused, {"role": "assistant", "content": "some answer or other"}]})
+    rows.append({"messages": [{"role": "tool", "content": "x"}]})
+    files.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = {"conversations": files, "openings": openings, "synthesize": 24}
+    assert train.main([*options(target, prompts, tmp_path, **text), "--collect-only"]) == 0
     text = {"shards": tmp_path / "head-work" / "data", "synthesize": 0}
     assert train.main([*options(target, None, tmp_path / "again", **text), "--collect-only"]) == 0
-    first, again = (line for line in capsys.readouterr().err.splitlines() if " conversations (" in line)
+    error = capsys.readouterr().err
+    first, again = (line for line in error.splitlines() if " conversations (" in line)
     assert all(f"{source} " in first for source in ("prompts", "synthesized", "conversations"))
     assert first.split(" ")[0] == again.split(" ")[0]  # the same text, read back
-
-
-def test_what_a_template_refuses_is_left_out(golden, tmp_path, capsys, monkeypatch):
-    """A strict template costs the prompts and conversations that it refuses, not the run."""
-    monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH)  # nothing is compiled
-    strict = shutil.copytree(golden, tmp_path / "strict")
-    config = json.loads((strict / "tokenizer_config.json").read_text())
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
-    config["chat_template"] = refusal + config["chat_template"]
-    (strict / "tokenizer_config.json").write_text(json.dumps(config))
-    chats = [users(f"question {i}") for i in range(6)] + [[{"role": "system", "content": "s"}, *users("u")]]
-    lines = [json.dumps({"messages": messages}) + "\n" for messages in chats]
-    (tmp_path / "p.jsonl").write_text("".join(lines) + '{"prompt": ""}\n')
-    answered = [[*m, {"role": "assistant", "content": "some answer or other"}] for m in chats]
-    answered.append([{"role": "tool", "content": "x"}])
-    conversations = tmp_path / "c.jsonl"
-    conversations.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in answered))
-    text = {"conversations": conversations, "synthesize": 0}
-    assert train.main([*options(strict, tmp_path / "p.jsonl", tmp_path, **text), "--collect-only"]) == 0
-    error = capsys.readouterr().err
-    for words in ("left out: 2 refused by the chat template (", "no system messages), 1 with an empty prompt",
+    for words in ("left out: 2 refused by the chat template (", "1 with an empty prompt",
                   "c.jsonl: rows that are left out: 1 with tools"):
         assert words in error, error
-    conversations.write_text(json.dumps({"messages": answered[6]}) + "\n")
-    assert train.main(options(strict, None, tmp_path / "b", **text)) == 1
+    files.write_text(json.dumps(rows[-2]) + "\n")
+    text = {"conversations": files, "synthesize": 0}
+    assert train.main(options(target, None, tmp_path / "b", **text)) == 1
     assert "no usable answers" in last_line(capsys)
