@@ -200,7 +200,7 @@ def test_too_many_are_refused(server):
     """Three places and a queue of five: of twelve at once, eight are answered."""
     assert quiet(server)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda _: server.post(**ENDLESS), range(12)))
+        found = list(pool.map(lambda _: server.post(**ENDLESS | {"max_tokens": 150}), range(12)))
     refused = [answer for answer in found if answer.status_code == 429]
     assert 1 <= len(refused) <= 4 and all(answer.headers["Retry-After"] for answer in refused)
     assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
@@ -275,7 +275,7 @@ def test_requests_end_before_the_server_does(golden, tmp_path):
         with server.stream(**ENDLESS) as events:
             next(events)
             server.process.send_signal(signal.SIGINT)
-            while (refused := server.post(**CHAT)).status_code == 200:  # a signal takes a moment
+            while (refused := server.post(**CHAT, max_tokens=1)).status_code == 200:  # signals take time
                 pass
             assert refused.status_code == server.get("/health").status_code == 503
             assert "going down" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
