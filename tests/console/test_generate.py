@@ -65,6 +65,8 @@ def test_json_has_the_promised_keys(cli):
         assert words in text.err
     last = cli(*args).err.splitlines()[-1]
     assert re.fullmatch(r"40 generated, 10 in the prompt; .* tok/s, tau .* tokens per step; length", last)
+    full = cli(*args, "--stats").err
+    assert "peak memory" in full and "1 token" in full and "plain:" not in full
 
 
 def test_what_a_request_may_ask_for(cli):
