@@ -206,7 +206,7 @@ def test_what_a_model_writes_is_no_markup(page):
 
 
 def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
-    options = "--port", str(free_port()), "--api-key", "secret"
+    options = "--port", str(free_port()), "--api-key", "secret", "--speculate", "none"
     page = browser.new_context().new_page()
     page.on("dialog", lambda dialog: dialog.accept("secret"))
     with serving(golden, tmp_path / "one", *options) as server:
