@@ -169,7 +169,7 @@ def test_no_prompt_and_nothing_to_train_on(place, monkeypatch, capsys):
     for command, more, words in (
         *(("generate", ("--interactive", flag), "--interactive reads its prompts from you")
           for flag in ("--json", "--raw")),
-        ("generate", ("-m", "GOLDEN", "--prompt-ids", "320", "--no-compile"), "the prompt holds token id 320"),
+        ("generate", ("-m", "GOLDEN", "--prompt-ids", "320", "--no-compile"), "the prompt holds token id 3"),
         ("generate", (), "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file"),
         ("train", ("--out", "OUT"), "nothing to train on: give --prompts FILE, --synthesize N"),
     ):
