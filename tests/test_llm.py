@@ -59,6 +59,8 @@ def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):
     for several in (torch.tensor([ids]), np.array([ids]), [torch.tensor(ids)]):
         assert [request.ids for request in llm.generate(several, **FEW)] == [text.ids]
     assert llm.generate([], **FEW) == []
+    drawn = llm.generate(["Hello"] * 2, temperature=1.0, seed=3, **FEW)
+    assert [request.sampling.seed for request in drawn] == [3, 4]
 
 
 def test_numbers_of_numpy_types_of_torch_and_a_schema_as_a_dictionary(golden, llm):
