@@ -152,7 +152,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     from llm import LLM
 
     began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
-    drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
+    drafting = Drafting.of(o)
     if tree_numbers(o) != [None] * 3:
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)

@@ -65,7 +65,7 @@ MISTAKES = (
     ("generate", "--trace t --prompt y", "--trace records one sequence: give one prompt and one sample"),
     ("generate", "--seed 111111111111111111111", "is not a whole number from -9,223,"),
     ("generate", "--logit-bias 5", "is no ID=X"), ("generate", "--dtype int3", "dtype 'int3': unknown"),
-    ("generate", "--logit-bias 1=1000", "logit_bias: 1: 1000.0: a token id is not negative, a bias -100"),
+    ("generate", "--logit-bias 1=1000", "--logit-bias[0][1] is 1000.0; expected at most 100"),
     ("generate", "--json-schema BADSCHEMA", "the JSON schema cannot be used (Invalid type: objec)"),
     ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),
     # Of a target with weights.
