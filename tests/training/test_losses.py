@@ -67,7 +67,7 @@ def drafted(head, features, row: dict, steps: int):
     """Yield (draft step, position j, what the lm_head reads) of every prediction that exists."""
     for begin, end in row["answers"]:
         for j in range(begin - 1, end - 2):
-            found = block(head, features, row["ids"], j) if hasattr(head.args, "drafts") else chain(
+            found = block(head, features, row["ids"], j) if head.args.drafts else chain(
                 head, features, row["ids"], j, steps)
             for step, h in zip(range(end - 2 - j), found):
                 yield step, j, h
@@ -105,7 +105,7 @@ def test_losses_are_the_drafters_rows(models, monkeypatch, name):
     else:
         monkeypatch.setattr(head.layer, "window", 5 * ("window" in name))
     args, ids = head.args, head.draft_ids
-    steps = getattr(args, "drafts", 4)
+    steps = args.drafts or 4
     objective = objective_of(target, name, head) if name in BLOCKS else Eagle3Objective(target, head, steps)
     loss, hits, batch, states = loss_on(objective)
     losses = [torch.zeros(()) for _ in range(steps)]
