@@ -21,15 +21,14 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, seed
+from common.cli import Options, check_folder, command, count, positive, seed
 from common.errors import InputError
-from common.torchrun import command_in_words, several
+from common.torchrun import is_first, several
 from drafters import METHODS, add_flags, grows
 from sampling.options import Sampling
 
@@ -53,20 +52,18 @@ def parser() -> Options:
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
-    add("--limit", type=int, help="only the first so many of every set")
+    add("--limit", type=positive, help="only the first so many of every set")
     add("--calibrate", action="store_true",
         help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
     add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
-    add("-n", "--max-new-tokens", type=int, default=512, help="per turn (default 512)")
+    add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
     p.add_runtime()
 
     add = p.add_argument_group("drafted trees").add_argument
-    add("--observe", type=int, default=4, metavar="N",
+    add("--observe", type=count, default=4, metavar="N",
         help="questions per set answered again, untimed, for acceptance.png (default 4; 0: none)")
     add("--show-tree", action="store_true", help="print the tree with most accepted nodes")
-    for flag, least in (("--limit", 1), ("--max-new-tokens", 1), ("--observe", 0)):
-        p.within(flag, least, float("inf"))
     return p
 
 
@@ -103,37 +100,30 @@ def run(o) -> int:
     if o.calibrate and not any(map(grows, methods)):
         raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
     o.temperature = read_temperatures(o.temperature)
-    from engine.runtime import Runtime
     from evaluation.answers import read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
-    from kernels.tp import joined, own_device
+    from llm import started
 
     draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
-    runtime = Runtime.of(o)
-    runtime.prepare()  # mistakes end the command before a checkpoint is converted
-    if not several():
-        evaluation = Evaluation(o, runtime, draftings, sets, say)
-        try:
-            evaluation.answer()
-        except BaseException:  # Ctrl-C, or no memory
-            say("the table so far:")
-            evaluation.report()
-            raise
-        return finish(o, evaluation)
-    with joined(runtime.device_name) as ranks, tempfile.TemporaryDirectory() as folder:
-        runtime = replace(runtime, device=own_device(runtime.device_name))
-        if ranks.rank:  # all do the same; only the first one's folder stays
+    trees = [drafting.tree for drafting in draftings.values()]
+    with tempfile.TemporaryDirectory() as folder:
+        if not is_first():  # all ranks do the same; only the first one's folder stays
             if Path(o.out).is_dir():
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
-        trees = [drafting.tree for drafting in draftings.values()]
-        ranks.agree_on(command_in_words(o, trees, sets), runtime.device)  # all have read the folder by now
-        evaluation = Evaluation(o, runtime, draftings, sets, say, ranks)
-        evaluation.answer()
-        return finish(o, evaluation)
+        with started(o, trees, sets) as (runtime, ranks):
+            evaluation = Evaluation(o, runtime, draftings, sets, say, ranks)
+            try:
+                evaluation.answer()
+            except BaseException:  # Ctrl-C, or no memory
+                if ranks is None:  # judging takes all ranks
+                    say("the table so far:")
+                    evaluation.report()
+                raise
+            return finish(o, evaluation)
 
 
 def finish(o, evaluation) -> int:

@@ -9,11 +9,11 @@ import sys
 import time
 from dataclasses import fields, replace
 
-from common.cli import Options, check_writable, command, note
+from common.cli import Options, check_writable, command, note, positive, within
 from common.errors import InputError
 from common.files import read_text
 from common.schema import Wrong
-from common.torchrun import command_in_words, several
+from common.torchrun import several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
@@ -43,8 +43,7 @@ def parser() -> Options:
         help="with --raw: control tokens spelled out stay text")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
-    add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
-    p.within("--batch-size", 1, float("inf"))
+    add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
 
     def prompts(o) -> list:
         return o.prompt + o.prompt_ids + o.prompt_file
@@ -71,21 +70,17 @@ def parser() -> Options:
     add("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
-    add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
-    p.within("--num-samples", 1, 100_000)
+    add("--num-samples", type=within(1, 100_000), default=1,
+        help="samples per prompt, with seeds SEED, SEED+1, ...")
     refuse(lambda o: o.json_object and o.json_schema,
            lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
     add = add_drafting(p).add_argument
-    for flag, least, what in (
-        ("--tree-nodes", 2, "nodes of the draft tree, root included"),
-        ("--tree-depth", 0, "expansions after the first level"),
-        ("--tree-width", 1, "nodes expanded per level"),
-    ):
-        add(flag, type=int, help=what)
-        p.within(flag, least, MOST)
+    add("--tree-nodes", type=within(2, MOST), help="nodes of the draft tree, root included")
+    add("--tree-depth", type=within(0, MOST), help="expansions after the first level")
+    add("--tree-width", type=within(1, MOST), help="nodes expanded per level")
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
@@ -149,70 +144,45 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
 
-def encoding(o) -> dict:
-    """Return the arguments of `engine.prompt.encode` that the options name."""
-    return {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}
+def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
+    """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
+    from checkpoint.folder import known_config
+    from console.chat import chat
+    from llm import LLM
 
-
-def load(o, prompts: Prompts, ranks=None) -> tuple:
-    """Load the target, and make its engine -> both. ranks: the `kernels.tp.Ranks` to deal it among, if any.
-
-    Prompts are checked before weights are read, which takes long for a large model.
-    """
-    from checkpoint.folder import known_config, verify
-    from engine.runtime import Runtime
-    from engine.target import check_prompts, converted, load_target
-    from kernels.tp import own_device
-
-    runtime = Runtime.of(o)
-    if ranks:
-        runtime = replace(runtime, device=own_device(runtime.device_name))
-    runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
-    batch = min(max(1, len(prompts)), o.batch_size or 16)
+    began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o)
     if tree_numbers(o) != [None] * 3:
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), usual))
-    folder, drafting = converted(o.checkpoint, drafting, note)
-    if o.verify:
-        verify(folder, drafting.draft, True, note)
-    check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, **encoding(o))
-    drafting.name_unused(folder, note)
-    target = load_target(folder, runtime, note, ranks)
-    return target, target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len)
-
-
-def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
-    """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
-    from common.threads import use_threads
-    from console.chat import chat
-
-    use_threads(o.threads, note)
-    began = time.perf_counter()
-    target, engine = load(o, prompts, ranks)
-    note(f"loaded {target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
+    llm = LLM(o.checkpoint, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks,
+              verify=o.verify, **vars(runtime))
+    engine, plain = llm.engine, None
+    note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
          f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
-    plain = None
+    encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
+    for i, prompt in enumerate(prompts):
+        name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
+        ids.append(llm.encode(prompt, name=name, **encoding))
+        engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
     if engine.tuner:
         note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
     if o.compare:
-        plain = target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
+        plain = llm.target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
         plain.warm_up(samplings[0])
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
         return chat(engine, samplings[0], o.system, o.stats)
-    return answer(o, engine, plain, prompts, samplings)
+    return answer(o, engine, plain, prompts, ids, samplings)
 
 
-def answer(o, engine, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
+def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampling]) -> int:
     """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
     from console.output import Trace, as_json, as_text, compared, comparison, figures, show
-    from engine.prompt import encode
 
-    tokenizer, ranks, room = engine.tokenizer, engine.target.ranks, engine.max_seq_len
-    ids = [encode(tokenizer, prompt, room=room, **encoding(o)) for prompt in prompts]
+    tokenizer, ranks = engine.tokenizer, engine.target.ranks
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
     requests, turns, printed, interrupted, before = [], [], 0, False, engine.bytes_read
     rule = engine.drafter.rule if o.temperature > 0 else "equal"
@@ -267,15 +237,10 @@ def run(o) -> int:
     Raises InputError, ValueError and OSError on bad input.
     """
     prompts, samplings = read_options(o)
-    if not several():
-        return decode(o, prompts, samplings)
-    from engine.runtime import Runtime
-    from kernels.tp import joined, own_device
+    from llm import started
 
-    device = Runtime(o.device).device_name
-    with joined(device, o.shard_head) as ranks:
-        ranks.agree_on(command_in_words(o, prompts, samplings), own_device(device))
-        return decode(o, prompts, samplings, ranks)
+    with started(o, prompts, samplings) as (runtime, ranks):
+        return decode(o, prompts, samplings, runtime, ranks)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,22 +13,25 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
-from common.errors import InputError
+from checkpoint.folder import known_config
+from checkpoint.folder import verify as verify_weights
+from common.cli import note
 from common.schema import Schema, as_python, whole, with_options
+from common.threads import use_threads
+from common.torchrun import command_in_words, several
 from drafters import AUTO, Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
 from engine.target import Target, converted, load_target
-from kernels.tp import Ranks
+from kernels.tp import Ranks, joined, own_device
 from sampling.options import Sampling
 
 ARGUMENTS = {
@@ -36,29 +39,27 @@ ARGUMENTS = {
     "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
 }
 CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
-OPTIONS = {field.name for kind in (Runtime, Sampling, Drafting) for field in fields(kind)}
-NAMES = {"raw", "system", "parse_special", *ARGUMENTS, *OPTIONS}
-COMMAND_OR_FLAG = re.compile(r"python [\w.]+ [^;]*|--(no-)?([a-z][a-z-]*)|\b(?:null|true|false)\b")
-CONSTANTS = {"null": "None", "true": "True", "false": "False"}
-
-
-def in_python(line: str) -> str:
-    """Return a message with options as Python has them: max_seq_len for --max-seq-len, None for null."""
-    def spelled(found: re.Match) -> str:
-        name = (found[2] or "").replace("-", "_")
-        return f"{name}{'=False' * bool(found[1])}" if name in NAMES else CONSTANTS.get(found[0], found[0])
-
-    return COMMAND_OR_FLAG.sub(spelled, line)
 
 
 @contextlib.contextmanager
-def errors_in_python() -> Iterator[None]:
-    """Let errors in this context name options as Python has them."""
-    try:
-        yield
-    except (InputError, ValueError) as e:
-        e.args = (in_python(str(e)),)
-        raise
+def started(o, *read: object) -> Iterator[tuple[Runtime, Ranks | None]]:
+    """Prepare the runtime that a command's options ask for, and join the ranks that torchrun has started.
+
+    read: contents of files, on which all ranks have to agree as on the options. Yields the runtime, and the
+    ranks or None. Raises InputError, before a checkpoint is converted, on mistakes in options.
+    """
+    use_threads(o.threads, note)
+    runtime = Runtime.of(o)
+    if several():
+        runtime = replace(runtime, device=own_device(runtime.device_name))
+    runtime.prepare()
+    known_config(o.checkpoint, o.max_seq_len)
+    if not several():
+        yield runtime, None
+        return
+    with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
+        ranks.agree_on(command_in_words(o, *read), runtime.device_name)
+        yield runtime, ranks
 
 
 class LLM:
@@ -68,18 +69,18 @@ class LLM:
     a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
     folder and prompt lookup, each where it pays. draft: the head (default CHECKPOINT/KIND) or
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
-    max_seq_len: most tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such
-    as device="cpu" or dtype=torch.bfloat16. say: called with one line when something slow starts or ends.
+    max_seq_len: most tokens of prompt and output (default: `Target.room`). verify: compare weights with their
+    sha256, None: where they have one. serves: see `Target.engine`. runtime: fields of `Runtime`, such as
+    device="cpu" or dtype=torch.bfloat16. say: called with one line when something slow starts or ends.
     Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
     on wrong arguments.
     """
 
-    @errors_in_python()
     def __init__(
         self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, say: Callable[[str], None] = lambda line: None,
-        ranks: Ranks | None = None, **runtime,
+        ranks: Ranks | None = None, verify: bool | None = False, serves: bool = False, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
         given = locals()
@@ -89,22 +90,19 @@ class LLM:
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
         where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
-        def tell(line: str) -> None:
-            say(in_python(line))
-
-        folder, drafting = converted(checkpoint, drafting, tell)
-        drafting.name_unused(folder, tell)
-        self.target: Target = load_target(folder, where, tell, ranks)
+        folder, drafting = converted(checkpoint, drafting, say)
+        if verify is not False:
+            verify_weights(folder, drafting.draft, bool(verify), say)
+        drafting.name_unused(folder, say)
+        self.target: Target = load_target(folder, where, say, ranks)
         self.tokenizer = self.target.tokenizer
-        self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
+        self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len, serves=serves)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
 
-    @errors_in_python()
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
         return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
 
-    @errors_in_python()
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
         parse_special: bool = True, **sampling
@@ -132,13 +130,11 @@ class LLM:
         **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
-        with errors_in_python():
-            ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
-            options = with_options(Sampling, sampling)
-            self._warm_up(options)
-            yield from self.engine.run([ids], [options], [])
+        ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
+        options = with_options(Sampling, sampling)
+        self._warm_up(options)
+        yield from self.engine.run([ids], [options], [])
 
-    @errors_in_python()
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
         """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
 

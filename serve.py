@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import socket
 import sys
 import time
-from dataclasses import replace
 
 # Imports of torch wait until options have been read: --help answers at once.
-from common.cli import Options, command, count, note
+from common.cli import Options, command, note, within
 from common.errors import InputError
-from common.torchrun import command_in_words, is_first, several
+from common.torchrun import is_first, several
 from drafters import AUTO, Drafting, add_drafting
 
 STARTED = time.perf_counter()
@@ -31,31 +31,27 @@ def parser() -> Options:
         help="check first that weights have the sha256 of their config.json (default: where it has one)")
 
     add = p.add_argument_group("requests").add_argument
-    add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
-    add("--queue", type=count, default=64, help="requests that may wait (default 64)")
-    add("--time-limit", type=float, default=600.0, metavar="SECONDS",
+    add("--slots", type=within(1, 256), help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
+    add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
+    add("--time-limit", type=within(0.1, 1e9, float), default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
-    add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
+    add("--max-body", type=within(1, 1 << 30), default=4 << 20, metavar="BYTES",
+        help="of a request (default 4 MB)")
     add("--per-request-metrics", action="store_true",
         help="add acceptance length and histogram of drafting to every response, as vLLM does")
     add("--quiet", action="store_true", help="print no line per request")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
-    add("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    add("--port", type=within(0, 65535), default=8000, help="default 8000; 0 takes a free one")
     add("--api-key", help="key that requests need (default: EAGLE_API_KEY, or none)")
     add("--cors", action="append", default=[], metavar="ORIGIN",
         help="of pages that may call the server from a browser; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
     # torchrun kills its processes 30 seconds after it has told them to end.
-    add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
+    add("--grace", type=within(0, 1e6, float), default=20.0 if several() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
-    for flag, low, high in (
-        ("--slots", 1, 256), ("--queue", 0, 1_000_000),
-        ("--time-limit", 0.1, 1e9), ("--max-body", 1, 1 << 30), ("--port", 0, 65535), ("--grace", 0, 1e6),
-    ):
-        p.within(flag, low, high)
     p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
@@ -78,18 +74,12 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens. Raises InputError if the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-        return listener
-    except UnicodeError:  # of the encoding of host names
-        raise InputError(f"--host {host}: is no name of a machine and no address") from None
-    except OSError as e:
-        if isinstance(e, socket.gaierror):
-            raise InputError(f"--host {host}: {e.strerror}; give an address of this machine") from None
-        why = "another process listens there" if e.errno == 98 else e.strerror or str(e)
-        raise InputError(f"--host {host} --port {port}: {why}; choose another port with --port") from None
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except (OSError, UnicodeError) as e:  # UnicodeError: of the encoding of host names
+        why = getattr(e, "strerror", None) or "is no name of a machine and no address"
+        if getattr(e, "errno", 0) == errno.EADDRINUSE:
+            why = "another process listens there"
+        raise InputError(f"--host {host} --port {port}: {why}; choose another one") from None
 
 
 def run(o) -> None:
@@ -97,30 +87,16 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from checkpoint.folder import known_config
-    from common.threads import use_threads
-    from engine.runtime import Runtime
+    from llm import started
 
-    use_threads(o.threads, note)
-    drafting, runtime = Drafting.of(o), Runtime.of(o)
-    runtime.prepare()  # mistakes end the server before a checkpoint is converted
-    known_config(o.checkpoint, o.max_seq_len)
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
-    if not several():
-        start(o, runtime, drafting, listener)
-        return
-    from kernels.tp import joined, own_device
-
-    device = own_device(runtime.device_name)
-    with joined(runtime.device_name, o.shard_head) as ranks:
-        ranks.agree_on(command_in_words(o, drafting.tree), device)
-        start(o, replace(runtime, device=device), drafting, listener, ranks)
+    with started(o, Drafting.of(o).tree) as (runtime, ranks):
+        start(o, runtime, listener, ranks)
 
 
-def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> None:
+def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
-    from checkpoint.folder import verify
-    from engine.target import converted, load_target
+    from llm import LLM
     from sampling.options import Sampling
     from server.app import Server, make_app
     from server.metrics import Metrics
@@ -128,15 +104,12 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.run import serve
     from server.worker import Worker
 
-    checkpoint, drafting = converted(o.checkpoint, drafting, note)
-    drafting.name_unused(checkpoint, note)
-    if o.verify is not False:
-        verify(checkpoint, drafting.draft, bool(o.verify), note)
-    target = load_target(checkpoint, runtime, note, ranks)
-    if target.tokenizer is None:
-        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
-    engine = target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len, serves=True)
+    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, say=note,
+              ranks=ranks, verify=o.verify, serves=True, **vars(runtime))
+    engine, checkpoint = llm.engine, llm.target.checkpoint
+    if llm.tokenizer is None:
+        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     if ranks:
@@ -149,7 +122,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    server = Server(worker, target.tokenizer, names, o.time_limit, o.per_request_metrics)
+    server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")

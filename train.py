@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed
+from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed, within
 from common.torchrun import several
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
@@ -52,10 +52,12 @@ def parser() -> Options:
         help="conversations to take as they are: ShareGPT or OpenAI messages")
     add("--shards", action="append", default=[], metavar="FOLDER",
         help="text of an earlier run for this target (its OUT-work/data); may be given several times")
-    add("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
-    add("-n", "--max-new-tokens", type=positive, default=256, help="of an answer (default 256)")
+    add("--temperature", type=within(0, 1e6, float), default=0.7,
+        help="of the answers; 0 is greedy (default 0.7)")
+    add("-n", "--max-new-tokens", type=within(SHORTEST), default=256, help="of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out (default 256)")
-    add("--max-len", type=positive, default=1024, help="conversations are cut to N tokens (default 1024)")
+    add("--max-len", type=within(SHORTEST + 1), default=1024,
+        help="conversations are cut to N tokens (default 1024)")
     add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")
     add("--copy", metavar="CHECKPOINT",
         help="a quantised copy of the target, which writes the text and computes the states that the head"
@@ -80,12 +82,12 @@ def parser() -> Options:
         help="ce: cross-entropy with the target's distribution (default). lk: half of it how often a draft is"
         " accepted")
     add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
-    add("--minutes", type=float, default=plan.minutes, metavar="M",
+    add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
         help="end after M minutes of training, if the epochs take longer (0: never)")
     add("--short-epochs", type=count, default=plan.short_epochs,
         help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
-    add("--lr", type=float, default=plan.lr, help="learning rate (default 1e-3)")
-    add("--ema", type=float, default=plan.ema, metavar="KEEP",
+    add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
+    add("--ema", type=within(0, 0.99999, float), default=plan.ema, metavar="KEEP",
         help="train an average of the weights too, such as 0.999 (default 0: none)")
     add("--batch-tokens", type=positive, default=plan.batch_tokens,
         help="padded tokens per optimizer step, over all processes (default 1024)")
@@ -99,7 +101,7 @@ def parser() -> Options:
 
 def add_rules(p: Options) -> None:
     """Add the rules of the options."""
-    refuse, within = p.refuse, p.within
+    refuse = p.refuse
     p.judge(lambda o: check_replaceable("--out", o.out))
     p.judge(lambda o: o.cache_features and check_folder("--cache-features", o.cache_features))
     refuse(lambda o: not (o.prompts or o.synthesize or o.conversations or o.shards),
@@ -112,12 +114,6 @@ def add_rules(p: Options) -> None:
     for name in dict.fromkeys(option for kind in KINDS.values() for option in kind.options):
         refuse(lambda o, name=name: getattr(o, name) is not None and name not in KINDS[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
-    refuse(lambda o: not 0 < o.lr < 1e6, lambda o: f"--lr {o.lr}: must be above 0 and below 1,000,000")
-    for flag, low, high in (
-        ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
-        ("--max-len", SHORTEST + 1, float("inf")), ("--minutes", 0, 1e6), ("--ema", 0, 0.99999),
-    ):
-        within(flag, low, high)
 
 
 def run(o: argparse.Namespace, words: list[str]) -> None:

@@ -69,33 +69,32 @@ def no_memory(error: BaseException) -> bool:
 
 
 def run_command(
-    action: Callable[[], int | None], *expected: type[Exception],
-    say: Callable[[str], None] = note, interrupted: str = "interrupted",
-    say_stopped: Callable[[str], None] | None = None,
+    action: Callable[[], int | None], *expected: type[Exception], say: Callable[[str], None] = note,
+    interrupted: str = "interrupted", last: Callable[[str], None] | None = None,
 ) -> int:
     """Run a command and return its exit status.
 
     The status is the value of `action` (None is 0); 1 after an InputError or one of `expected`, printed as
     one line, and where memory runs out or native code panics; 130 after Ctrl-C, where `interrupted` is
-    printed, by `say_stopped` if that is given; 141 when the reader of the output has left.
+    printed; 141 when the reader of the output has left. last: prints an error in place of `say`.
     """
     try:
         return action() or 0
     except KeyboardInterrupt:
         if several():  # the terminal and torchrun both send it
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        (say_stopped or say)(interrupted)
+        say(interrupted)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except BaseException as e:
+        words = one_line(e)
         if no_memory(e):
-            say(f"error: not enough memory ({one_line(e)}); give it less at a time, or a smaller model")
-        elif is_panic(e) or isinstance(e, (InputError, *expected)):
-            say(f"error: {one_line(e)}")
-        else:
+            words = f"not enough memory ({words}); give it less at a time, or a smaller model"
+        elif not (is_panic(e) or isinstance(e, (InputError, *expected))):
             raise
+        (last or say)(f"error: {words}")
         try:
             sys.stdout.flush()
         except (OSError, ValueError, AttributeError):  # a full disk: Python would print it again at its end
@@ -108,18 +107,12 @@ def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
     *expected: type[Exception], **how,
 ) -> int:
-    """Parse a command line, check its rules, and run it with its options; of several processes one speaks.
+    """Read a command line and run it with its options; of several processes one speaks.
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    with one_voice() as voices:
-        o = options.parse_args(argv)
-
-        def checked() -> int | None:
-            options.check(o)
-            return run(o)
-
-        return run_command(checked, *expected, **how | (voices if several() else {}))
+    with one_voice() as voice:
+        return run_command(lambda: run(options.read(argv)), *expected, last=voice, **how)
 
 
 class Options(argparse.ArgumentParser):
@@ -130,39 +123,21 @@ class Options(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=how, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._words: list[str] = []  # of the command line
-        self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
+        self._rules: list[Callable[[argparse.Namespace], object]] = []
+
+    def judge(self, rule: Callable[[argparse.Namespace], object]) -> None:
+        """Add a rule, which raises InputError if options break it."""
+        self._rules.append(rule)
 
     def refuse(
         self, test: Callable[[argparse.Namespace], object], words: Callable[[argparse.Namespace], str]
     ) -> None:
         """Add a rule: refuse options with these words if `test` is true."""
-        self._rules.append((test, words))
+        def rule(o: argparse.Namespace) -> None:
+            if test(o):
+                raise InputError(words(o))
 
-    def judge(self, action: Callable[[argparse.Namespace], object]) -> None:
-        """Add a rule: refuse options if `action` raises an InputError or a ValueError."""
-        def words(o: argparse.Namespace) -> str:
-            try:
-                action(o)
-            except (InputError, ValueError) as e:
-                return str(e)
-            return ""
-
-        self.refuse(words, words)
-
-    def within(self, flag: str, low: float, high: float) -> None:
-        """Add a rule: the number that `flag` takes is None or between low and high, both included.
-
-        An infinite bound stands for 2^31 - 1.
-        """
-        name = flag.removeprefix("--").replace("-", "_")
-        most = 2**31 - 1 if high == float("inf") else high
-
-        def outside(o: argparse.Namespace) -> bool:
-            value = getattr(o, name)
-            return value is not None and not low <= value <= most
-
-        span = f"at least {low:,} and below 2^31" if most < high else f"{low:,} to {high:,}"
-        self.refuse(outside, lambda o: f"{flag} {getattr(o, name)}: must be {span}")
+        self.judge(rule)
 
     def error(self, message: str):
         """Print on one line what cannot be parsed, and end with exit status 2.
@@ -226,14 +201,9 @@ class Options(argparse.ArgumentParser):
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:
         """Return the options of a command line. Raises InputError on the first rule that they break."""
         o = self.parse_args(argv)
-        self.check(o)
+        for rule in self._rules:
+            rule(o)
         return o
-
-    def check(self, o: argparse.Namespace) -> None:
-        """Raise InputError if options break a rule."""
-        for test, words in self._rules:
-            if test(o):
-                raise InputError(words(o))
 
     def add_checkpoint(self, help: str) -> None:
         """Add --checkpoint, which other programs call --model."""
@@ -245,9 +215,9 @@ class Options(argparse.ArgumentParser):
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
         add("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
-        add("-c", "--max-seq-len", type=int,
+        add("-c", "--max-seq-len", type=within(2),
             help="prompt and output together (default: what suits the model and the memory)")
-        add("-t", "--threads", type=int,
+        add("-t", "--threads", type=within(1, MOST_THREADS),
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         add("--kernels", action=on_off, default=True,
@@ -257,8 +227,6 @@ class Options(argparse.ArgumentParser):
         add("--kv", choices=KV_DTYPES, default="auto",
             help="the target's keys and values: auto, in its dtype (default); int8, on a CPU's kernels; fp8,"
                  " on GPUs and in PyTorch")
-        self.within("--max-seq-len", 2, float("inf"))
-        self.within("--threads", 1, MOST_THREADS)
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         return group
@@ -289,16 +257,26 @@ class Options(argparse.ArgumentParser):
         return group
 
 
-def positive(value: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    if not value.isdecimal() or len(value) > 10 or not 1 <= int(value) < 2**31:
-        raise argparse.ArgumentTypeError(f"{value!r} is no whole number of at least 1 (and below 2^31)")
-    return int(value)
+def within(low: float, high: float = 2**31 - 1, kind: type = int) -> Callable[[str], float]:
+    """Return an argparse type: a number of this kind from `low` to `high`, both included."""
+    what = "a whole number" if kind is int else "a number"
+    span = f"of at least {low:,} (and below 2^31)" if high == 2**31 - 1 else f"from {low:,} to {high:,}"
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} {span}")
+
+    return read
 
 
-def count(value: str) -> int:
-    """An argparse type: a whole number of at least 0."""
-    return 0 if value == "0" else positive(value)
+positive, count = within(1), within(0)
+
+
+def seed(text: str) -> int:
+    """An argparse type: a whole number of 64 bits, as 0 to 2^64 - 1: -1 is 2^64 - 1."""
+    return within(-(2**63), 2**64 - 1)(text) % 2**64
 
 
 def bias(value: str) -> tuple[int, float]:
@@ -316,13 +294,6 @@ def dtype(value: str) -> str:
         return short_dtype(value)
     except InputError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
-
-
-def seed(value: str) -> int:
-    """An argparse type: a whole number of 64 bits, as 0 to 2^64 - 1: -1 is 2^64 - 1."""
-    if not re.fullmatch(r"-?[0-9]{1,20}", value) or not -(2**63) <= int(value) < 2**64:
-        raise argparse.ArgumentTypeError(f"{value!r} is no whole number from -2^63 to 2^64 - 1")
-    return int(value) % 2**64
 
 
 def check_writable(flag: str, file: str) -> None:

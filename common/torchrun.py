@@ -64,34 +64,23 @@ def end_with_torchrun() -> None:
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[dict[str, Callable[[str], None]]]:
+def one_voice() -> Iterator[Callable[[str], None] | None]:
     """Mute all but the first of several processes.
 
-    The value is the arguments of `common.cli.run_command` that print a last line: `say` prints the first
-    of any process; `say_stopped`, which all processes call, prints once on each machine. Without torchrun
-    they print every line, and nothing is muted.
+    Yields a function that prints the first line that it gets in any process, None for a single process.
     """
     voice = sys.stderr
 
-    def to_terminal(line: str) -> None:
-        print(line, file=voice, flush=True)
-
     def say(line: str) -> None:
-        if not several() or _is_first_to_say():
-            to_terminal(line)
+        if _is_first_to_say():
+            print(line, file=voice, flush=True)
 
-    def say_stopped(line: str) -> None:
-        # Without the store: Ctrl-C may have interrupted the import of torch.
-        if not several() or os.environ.get("LOCAL_RANK", "0") == "0":
-            to_terminal(line)
-
-    voices = {"say": say, "say_stopped": say_stopped}
     if is_first():
-        yield voices
+        yield say if several() else None
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         with contextlib.redirect_stderr(nowhere):
-            yield voices
+            yield say
 
 
 def _is_first_to_say() -> bool:

@@ -152,17 +152,6 @@ class PathTree:
         place = {(): 0} | {p: i for i, p in enumerate(self.paths, 1)}
         return [0] + [place[p[:-1]] for p in self.paths]
 
-    @property
-    def depths(self) -> list[int]:
-        """Depth of each node [T], the root 0."""
-        return [0] + [len(p) for p in self.paths]
-
-    @property
-    def ancestors(self) -> list[list[bool]]:
-        """[T, T] row i sees column j: j is i or an ancestor of i."""
-        every = ((), *self.paths)
-        return [[p[: len(q)] == q for q in every] for p in every]
-
     @cached_property
     def levels(self) -> list[Level]:
         """The levels below the root, first level first."""

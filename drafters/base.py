@@ -17,7 +17,7 @@ from common.errors import InputError
 from model import KVCaches, Transformer, buffer_bytes
 from networks.head import Head
 from tokens.tokenizer import Tokenizer
-from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape
+from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape, link
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ class StaticTree(nn.Module):
 
     def __init__(self, shape: PathTree):
         super().__init__()
-        constants(self, parent=shape.parent, depth=shape.depths, ancestors=shape.ancestors)
+        parent = torch.tensor(shape.parent)
+        depth, ancestors = link(parent[None], shape.window - 1)
+        constants(self, parent=parent, depth=depth[0], ancestors=ancestors[0])
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
     def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:

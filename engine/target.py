@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,13 +22,13 @@ from engine.autotune import CANDIDATES, Tuner
 from engine.calibrate import PROMPTS, USUAL, calibrate
 from engine.engine import Engine
 from engine.memory import free_memory
-from engine.prompt import Prompt, check_prompt, encode
+from engine.prompt import Prompt, encode
 from engine.runtime import Runtime
 from kernels.backend import TORCH, TorchBackend, backend_of
 from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from kernels.tp import Ranks
-from model import ModelArgs, Transformer
+from model import Transformer
 from networks.head import Head
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
@@ -130,24 +130,6 @@ def converted(
         of = None if drafting.names_model else folder
         drafting = replace(drafting, draft=converted_folder(drafting.draft, say, of))
     return folder, drafting.at(folder, say)
-
-
-def check_prompts(
-    checkpoint: str | Path, prompts: Iterable[Prompt], max_seq_len: int | None = None, **encoding
-) -> None:
-    """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded.
-
-    encoding: of `encode`.
-    """
-    config, prompts = read_config(checkpoint, "target"), list(prompts)
-    longest, tokenizer = ModelArgs.from_config(config).max_seq_len, Tokenizer.load(checkpoint)
-    if max_seq_len is not None:
-        check_length(max_seq_len, longest)
-    room = max_seq_len or longest
-    for i, prompt in enumerate(prompts):
-        name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
-        ids = encode(tokenizer, prompt, room=room, name=name, **encoding)
-        check_prompt(ids, name, room, config["vocab_size"])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Question sets, answers, and the folder that stores answers one by one."""
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from common.errors import InputError, printable
-from common.files import check_readable, parse_json, read_bytes, read_json, write_text, writing
+from common.files import check_readable, digest, parse_json, read_bytes, read_json, write_text, writing
 from common.schema import Name, Text, Whole, number, schema_of, text, whole
 from tokens.dataset import read_questions
 
@@ -123,11 +122,6 @@ class Answer:
         return cls(**schema_of(cls).require(row, where, ADVICE))
 
 
-def digest(question: dict, identity: str) -> str:
-    """Return a short hash of a question's turns and of what answers it (`methods.Contender.identity`)."""
-    return hashlib.sha256(json.dumps([question["turns"], identity]).encode()).hexdigest()[:16]
-
-
 def check_out(folder: Path, options: dict) -> None:
     """Raise InputError if a folder holds no evaluation, or one with other options.
 
@@ -168,7 +162,7 @@ class Book:
     ) -> Answer | None:
         """Return the answer to exactly this question by a method of this identity, if there is one."""
         answer = self.answers.get((set_name, question["question_id"], method, temperature))
-        return answer if answer and answer.asked == digest(question, identity) else None
+        return answer if answer and answer.asked == digest(question["turns"], identity) else None
 
     def forget(self, set_name: str, question: dict, temperature: float) -> None:
         """Drop the answers of all methods to a question: only answers of one round are compared."""

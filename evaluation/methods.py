@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from checkpoint.loading import identity
 from common.errors import InputError
+from common.files import digest
 from drafters import Drafting, flags_of, given_flags, grows
 from engine.engine import Engine
 from engine.prompt import encode
@@ -79,7 +79,7 @@ def load_contenders(
         raise InputError(
             f"{target.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
         )
-    form = hashlib.sha256(f"{tokenizer.template} {target.config['stop_ids']}".encode()).hexdigest()
+    form = digest(tokenizer.template, target.config["stop_ids"])
     shared = f"{identity(target.model)} {form} {target.runtime.compile}"
     contenders = {}
     for name, drafting in draftings.items():

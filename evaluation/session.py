@@ -12,14 +12,13 @@ import torch
 from tqdm import tqdm
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import check_length, read_config
+from checkpoint.folder import known_config
 from common.errors import counted
-from common.files import write_text
-from common.threads import use_threads
+from common.files import digest, write_text
 from drafters import Drafting, grows
 from engine.runtime import Runtime
 from engine.target import converted, load_target
-from evaluation.answers import MEAN, PLAIN, Answer, Book, check_out, digest, rotated
+from evaluation.answers import MEAN, PLAIN, Answer, Book, check_out, rotated
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
@@ -45,10 +44,8 @@ class Evaluation:
         ranks: the processes that share the target. Raises InputError, ValueError, OSError or RuntimeError.
         """
         self.o, self.sets, self.say = o, sets, say
-        use_threads(o.threads, say)
         o.checkpoint = converted_folder(o.checkpoint, say)
-        longest = read_config(o.checkpoint, "target")["max_seq_len"]
-        check_length(o.max_seq_len or longest, longest)
+        longest = known_config(o.checkpoint, o.max_seq_len)["max_seq_len"]
         o.max_seq_len = o.max_seq_len or min(2048, longest)  # not what memory allows: a run may go on later
         options = {  # all that answers and figures depend on, beside methods and questions
             "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
@@ -105,7 +102,7 @@ class Evaluation:
             )
         if turns:
             about = name, number, question["category"], method, temperature, sampling.seed
-            self.book.add(Answer(*about, digest(question, identity), turns))
+            self.book.add(Answer(*about, digest(question["turns"], identity), turns))
 
     def _rounds(self) -> Iterator[tuple[str, dict, float, list[str]]]:
         """Yield (set, question, temperature, methods in the order of this round).

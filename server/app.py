@@ -11,7 +11,7 @@ from pathlib import Path
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
@@ -27,14 +27,8 @@ from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
-# Words of JSON schemas.
-KINDS = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list"}
-BOUNDS = {
-    "minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below",
-    "minItems": "items: at least", "maxItems": "items: at most",
-}
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
-OPEN = ("/health", "/metrics", "/docs", *FILES)  # without a key, as in vLLM
+OPEN = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # without a key, as in vLLM
 
 
 class Server:
@@ -192,35 +186,6 @@ async def in_thread(work: Callable):
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 
 
-def reference(spec: dict) -> str:
-    """Return the routes of an OpenAPI specification, and the fields of their bodies, as text."""
-    lines = [f"{' '.join(methods).upper():5}{path}" for path, methods in spec["paths"].items()]
-    for name, schema in spec["components"]["schemas"].items():
-        if "ValidationError" in name:  # never sent
-            continue
-        lines += ["", f"{name}: {schema.get('description', '')}"]
-        for field, rules in schema.get("properties", {}).items():
-            needed = " (needed)" if field in schema.get("required", ()) else ""
-            about = f". {rules['description']}" if "description" in rules else ""
-            lines.append(f"  {field:24}{rules_in_words(rules)}{needed}{about}")
-    return "\n".join(lines) + "\n"
-
-
-def rules_in_words(rules: dict) -> str:
-    """Return the rules that a JSON schema has for a value, in words."""
-    kinds = [rules_in_words(one) for one in rules.get("anyOf", ()) if one != {"type": "null"}]
-    if "$ref" in rules:
-        kinds = [rules["$ref"].rpartition("/")[2]]
-    elif "enum" in rules or "const" in rules:
-        kinds = [" or ".join(map(json.dumps, rules.get("enum") or [rules["const"]]))]
-    elif "type" in rules:
-        of = f" of {rules_in_words(rules['items'])}" if "items" in rules else ""
-        kinds = [KINDS.get(rules["type"], rules["type"]) + of]
-    bounds = (f"{words} {rules[key]:,.15g}" for key, words in BOUNDS.items() if key in rules)
-    default = f", default {json.dumps(rules['default'])}" if rules.get("default") is not None else ""
-    return ", ".join((" or ".join(kinds) or "anything", *bounds)) + default
-
-
 def make_app(
     server: Server, key: str | None = None, origins: Sequence[str] = (), most_bytes: int = 4 << 20,
     log: Callable[[str], None] | None = None,
@@ -231,7 +196,7 @@ def make_app(
     log: gets a line per request.
     """
     tokenizer, worker = server.tokenizer, server.worker
-    app = FastAPI(title="EAGLE", docs_url=None, redoc_url=None)
+    app = FastAPI(title="EAGLE", redoc_url=None)
     app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN, log=log)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -286,10 +251,6 @@ def make_app(
     async def tokenizer_info():
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
         return {"chat_template": tokenizer.template, **names}
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs():
-        return PlainTextResponse(reference(app.openapi()))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

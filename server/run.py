@@ -8,8 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 
 import uvicorn
 
@@ -30,32 +28,23 @@ class Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame) -> None:
         if self.worker.closing:  # a second signal: requests end with an error, which clients get if they read
-            self.worker.stop()
-            _after(LAST_WORDS, self._leave)
+            self.grace = 0.0
+            logging.disable()  # uvicorn shows where each request was cut off
             return
         if not self.worker.failed:
             note("going down: requests that run are ended first; Ctrl-C again ends at once")
         self.worker.close()
-        _after(NOTICE, self.worker.stop_if_lost)
-        _after(self.grace, self.worker.stop)
-        _after(0, partial(self._close, sig, frame))
+        threading.Thread(target=self._close, args=(sig, frame), daemon=True).start()
 
     def _close(self, sig: int, frame) -> None:
         """Stop listening when requests have ended; until then new ones are refused with the reason."""
-        last = time.monotonic() + self.grace + LAST_WORDS
-        while self.worker.running + self.worker.waiting and time.monotonic() < last:
+        began = time.monotonic()
+        while self.worker.running + self.worker.waiting and time.monotonic() < began + self.grace:
+            if time.monotonic() > began + NOTICE:
+                self.worker.stop_if_lost()
             time.sleep(0.05)
+        self.worker.stop()
         super().handle_exit(sig, frame)
-
-    def _leave(self) -> None:
-        logging.disable()  # uvicorn shows where each request was cut off
-        self.should_exit = self.force_exit = True
-
-
-def _after(seconds: float, do: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, do)
-    timer.daemon = True
-    timer.start()
 
 
 def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:

@@ -15,26 +15,26 @@ from training.trainer import save_state
 pytestmark = pytest.mark.slow
 
 
-def check_folder(parent: Path, name: str, action, least: int) -> None:
-    """Kill an action that makes or replaces PARENT/NAME at each write, at least so many."""
-    pristine, work = parent.with_name("pristine"), parent / name
+def check_folder(parent: Path, name: str, action, least: int, most_missing: int = 0) -> None:
+    """Kill an action that makes or replaces PARENT/NAME at each write, at least so many.
+
+    most_missing: kills after which PARENT/NAME may be missing until the next run.
+    """
+    pristine, work, missing = parent.with_name("pristine"), parent / name, 0
     shutil.copytree(parent, pristine)
-
-    def prepare() -> None:
-        shutil.rmtree(parent)
-        shutil.copytree(pristine, parent)
-
     old = contents(work)
     action()
-    new, beside = contents(work), sorted(p.name for p in parent.iterdir())
+    new, beside, calls = contents(work), sorted(p.name for p in parent.iterdir()), []
     assert new and new != old
-    calls = []
-    for call in kills(action, prepare):
+    for call in kills(action, lambda: (shutil.rmtree(parent), shutil.copytree(pristine, parent))):
         calls.append(call)
-        assert contents(work) in (old, new), f"after {len(calls)} changes, before {call}"
+        found = contents(work)
+        assert found in (old, new, None), f"after {len(calls)} changes, before {call}"
+        missing += found is None and old is not None
         action()
         assert contents(work) == new and sorted(p.name for p in parent.iterdir()) == beside, calls
     assert len(calls) >= least and {"write", "fsync"} <= set(calls), calls
+    assert (missing > 0) == (most_missing > 0) and missing <= most_missing
 
 
 @pytest.fixture
@@ -60,26 +60,8 @@ def test_converting_over_what_is_there(place, monkeypatch, steps):
     """In two steps: where the system has no exchange of folders. Then the next run brings back the old."""
     if steps == "two":
         monkeypatch.setattr(files.ctypes, "CDLL", lambda name: None)
-
-    def action() -> None:
-        convert(place / "source", place / "target", dtype="bf16", force=True, quiet=True)
-
-    if steps == "one":
-        return check_folder(place, "target", action, least=40)
-    pristine = place.with_name("pristine")
-    shutil.copytree(place, pristine)
-    old, missing = contents(place / "target"), 0
-    action()
-    new = contents(place / "target")
-    for _ in kills(action, lambda: (shutil.rmtree(place), shutil.copytree(pristine, place))):
-        found = contents(place / "target")
-        assert found in (old, new, None)
-        missing += found is None
-        action()
-        assert contents(place / "target") == new
-        assert sorted(p.name for p in place.iterdir()) == ["head", "source", "target"]
-    assert 1 <= missing <= 2
-    return None
+    check_folder(place, "target", lambda: convert(
+        place / "source", place / "target", dtype="bf16", force=True, quiet=True), 40, 2 * (steps == "two"))
 
 
 def test_the_state_of_a_training(tmp_path):

@@ -1,19 +1,24 @@
-"""Mistakes in options and in the files they name: one line each, before anything is loaded or written."""
+"""Mistakes in options and in the files they name: one line each, before anything is written."""
 import importlib
 import json
+import shutil
 
 import pytest
 
+import generate
+
 ASKED = {  # of every command: its options; TARGET and so on are made below, without weights
-    "generate": ("--checkpoint", "TARGET", "--prompt", "x"), "serve": ("--checkpoint", "TARGET"),
-    "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
+    "generate": ("--no-compile", "--checkpoint", "TARGET", "--prompt", "x"),
+    "serve": ("--checkpoint", "TARGET"), "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
+    "train": ("--checkpoint", "TARGET", "--out", "OUT", "--prompts", "PROMPTS"),
     "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "PUBLISHED"),
     "drafters.rest": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
     "checkpoint.export": ("--checkpoint", "TARGET", "--head", "HEAD", "--out", "OUT"),
 }
 DECODING = "generate serve evaluate"
+TREE = "leave out --tree-nodes, --tree-depth and --tree-width"
 MISTAKES = (
-    ("generate serve evaluate quantize", "--checkpoint NOWHERE", "NOWHERE: no such file or folder"),
+    ("generate serve evaluate quantize train", "--checkpoint NOWHERE", "NOWHERE: no such file or folder"),
     (DECODING, "--checkpoint FOLDERS/insid", "FOLDERS/insid: no such file or folder (did you mean FOL"),
     ("generate serve convert_checkpoint", "--checkpoint TEXT", "TEXT: not a folder"),
     ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER: holds no config.json"),
@@ -26,39 +31,66 @@ MISTAKES = (
     (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no such folder; name the"),
     (DECODING, "--speculate eagle3 --draft NOWHERE", "NOWHERE: no such file or folder"),
     (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; convert one into it, name it"),
-    (DECODING, "--speculate lookup+eagle2", "TARGET/eagle: no eagle head there; convert one into it"),
     (DECODING, "--speculate draft-model", "--speculate draft-model: name a smaller converted model of the"),
-    (DECODING, "--speculate eagle3 --window 3", "--window belongs to --speculate lookahead"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
     (DECODING, "--speculate lookup --tree 8,2,4", "--speculate lookup: has no use for --tree; leave it out"),
     (DECODING, "--speculate eagle --draft TARGET/eagle3", "TARGET/eagle3: is of kind eagle3, expected eagle"),
     (DECODING, "--device ", "argument --device: is empty; give a value"),
     (DECODING, "--tree \udcff", "argument \\udcff: is no UTF-8"),
     ("generate evaluate", "--max-tokens 5", "arguments: --max-tokens (did you mean --max-new-tokens?)"),
-    (DECODING, "--ctx-size 99", "unrecognized arguments: --ctx-size (did you mean --max-seq-len?)"),
-    (DECODING, "-t 0", "--threads 0: must be 1 to 1,024"),
+    (DECODING, "-t 0", "/--threads: '0' is not a whole number from 1 to 1,024"),
+    (DECODING, "--kv int8 --no-kernels", "--kv int8: only our CPU kernels have an int8 cache"),
+    ("serve evaluate", "--isa avx2 --no-kernels", "--isa avx2: is for the kernels; leave out --no-kernels"),
+    ("generate serve", "--shard-head", "--shard-head: deals what drafts among ranks; add --speculate, and"),
     ("generate", "-f FOLDER/x/yy", "--prompt-file FOLDER/x/yy: no such file (did you mean y?)"),
     (DECODING + " quantize convert_checkpoint checkpoint.export", "-m NOWHERE", "NOWHERE: no"),
-    (DECODING, "--checkpoint TARGET/config.json", "TARGET/config.json: not a folder (nor a .gguf file);"),
     ("generate", "--compare", "--compare: plain decoding would be compared with itself; add --speculate"),
-    ("evaluate", "--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
-    ("generate", "--json-schema ", "argument --json-schema: is empty; give a value"),
-    ("generate", "--trace ", "argument --trace: is empty; give a value"),
+    ("generate", "--interactive", "--interactive reads its prompts from you"),
+    ("generate", "--prompt-file -", "--prompt-file -: standard input is empty; give a text"),
+    ("generate", "--prompt-file EMPTY", "--prompt-file EMPTY: the file is empty; give a text"),
+    ("generate", "--prompt-file FOLDERS", "--prompt-file FOLDERS: is a folder;"),
+    ("generate", "--prompt-file BYTES", "--prompt-file BYTES: cannot be read, it is no UTF-8"),
+    ("generate", "--prompt-file EMPTY.jsonl", "EMPTY.jsonl: holds no prompts"),
+    ("generate", "--prompt-ids 1,two", "--prompt-ids '1,two': expected numbers separated by commas"),
+    ("generate", "--temperature nan", "--temperature is nan; expected a finite number"),
+    ("generate", "--top-p 0", "--top-p is 0.0; expected above 0"),
+    ("generate", "--logprobs 2", "--logprobs 2: log-probabilities are printed with --json"),
+    ("generate", "--json-object --json-schema x", "--json-schema x: leave out --json-object"),
+    ("generate", "--no-parse-special", "--no-parse-special: is for prompts without the chat template; add"),
+    ("generate", "--system s --raw", "--system: is written by the chat template, which --raw"),
+    ("generate", "--tree-depth 2", "--speculate none: has no use for --tree; leave it out or name"),
+    ("generate", "--speculate eagle3 --tree paper --tree-nodes 8", f"--tree paper: {TREE}"),
+    ("generate", "--speculate eagle3 --tree-nodes 1", "'1' is not a whole number from 2 to 1,024"),
+    ("generate", "--speculate eagle3 --tree-nodes 60 --tree-depth 1 --tree-width 2", "tree: 60 nodes, but"),
+    ("generate", "--trace t --prompt y", "--trace records one sequence: give one prompt and one sample"),
+    ("generate", "--seed 111111111111111111111", "is not a whole number from -9,223,"),
+    ("generate", "--logit-bias 5", "is no ID=X"), ("generate", "--dtype int3", "dtype 'int3': unknown"),
     ("generate", "--logit-bias 1=1000", "--logit-bias[0][1] is 1000.0; expected at most 100"),
-    ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: no such file"),
     ("generate", "--json-schema BADSCHEMA", "the JSON schema cannot be used (Invalid type: objec)"),
     ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),
-    ("serve", "--port 70000", "--port 70000: must be 0 to 65,535"),
+    # Of a target with weights.
+    ("generate", "-m HALF", "HALF/model.safetensors: "),
+    ("generate", "-m GOLDEN --max-seq-len 8 --prompt sixteen_letters_", "prompt 2 has "),
+    ("generate", "-m GOLDEN --prompt-ids 1,320", "prompt 2 holds token id 320, the vocabulary is 0..319"),
+    ("serve", "--port 70000", "'70000' is not a whole number from 0 to 65,535"),
     ("serve", "--api-key ", "argument --api-key: is empty; give a value"),
-    ("serve", "--host a..b", "--host a..b: is no name of a machine and no address"),
+    ("serve", "--host a..b", "--host a..b --port 8000: is no name of a machine and no address"),
+    ("evaluate", "--max-new-tokens 0", "'0' is not a whole number of at least 1"),
     ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
-    ("evaluate", "--questions ", "argument --questions: is empty; give a value"),
     ("evaluate", "--questions TWICE", "TWICE: question_id 1 is there twice"),
     ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
     ("evaluate", "--tree lookup=auto", "--tree lookup=auto: lookup is none of eagle3"),
     ("evaluate", "--calibrate --speculate lookup", "no head that grows trees"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),
+    ("train", "--out TEXT", "--out TEXT: not a folder that can be written to"),
+    ("train", "--out FOLDER", "--out FOLDER: holds files that no run with its state in FOLDER-work has"),
+    ("train", "--prompts NOWHERE", "NOWHERE: no such file"),
+    ("train", "--conversations NOCHAT", "line 1: no conversation"),
+    ("train", "--shards FOLDERS", "--shards FOLDERS: holds no shards (*.jsonl)"),
+    ("train", "--max-prompt-tokens 300", "--max-prompt-tokens plus --max-new-tokens 556: the target has 512"),
+    ("train", "--kind dflash --markov-rank 2", "--markov-rank: not for --kind dflash; leave it out"),
+    ("train", "--max-new-tokens 2", "'2' is not a whole number of at least 3"),
     ("convert_checkpoint", "--checkpoint TARGET", "TARGET: is already converted"),
     ("quantize", "--checkpoint NOWHERE --text MISSING", "--text MISSING: no such file"),
     ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
@@ -87,7 +119,7 @@ QUANTISED = {"quantization": {"mode": "int8", "group": 0, "lm_head": True}}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, golden):
     """The folder in which commands are run, with what the table names."""
     folder = tmp_path_factory.mktemp("mistakes")
     files = {
@@ -96,7 +128,8 @@ def place(tmp_path_factory):
             ("QUANTISED", HEAD | QUANTISED),
         )},
         "WRITTEN/model.safetensors": "", "FOLDER/x/y": "", "FOLDERS/inside/x": "", "TEXT": "some words",
-        "BADSCHEMA": '{"type": "objec"}',
+        "BADSCHEMA": '{"type": "objec"}', "EMPTY": "", "EMPTY.jsonl": "",
+        "PROMPTS": '{"prompt": "what?"}\n', "NOCHAT": '{"text": "no chat"}\n',
         "TWICE": '{"question_id": 1, "turns": ["a"]}\n{"turns": ["b"]}\n',
     }
     asked = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
@@ -104,12 +137,18 @@ def place(tmp_path_factory):
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
+    (folder / "BYTES").write_bytes(b"\xff\xfe\x00")
+    (folder / "GOLDEN").symlink_to(golden)
+    shutil.copytree(golden, folder / "HALF")
+    data = (golden / "model.safetensors").read_bytes()
+    (folder / "HALF" / "model.safetensors").write_bytes(data[: len(data) // 2])
     return folder
 
 
 @pytest.mark.parametrize("command", ASKED)
 def test_mistakes_are_one_line(command, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
+    monkeypatch.setattr(generate, "STDIN", "/dev/null")
     main = importlib.import_module(command).main
     before, wrong = sorted(place.rglob("*")), []
     for options, words in [(o, w) for commands, o, w in MISTAKES if command in commands.split()]:
@@ -117,8 +156,24 @@ def test_mistakes_are_one_line(command, place, monkeypatch, capsys):
             status = main([*ASKED[command], *options.split(" ")])
         except SystemExit as e:
             status = e.code
-        said = capsys.readouterr().err
-        if words not in said or status not in (1, 2) or said.count("\n") != 1:
-            wrong.append(f"{command} {options}: status {status}, expected {words!r}, printed {said!r}")
+        out, said = capsys.readouterr()
+        lines = said.splitlines()[-1:] if "-m " in options else said.splitlines()  # loading prints lines
+        if out or len(lines) != 1 or words not in lines[0] or status not in (1, 2):
+            wrong.append(f"{command} {options}: status {status}, expected {words!r}, printed {out + said!r}")
     assert not wrong, "\n".join(wrong)
     assert sorted(place.rglob("*")) == before
+
+
+def test_no_prompt_and_nothing_to_train_on(place, monkeypatch, capsys):
+    """What the table cannot have, as its commands have prompts."""
+    monkeypatch.chdir(place)
+    for command, more, words in (
+        *(("generate", ("--interactive", flag), "--interactive reads its prompts from you")
+          for flag in ("--json", "--raw")),
+        ("generate", ("-m", "GOLDEN", "--prompt-ids", "320", "--no-compile"), "the prompt holds token id 3"),
+        ("generate", (), "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file"),
+        ("train", ("--out", "OUT"), "nothing to train on: give --prompts FILE, --synthesize N"),
+    ):
+        assert importlib.import_module(command).main(["--checkpoint", "TARGET", *more]) == 1
+        out, err = capsys.readouterr()
+        assert not out and err.splitlines()[-1].startswith(f"error: {words}")

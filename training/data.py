@@ -7,20 +7,17 @@ why a conversation has none.
 """
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from common.errors import InputError, counted
-from common.files import read_text
+from common.files import digest, read_text
 from tokens.dataset import is_answer
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
@@ -53,16 +50,6 @@ class Line(BaseModel):
         )
 
 
-def row_key(ids: list[int]) -> str:
-    """Return a digest that identifies token ids."""
-    return hashlib.sha256(np.asarray(ids, dtype=np.int32).tobytes()).hexdigest()[:24]
-
-
-def chat_of(prompt: list[int]) -> str:
-    """Return a digest of the first prompt of a conversation; rows that answer the same one share it."""
-    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
-
-
 def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) -> tuple[dict | None, dict]:
     """Add the answer ids[begin:end] to the row of a conversation whose text so far is `ids`.
 
@@ -71,7 +58,7 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
     """
     if row and common_prefix(row["ids"], ids) >= row["answers"][-1][1]:
         return None, {**row, "ids": ids[:end], "answers": [*row["answers"], [begin, end]]}
-    chat = row["chat"] if row else chat_of(ids[:begin])
+    chat = row["chat"] if row else digest(ids[:begin])
     return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source, "chat": chat}
 
 
@@ -105,7 +92,7 @@ def usable(row: dict, max_len: int) -> dict | None:
     answers = [[b, e] for b, e in answers if e - b >= SHORTEST and b > 0]
     if not answers:
         return None
-    chat = row.get("chat") or chat_of(row["ids"][: row["answers"][0][0]])
+    chat = row.get("chat") or digest(row["ids"][: row["answers"][0][0]])
     return {**row, "ids": row["ids"][: answers[-1][1]], "answers": answers, "chat": chat}
 
 
@@ -158,7 +145,7 @@ def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter, int]:
             left_out[line.left_out] += 1
         row = usable(line.model_dump(include={"ids", "answers", "source", "chat"}), max_len)
         cut += len(line.ids) > max_len
-        if row and (key := row_key(row["ids"])) not in known:
+        if row and (key := digest(row["ids"])) not in known:
             known.add(key)
             rows.append(row)
     return rows, left_out, cut

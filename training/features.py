@@ -7,8 +7,6 @@ process of every run writes files of its own and reads all files.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import os
 import shutil
 import time
@@ -23,17 +21,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.cli import note
 from common.errors import InputError, counted
-from common.files import atomic_path
+from common.files import atomic_path, digest
 from kernels import isa
 from kernels.backend import backend_of
 from model import Transformer
 from training.batches import batches
-from training.data import row_key
 from training.processes import Processes
 from training.report import live_bar
 
 SPARE = 2**28  # bytes of the disk that stay free
-FILE = 2**28  # bytes of a stored file, about: a kill costs one of them
 
 
 class TargetStates(NamedTuple):
@@ -66,21 +62,26 @@ def _states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetSt
 
 
 class Features:
-    """The target's states on rows, from memory if they were computed before.
+    """The target's states on rows, from memory or from disk if they were computed before.
 
     Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run
     reads the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the
     target's); `read` returns the target's. reader: a quantised copy that reads in place of the target, nearly
-    the same and sooner.
+    the same and sooner. folder: where `fill` stores states; a file there holds KEY.features, KEY.normed and
+    KEY.greedy of a batch of rows. name: identity of the reader as it was loaded.
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], *, room: float = 0,
-        dtype: torch.dtype | None = None, reader: Transformer | None = None,
+        dtype: torch.dtype | None = None, reader: Transformer | None = None, folder: Path | None = None,
+        name: str = "", processes: Processes | None = None,
     ):
         self.reader, self.aux_layers, self.room = reader or target, aux_layers, room
         self.device, self.given = target.embed.weight.device, target.embed.weight.dtype
-        self.dtype, self.cached = dtype or self.given, {}  # states by `row_key`
+        self.dtype, self.cached = dtype or self.given, {}  # states by `digest` of the ids
+        self.folder, self.files = folder and folder / digest(name, aux_layers), {}  # open files, likewise
+        self.processes = processes or Processes()
+        self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
 
     def read(self, rows: list[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
@@ -102,37 +103,16 @@ class Features:
 
     def known(self, ids: list[int]) -> TargetStates | None:
         """Return the states of a row, on the CPU, if they were computed before."""
-        return self.cached.get(row_key(ids))
+        key = digest(ids)
+        if key not in self.files:
+            return self.cached.get(key)
+        return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
 
     def keep(self, ids: list[int], states: TargetStates) -> None:
         """Keep the states of a row if there is room."""
         if self.room > 0:
-            self.cached[row_key(ids)] = TargetStates(*(x.to("cpu", copy=True) for x in states))
+            self.cached[digest(ids)] = TargetStates(*(x.to("cpu", copy=True) for x in states))
             self.room -= sum(x.numel() * x.element_size() for x in states)
-
-
-class StoredFeatures(Features):
-    """The target's states on disk, under `folder`. `fill` computes those that are missing.
-
-    A file holds KEY.features, KEY.normed and KEY.greedy of many rows. name: identity of the reader as it was
-    loaded.
-    """
-
-    def __init__(
-        self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes, name: str,
-        **more,
-    ):
-        super().__init__(target, aux_layers, **more)
-        made_by = json.dumps([name, list(aux_layers)])
-        self.folder = folder / hashlib.sha256(made_by.encode()).hexdigest()[:12]
-        self.processes, self.files = processes, {}  # open files by key
-        self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
-
-    def known(self, ids: list[int]) -> TargetStates | None:
-        key = row_key(ids)
-        if key not in self.files:
-            return None
-        return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
 
     def fill(self, rows: list[dict], budget: int) -> None:
         """Compute and store missing states, each process its share, in batches of `budget` tokens.
@@ -140,7 +120,7 @@ class StoredFeatures(Features):
         Raises InputError, with the numbers, if the disk has no room for them.
         """
         self._open()
-        missing = [row for row in rows if row_key(row["ids"]) not in self.files]
+        missing = [row for row in rows if digest(row["ids"]) not in self.files]
         if missing:
             self._check_room(sum(len(row["ids"]) for row in missing) * self.token_bytes, len(missing))
         self.processes.wait()  # all have looked before any writes
@@ -152,36 +132,28 @@ class StoredFeatures(Features):
     def _check_room(self, need: int, rows: int) -> None:
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        note(f"features of {counted(rows, 'row')}: {need / 1e9:.2f} GB in {self.folder};"
-             f" {free / 1e9:.1f} GB are free")
+        line = (f"features of {counted(rows, 'row')}: {need / 1e9:.2f} GB in {self.folder},"
+                f" {free / 1e9:.2f} GB")
         if need > free - SPARE:
-            raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder},"
-                             f" {free / 1e9:.2f} GB are free; make room, or leave it out")
+            raise InputError(f"--cache-features: {line} are free; make room, or leave it out")
+        note(f"{line} are free")
 
     def _write(self, missing: list[dict], budget: int) -> None:
+        """Write a file of each batch. Another run may be filling the same folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {}
         mine = self.processes.share(batches(missing, budget))
         total = sum(len(missing[i]["ids"]) for batch in mine for i in batch)
         with live_bar(total=total, unit="token", desc="features") as bar:
             for batch in mine:
-                rows = [missing[i]["ids"] for i in batch]
+                rows, tensors = [missing[i]["ids"] for i in batch], {}
                 for ids, states in zip(rows, zip(*self.compute(rows))):
                     for name, x in zip(TargetStates._fields, states):
                         x = x.int() if name == "greedy" else x
-                        tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
-                if sum(x.nbytes for x in tensors.values()) > FILE:
-                    self._save(tensors)
+                        tensors[f"{digest(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
+                name = f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}.safetensors"
+                with atomic_path(self.folder / name) as part:
+                    save_file(tensors, part)
                 bar.update(sum(map(len, rows)))
-        self._save(tensors)
-
-    def _save(self, tensors: dict[str, Tensor]) -> None:
-        """Write a file of tensors and forget them. Another run may be filling the same folder."""
-        if tensors:
-            name = f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}.safetensors"
-            with atomic_path(self.folder / name) as part:
-                save_file(tensors, part)
-            tensors.clear()
 
     def _open(self) -> None:
         files = [safe_open(path, "pt") for path in self.folder.glob("*.safetensors")]

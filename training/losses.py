@@ -5,13 +5,12 @@ gradient is the same however a step is split into smaller batches or over proces
 """
 from __future__ import annotations
 
-import hashlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint.loading import identity
+from common.files import digest
 from engine.compile import compile_graph
 from model import Transformer
 from networks.eagle import PEagleHead
@@ -146,9 +145,9 @@ class Objective:
 
     def settings(self) -> dict:
         """Return what changes the loss: runs that differ here are different runs."""
-        digest = hashlib.sha256(self.head.draft_ids.cpu().numpy().tobytes()).hexdigest()
+        start, ids = identity(self.start) if self.start else "", digest(self.head.draft_ids.tolist())
         return {"kind": type(self.head).__name__, "steps": self.steps, "losses": str(self.losses),
-                "draft_ids": digest, "start": identity(self.start) if self.start else ""}
+                "draft_ids": ids, "start": start}
 
     def trained(self) -> Head:
         """Return a copy of the head that reads unscaled features, in float32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +13,6 @@ from tqdm import tqdm
 from common.errors import counted
 from common.files import read_text, write_text, writing
 from common.plots import picture
-
-DOTS = {"marker": "o", "markersize": 3}
 
 
 def live_bar(**how) -> tqdm:
@@ -108,36 +107,25 @@ def draw_curves(entries: list[dict], path: Path) -> None:
     steps, validations = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
     if not steps or not find_spec("matplotlib"):
         return
+
+    def plot(axes, rows: list[dict], value: Callable[[dict], float], style: str, label: str | None = None):
+        axes.plot([e["step"] for e in rows], [value(e) for e in rows], style, label=label, linewidth=0.7)
+
     with picture(path, 13, 3.8) as figure:
         loss, right, taus = figure.subplots(1, 3)
-        loss.plot([e["step"] for e in steps], [e["loss"] for e in steps], color="0.8", linewidth=0.7)
-        _plot(loss, steps, lambda e: e["loss"], smooth=True)
+        plot(loss, steps, lambda e: e["loss"], "-")
         for i in range(max(len(e["accuracy"]) for e in steps)):
             some = [e for e in steps if len(e["accuracy"]) > i]
-            _plot(right, some, lambda e, i=i: e["accuracy"][i], smooth=True, color=f"C{i}", alpha=0.6)
+            plot(right, some, lambda e, i=i: e["accuracy"][i], f"C{i}-")
             some = [e for e in validations if len(e["held_out"]) > i]
-            _plot(right, some, lambda e, i=i: e["held_out"][i], color=f"C{i}", label=f"step {i + 1}", **DOTS)
-        _plot(taus, validations, lambda e: chain_tau(e["held_out"]), label="chain τ", **DOTS)
-        decoded = [e for e in validations if "tau" in e]
-        _plot(taus, decoded, lambda e: e["tau"], label="tree τ", **DOTS)
-        for axes, title in (
-            (loss, "training loss"), (right, "accuracy (line: training, dots: held out)"),
-            (taus, "acceptance length τ"),
-        ):
-            axes.set(title=title, xlabel="optimizer step")
-        right.set(ylim=(0, 1))
-        if validations:
-            right.legend(ncols=2, fontsize=7, loc="lower right")
-            taus.legend(loc="lower right")
-
-
-def _plot(axes, entries: list[dict], value, smooth: bool = False, **style) -> None:
-    """Plot a value over the steps. smooth: as a running mean that forgets over a twentieth of them."""
-    values = [value(e) for e in entries]
-    keep = 1 - 1 / max(1, len(values) / 20) if smooth else 0
-    for i in range(1, len(values)):
-        values[i] = keep * values[i - 1] + (1 - keep) * values[i]
-    axes.plot([e["step"] for e in entries], values, **style)
+            plot(right, some, lambda e, i=i: e["held_out"][i], f"C{i}o", f"step {i + 1}")
+        plot(taus, validations, lambda e: chain_tau(e["held_out"]), "o-", "chain τ")
+        plot(taus, [e for e in validations if "tau" in e], lambda e: e["tau"], "o-", "tree τ")
+        loss.set(title="training loss", xlabel="optimizer step")
+        right.set(title="accuracy (line: training, dots: held out)", xlabel="optimizer step", ylim=(0, 1))
+        taus.set(title="acceptance length τ", xlabel="optimizer step")
+        right.legend(ncols=2, fontsize=7, loc="lower right")
+        taus.legend(loc="lower right")
 
 
 def write_card(

@@ -31,7 +31,7 @@ from networks.head import Head
 from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.features import Features, StoredFeatures, training_copy
+from training.features import Features, training_copy
 from training.heads import KINDS, HeadShape, head_args, new_head, own_weights
 from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
@@ -211,14 +211,13 @@ class Session:
         objective = kind.objective(
             learning, head, o.steps, losses=losses, compiled=compiled, start=self.start
         )
-        reads, kept = (learning, objective.aux_layers), {
-            "dtype": self.target.embed.weight.dtype, "reader": self.copy,
-        }
-        if o.cache_features is None:
-            features = Features(*reads, room=MEMORY, **kept)
-        else:
-            folder, name = Path(o.cache_features or self.work / "features"), self.copy_name
-            features = StoredFeatures(*reads, folder, self.processes, name or identity(self.target), **kept)
+        stored = o.cache_features is not None
+        features = Features(
+            learning, objective.aux_layers, dtype=self.target.embed.weight.dtype, reader=self.copy,
+            room=0 if stored else MEMORY, folder=Path(o.cache_features or self.work / "features"),
+            name=self.copy_name or identity(self.target), processes=self.processes,
+        )
+        if stored:
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(

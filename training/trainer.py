@@ -14,11 +14,10 @@ import torch
 from checkpoint.loading import identity
 from common.cli import library_errors
 from common.errors import InputError
-from common.files import atomic_path
+from common.files import atomic_path, digest
 from networks.head import Head
 from sampling.noise import seed_of
 from training.batches import batches
-from training.data import row_key
 from training.features import Features
 from training.losses import Objective
 from training.processes import Processes
@@ -292,12 +291,11 @@ class Trainer:
     @cached_property
     def fingerprint(self) -> dict:
         """Settings and data of the run. A resumed run must have the same."""
-        data = "".join(row_key(row["ids"]) for row in self.held_out + self.rows)
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
         return {
-            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
-            "data": hashlib.sha256(data.encode()).hexdigest(), "target": identity(self.objective.target),
-            "copy": self.copy,
+            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes), "copy": self.copy,
+            "data": digest([row["ids"] for row in self.held_out + self.rows]),
+            "target": identity(self.objective.target),
         }
 
     def save(self) -> None:

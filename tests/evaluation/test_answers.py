@@ -1,15 +1,23 @@
-"""The folder of answers: what it forgets and refuses."""
+"""Question sets and their order, the methods that answer, what the folder of answers forgets and refuses."""
 import json
+from argparse import Namespace
 
 import pytest
+from helpers.refusals import refused
 
-from common.errors import InputError
-from evaluation.answers import Answer, Book, Turn, check_out, digest
+from common.files import digest
+from drafters import Drafting
+from evaluate import parser
+from evaluation.answers import Answer, Book, Turn, check_out, read_sets
+from evaluation.methods import read_draftings
+from evaluation.session import Evaluation
+from tree import TreeShape
 
 
 def answer(question: dict, method: str) -> Answer:
     turns = [Turn([1], [2, 3], "text", "length", 0.1, 0.2, [1])]
-    return Answer("set", question["question_id"], "", method, 0.0, 0, digest(question, method), turns)
+    asked = digest(question["turns"], method)
+    return Answer("set", question["question_id"], "", method, 0.0, 0, asked, turns)
 
 
 def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
@@ -31,24 +39,60 @@ def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
 
 
 @pytest.mark.parametrize("file, content, message", [
-    ("options.json", b"{", "options.json: cannot be read as JSON"),
-    ("options.json", b"[1]", "options.json: expected a JSON object, found list; delete it"),
-    ("options.json", b'{"seed": 1, "limit": 2}', "other options (limit, seed)"),
-    ("answers.jsonl", b"\xff\xfe\n", "answers.jsonl: line 1: cannot be read as JSON"),
-    ("answers.jsonl", b"{}\n", "answers.jsonl: line 1: set is missing; expected a value; delete it"),
-    ("answers.jsonl", b'{"set": 3}\n', "answers.jsonl: line 1: set is 3; expected a text"),
+    ("options.json", b"[1]", "/options.json: expected a JSON object, found list; delete it"),
+    ("options.json", b'{"seed": 1, "limit": 2}', ": holds answers made with other options (limit, seed)"),
+    ("answers.jsonl", b"\xff\xfe\n", "/answers.jsonl: line 1: cannot be read as JSON"),
+    ("answers.jsonl", b'{"set": 3}\n', "/answers.jsonl: line 1: set is 3; expected a text"),
 ])
 def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):
     (tmp_path / "options.json").write_text(json.dumps({"seed": 0}))
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(InputError) as error:
+    with refused(f"{tmp_path}{message}") as error:
         Book(tmp_path, {"seed": 0})
-    assert message in str(error.value) and "choose another --out" in str(error.value)
+    assert "choose another --out" in str(error.value)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / ".options.json.1.partial").touch()  # of a run that was killed at its first write
     check_out(tmp_path, {"seed": 0})
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(InputError, match="holds something else"):
+    with refused(f"--out {tmp_path}: holds something else"):
         check_out(tmp_path, {"seed": 0})
+
+
+def test_each_method_begins_as_often():
+    sets = read_sets(None, None)  # our questions
+    o = Namespace(temperature=[0.0, 1.0])
+    run = Namespace(sets={k: v[:3] for k, v in sets.items()}, o=o, contenders={"none": 0, "a": 0, "b": 0})
+    order = list(Evaluation._rounds(run))
+    assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
+    for cell in {(name, temperature) for name, _, temperature, _ in order}:
+        rounds_here = [methods for name, _, temperature, methods in order if (name, temperature) == cell]
+        assert rounds_here == [["none", "a", "b"], ["a", "b", "none"], ["b", "none", "a"]]
+
+
+def test_sets_are_named_by_file_or_folder(tmp_path):
+    for name in ("gsm8k", "qa"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "question.jsonl").write_text('{"turns": ["what is 3?"]}\n')
+    assert [*read_sets(tmp_path, None)] == ["gsm8k", "qa"]
+    assert [*read_sets(tmp_path / "qa" / "question.jsonl", None)] == ["qa"]
+    for taken in ("qa", "mean", ".hidden"):
+        file = tmp_path / f"{taken}.jsonl"
+        file.write_text('{"turns": ["what is 4?"]}\n')
+        with refused(f"{file}: a set cannot be named {taken}"):
+            read_sets(tmp_path, None)
+        file.unlink()
+
+
+def test_options_reach_the_methods_that_take_them():
+    line = "--checkpoint x --out x --speculate eagle3,draft-model,lookahead --draft draft-model=DIR"
+    line += " --tree eagle3=8,2,4 --accept draft-model=residual --draft-window 64 --level 3"
+    o = parser().parse_args(line.split(" "))
+    assert read_draftings(o, ["none", "eagle3", "draft-model", "lookahead"]) == {
+        "none": Drafting(), "eagle3": Drafting("eagle3", tree=TreeShape(8, 2, 4), window=64),
+        "draft-model+residual": Drafting("draft-model", "DIR", accept="residual"),
+        "lookahead": Drafting("lookahead", flags={"level": 3}),
+    }
+    with refused("--level belongs to --speculate lookahead"):
+        read_draftings(o, ["eagle3", "draft-model"])

@@ -42,34 +42,14 @@ def run(golden, tmp_path_factory):
     return Namespace(folder=folder, go=go, options=options)
 
 
-def answers_in(folder) -> dict[tuple, Answer]:
-    lines = (folder / "answers.jsonl").read_bytes().splitlines()
-    return {answer.key: answer for answer in (Answer.read(line, "here") for line in lines)}
-
-
 def ids_in(folder) -> dict[tuple, list]:
-    return {key: [turn.ids for turn in a.turns] for key, a in answers_in(folder).items()}
-
-
-def rows_in(folder) -> list[dict]:
-    return json.loads((folder / "table.json").read_text())
-
-
-def stop_after(calls: int, monkeypatch) -> None:
-    """Press Ctrl-C when a run has asked so many questions, the ones it warms up with included."""
-    ask, numbers = session.ask, iter(range(1000))
-
-    def stops(*args):
-        if next(numbers) == calls:
-            raise KeyboardInterrupt
-        return ask(*args)
-
-    monkeypatch.setattr(session, "ask", stops)
+    answers = (Answer.read(line, "here") for line in (folder / "answers.jsonl").read_bytes().splitlines())
+    return {answer.key: [turn.ids for turn in answer.turns] for answer in answers}
 
 
 def test_a_run_is_lossless_and_complete(run):
     out = run.folder / "out"
-    rows = rows_in(out)
+    rows = json.loads((out / "table.json").read_text())
     assert {(r["temperature"], r["method"], r["set"]) for r in rows} == {
         (t, m, s) for t in (0.0, 1.0) for m in ("none", "eagle3", "eagle2") for s in ("one", "two", "mean")
     }
@@ -81,9 +61,15 @@ def test_a_run_is_lossless_and_complete(run):
 
 
 def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
-    stopped = run.folder / "stopped"
+    stopped, ask, calls = run.folder / "stopped", session.ask, iter(range(1000))
+
+    def stops(*args):
+        if next(calls) == 12:  # with those that it warms up with
+            raise KeyboardInterrupt
+        return ask(*args)
+
     with monkeypatch.context() as patch:
-        stop_after(12, patch)
+        patch.setattr(session, "ask", stops)
         assert run.go(out="stopped") == 130
     printed = capsys.readouterr()
     assert "\n| eagle3 " in printed.out and "without an answer" in printed.out
@@ -115,7 +101,7 @@ def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     assert run.go("--questions", tmp_path, *few, out=tmp_path / "o") == 0
     words = "question 0: turn 1 does not fit in 100 tokens; the question is left out"
     assert words in capsys.readouterr().err
-    assert all(row["questions"] == 1 for row in rows_in(tmp_path / "o"))
+    assert all(row["questions"] == 1 for row in json.loads((tmp_path / "o" / "table.json").read_text()))
 
 
 def test_calibrating_a_head(run, golden, tmp_path, capsys):

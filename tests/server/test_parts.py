@@ -3,10 +3,12 @@ import asyncio
 import json
 import math
 import queue
-import threading
+import socket
 
 import pytest
+from helpers.refusals import refused
 
+import serve
 from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
@@ -56,12 +58,12 @@ def test_bodies_are_bounded_in_time_and_together(monkeypatch):
 
 
 class Engine:
-    """An engine of one place. score: of the token that each step emits; None: steps wait for another rank."""
+    """An engine of one place. score: of the token that each step emits."""
 
     batch, free, busy, fallbacks = 1, 1, True, ["the step cannot be captured"]
 
     def __init__(self, score: Score | None):
-        self.score, self.steps = score, threading.Event()
+        self.score = score
 
     def admit(self, *_) -> Request:
         self.request, self.free = Request([1], Sampling(), first=1.0, last=1.0), 0
@@ -71,42 +73,41 @@ class Engine:
         self.free, self.busy = 1, False
 
     def step(self) -> list[Event]:
-        self.steps.set()
-        if self.score is None:
-            threading.Event().wait()
         return [Event(self.request, [5], "x", 0, [self.score], 0, None, "length")]
-
-
-def submitted(engine: Engine) -> tuple[Worker, queue.Queue]:
-    worker, received = Worker(engine, Metrics("x", 1, 1)), queue.Queue()
-    worker.start()
-    worker.submit(Job([1], Sampling(4), on_event=received.put))
-    return worker, received
 
 
 @pytest.mark.parametrize("number", (-1.0, math.nan, -math.inf))
 def test_no_json_can_hold_scores_that_are_no_numbers(number):
-    worker, received = submitted(Engine(Score(-1.0, [(5, number)])))
+    worker, received = Worker(Engine(Score(-1.0, [(5, number)])), Metrics("x", 1, 1)), queue.Queue()
+    worker.start()
+    worker.submit(Job([1], Sampling(4), on_event=received.put))
     event = received.get(timeout=30)
     worker.stop()
     assert event.finish == "length" if number == -1.0 else event.status == 500 and "nan" in event.message
 
 
-@pytest.mark.parametrize("body, schema", (
-    ({}, None), ({"response_format": {"type": "text", "schema": {"a": 1}}}, None),
-    ({"response_format": {"type": "json_object"}}, {"type": "object"}),
-    ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"a": 1}),
-    ({"response_format": {"type": "json_object", "schema": None}}, {"type": "object"}),
-    ({"response_format": {"type": "json_schema", "schema": {"a": 1}}}, {"a": 1}),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"a": 1}),
-    *((field, {"a": 1}) for given in ({"a": 1}, '{"a": 1}') for field in (
-        {"json_schema": given}, {"guided_json": given}, {"structured_outputs": {"json": given}})),
-), ids=range(13))
-def test_the_schema_of_the_output_wherever_a_client_has_it(body, schema):
-    found = CompletionBody(prompt="x", **body).schema_text
-    assert (found and json.loads(found)) == schema
+def test_the_schema_of_the_output_wherever_a_client_has_it():
+    own, form = {"a": 1}, "response_format"
+    for body, schema in (
+        ({}, None), ({form: {"type": "text", "schema": own}}, None),
+        ({form: {"type": "json_object", "schema": None}}, {"type": "object"}),
+        ({form: {"type": "json_object", "schema": own}}, own),
+        ({form: {"type": "json_schema", "schema": own}}, own),
+        ({form: {"type": "json_schema", "json_schema": {"schema": own}}}, own),
+        ({"json_schema": own}, own), ({"guided_json": '{"a": 1}'}, own),
+        ({"structured_outputs": {"json": own}}, own),
+    ):
+        found = CompletionBody(prompt="x", **body).schema_text
+        assert (found and json.loads(found)) == schema, body
 
 
 def test_metrics_name_what_a_gpu_does_without():
     text = Worker(Engine(None), Metrics("x", 1, 1)).metrics.text().decode()
     assert 'eagle_fallback{model_name="x",reason="the step cannot be captured"} 1.0' in text
+
+
+def test_an_address_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        host, port = busy.getsockname()
+        with refused(f"--host {host} --port {port}: another process listens there; choose another one"):
+            serve.listen(host, port)

@@ -96,22 +96,16 @@ TAGS = ("<tool_call>", "</tool_call>")
 
 
 @pytest.mark.parametrize("text, more, content, calls", (
-    (CODER, {}, None, [F]), (CODER, {"control": TAGS}, None, [F]),
     (CODER, {"control": (*TAGS, "</function>", "</parameter>")}, None, [F]),
-    (CODER, {"control": ("<function=f>", "<parameter=n>\n")}, None, [F]),
     (CODER, {"control": ("<function=", "<parameter=", "</parameter>\n")}, None, [F]),
     (f"So. {JSON}{CODER}", {"control": TAGS}, "So. ", [G, F]),
     (JSON + CODER, {"parallel_tool_calls": False}, None, [G]),
     (JSON, {"tool_choice": "none"}, JSON, []), (JSON, {"tools": []}, JSON, []),
-    (f"{JSON}</think>{CODER}", {"template": TEMPLATE + "<think>\n"}, f"{JSON}</think>", [F]),
     (f"{JSON}</think>{CODER}", {"template": TEMPLATE + "<think>\n", "control": ("<think>", "</think>")},
      f"{JSON}</think>", [F]),
-    *((lines.join(('{"name": "f", "parameters": {"n": 3}}', '{"name": "g", "parameters": {}}')),
-       {"template": '{% if tools %}"parameters" ipython{% endif %}'}, None, [F, G])
-      for lines in ("; ", "\n")),
     ('{"name": "f", "arguments": {"n": 3}}',
      {"tool_choice": "required", "template": "{{ tools }}<think>"}, None, [F]),
-), ids=range(14))
+), ids=range(8))
 def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, calls):
     message = ask(text, **more)
     assert (message["content"], calls_of(message)) == (content, calls)
@@ -129,22 +123,20 @@ CALL_BY_ROLE = ' to=functions.f<|channel|>commentary json<|message|>{"n": 3}'
 CALL_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
 
 
-@pytest.mark.parametrize("control", ((), CHANNEL_TAGS), ids=("spelled", "tokens"))
-@pytest.mark.parametrize("text, more, content, thoughts, calls", (
-    (ANALYSIS + NEXT + FINAL, {}, "Yes, to=f.", "Hm.", []),
-    (FINAL, {}, "Yes, to=f.", None, []), (ANALYSIS[:-7], {}, "", "Hm.", []),  # cut off
-    (ANALYSIS + NEXT + CALL, {}, None, "Hm.", [F]),
-    (ANALYSIS + NEXT + CALL_BY_ROLE, {}, None, "Hm.", [F]),
-    (CALL + "<|end|>" + NEXT + CALL_G + "<|end|>", {}, None, None, [F, G]),
-    (ANALYSIS.replace("analysis", "commentary") + NEXT + CALL, {}, None, "Hm.", [F]),  # a preamble
-    (CALL.replace("functions.f", "python"), {}, "", '{"n": 3}', []),
-    (CALL, {"tools": []}, "", '{"n": 3}', []), (CALL[:-1], {}, '{"n": 3', None, []),
-    ("to be", {}, "to be", None, []), ('{"a": 1}', {}, '{"a": 1}', None, []),
-    (ANALYSIS + NEXT, {}, "", "Hm.", []),
-    ("Hm.<|end|>" + NEXT + FINAL, {"chat_template_kwargs": {"open": True}}, "Yes, to=f.", "Hm.", []),
-    ('{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]),
-), ids=range(15))
-def test_channels_of_harmony(ask, text, more, content, thoughts, calls, control):
+@pytest.mark.parametrize("control, text, more, content, thoughts, calls", (
+    (CHANNEL_TAGS, ANALYSIS + NEXT + FINAL, {}, "Yes, to=f.", "Hm.", []),
+    ((), FINAL, {}, "Yes, to=f.", None, []), (CHANNEL_TAGS, ANALYSIS[:-7], {}, "", "Hm.", []),  # cut off
+    ((), ANALYSIS + NEXT + CALL, {}, None, "Hm.", [F]),
+    (CHANNEL_TAGS, ANALYSIS + NEXT + CALL_BY_ROLE, {}, None, "Hm.", [F]),
+    (CHANNEL_TAGS, CALL + "<|end|>" + NEXT + CALL_G + "<|end|>", {}, None, None, [F, G]),
+    ((), ANALYSIS.replace("analysis", "commentary") + NEXT + CALL, {}, None, "Hm.", [F]),  # a preamble
+    (CHANNEL_TAGS, CALL.replace("functions.f", "python"), {}, "", '{"n": 3}', []),
+    ((), CALL, {"tools": []}, "", '{"n": 3}', []), (CHANNEL_TAGS, CALL[:-1], {}, '{"n": 3', None, []),
+    (CHANNEL_TAGS, "to be", {}, "to be", None, []), (CHANNEL_TAGS, ANALYSIS + NEXT, {}, "", "Hm.", []),
+    ((), f"Hm.<|end|>{NEXT}{FINAL}", {"chat_template_kwargs": {"open": True}}, "Yes, to=f.", "Hm.", []),
+    ((), '{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]),
+), ids=range(14))
+def test_channels_of_harmony(ask, control, text, more, content, thoughts, calls):
     message = ask(text, control, HARMONY, **more)
     found = message["content"], message.get("reasoning_content"), calls_of(message)
     assert found == (content, thoughts, calls)

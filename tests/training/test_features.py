@@ -8,22 +8,25 @@ from helpers.training import ROWS
 from checkpoint.loading import load_model
 from kernels import isa
 from kernels.choose import choose_backend
-from training.features import Features, StoredFeatures, training_copy
+from training.features import Features, training_copy
 from training.processes import Processes
 
 
 def test_stored_features_are_the_computed_ones(models, tmp_path):
     target, head = models
+
+    def store(processes: Processes = Processes()) -> Features:
+        return Features(target, head.args.aux_layers, folder=tmp_path, name="name", processes=processes)
+
     computed = Features(target, head.args.aux_layers).read(ROWS)
-    store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), "name")
-    store.fill(ROWS[:2], 64)
+    store().fill(ROWS[:2], 64)
     (file,) = tmp_path.glob("*/*.safetensors")
     size = file.stat().st_size
-    second = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(1, 2), "name")
+    second = store(Processes(1, 2))
     second.processes.wait = lambda: None
     second.fill(ROWS, 1)  # one row a batch: the second process has every other one
     assert file.stat().st_size == size and len(list(tmp_path.glob("*/*.safetensors"))) == 2
-    other = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), "name")
+    other = store()
     other.fill(ROWS, 64)
     other.compute = None  # everything is there
     for row, *expected in zip(ROWS, *computed):

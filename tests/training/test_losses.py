@@ -38,48 +38,97 @@ def test_losses_are_summed_with_their_shares():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def chain_steps(head, features, row: dict, steps: int):
-    """Run the head as the decoder does, with caches: yields (draft step, position j, output [H]) for every
-    scored chain.
-    """
-    ids = row["ids"]
+def chain(head, features, ids: list[int], j: int, steps: int):
+    """Yield what the lm_head reads [H] at each step of a chain from position j, drafted with caches."""
+    caches, at = [KVCache(1, 64, head.args, torch.float32, "cpu")], torch.arange(j + 1)[None]
+    tokens, h = torch.tensor([ids[1 : j + 2]]), head.fuse(features[None, : j + 1])
+    for step in range(steps):
+        h = head(tokens, h, at, at, torch.arange(64) <= at[..., None], caches)[:, -1:]
+        yield h[0, 0]
+        at, tokens = torch.tensor([[j + step + 1]]), torch.tensor([[ids[j + step + 2]]])
+
+
+def block(head, features, ids: list[int], j: int):
+    """Return what the lm_head reads in a block after position j [K, H], drafted with caches."""
+    n, args, slots = j + 1, head.args, torch.arange(64)
+    caches, context = head.caches(1, 64, torch.float32, "cpu"), head.fuse(features[None, :n])
+    if isinstance(head, PEagleHead):
+        at = torch.arange(n + args.drafts - 1)[None]
+        hidden = head.fuse(head.mask_hidden[None, None]).expand(1, args.drafts - 1, -1)
+        tokens = torch.tensor([ids[1 : j + 2] + [args.mask_id] * (args.drafts - 1)])
+        h = head(tokens, torch.cat((context, hidden), 1), at, at, slots <= at[..., None], caches)
+        return head.rows(h)[0, -args.drafts :]
+    at = torch.arange(n + args.block)[None]
+    last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
+    return head(torch.tensor([ids[j + 1]]), context, at, at, slots <= last[..., None], caches)[0]
+
+
+def drafted(head, features, row: dict, steps: int):
+    """Yield (draft step, position j, what the lm_head reads) of every prediction that exists."""
     for begin, end in row["answers"]:
         for j in range(begin - 1, end - 2):
-            caches = [KVCache(1, 64, head.args, torch.float32, "cpu")]
-            at = torch.arange(j + 1)[None]
-            visible, feature = torch.arange(64) <= at[..., None], head.fuse(features[None, : j + 1])
-            h = head(torch.tensor([ids[1 : j + 2]]), feature, at, at, visible, caches)[:, -1:]
-            for step in range(steps):
-                if j + 2 + step >= end:
-                    break
-                if step:
-                    at = torch.tensor([[j + step]])
-                    visible, token = torch.arange(64) <= at[..., None], torch.tensor([[ids[j + 1 + step]]])
-                    h = head(token, h, at, at, visible, caches)
-                yield step, j, h[0, 0]
+            found = block(head, features, row["ids"], j) if head.args.drafts else chain(
+                head, features, row["ids"], j, steps)
+            for step, h in zip(range(end - 2 - j), found):
+                yield step, j, h
+
+
+BLOCKS = {
+    "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
+    "dflash": HeadShape(num_layers=2, drafts=3, states=2),
+    "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
+    "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
+    "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
+}
+
+
+def block_head(target, name: str, ids):
+    """A head of BLOCKS from nothing; JetSpec's is DFlash's with a causal block, which --start may bring."""
+    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
+    if "causal" in name:
+        head.args = replace(head.args, causal=True)
+    return head
+
+
+def objective_of(target, name: str, head, **more):
+    """The objective of a head of BLOCKS."""
+    return KINDS[name.split("+")[0]].objective(target, head, **more)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", (0, 5))
-def test_unrolled_losses_are_the_drafters_chains(models, monkeypatch, window):
-    (target, head), steps = models, 4
-    monkeypatch.setattr(head.layer, "window", window)
-    loss, hits, batch, states = loss_on(Eagle3Objective(target, head, steps))
-    in_draft = set(head.draft_ids.tolist())
+@pytest.mark.parametrize("name", ("eagle3", "eagle3+window", *BLOCKS))
+def test_losses_are_the_drafters_rows(models, monkeypatch, name):
+    """All positions; cross-entropy, what the Markov head adds and what the confidence head costs."""
+    target, head = models
+    if name in BLOCKS:
+        head = shaken(block_head(target, name, torch.arange(0, 320, 2)))
+    else:
+        monkeypatch.setattr(head.layer, "window", 5 * ("window" in name))
+    args, ids = head.args, head.draft_ids
+    steps = args.drafts or 4
+    objective = objective_of(target, name, head) if name in BLOCKS else Eagle3Objective(target, head, steps)
+    loss, hits, batch, states = loss_on(objective)
     losses = [torch.zeros(()) for _ in range(steps)]
     right, valid, scored = [0] * steps, [0] * steps, [0] * steps
     for features, state, greedy, row in zip(*states, ROWS):
-        teacher = F.linear(state, target.lm_head.weight[head.draft_ids]).softmax(-1)
-        for step, j, h in chain_steps(head, features, row, steps):
-            valid[step] += 1
-            if row["ids"][j + 2 + step] in in_draft:
-                logits = head.logits(h)
-                scored[step] += 1
-                right[step] += int(head.draft_ids[logits.argmax()] == greedy[j + 1 + step])
-                losses[step] = losses[step] - (teacher[j + 1 + step] * logits.log_softmax(-1)).sum()
+        teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
+        for i, j, h in drafted(head, features, row, steps):
+            valid[i] += 1
+            if row["ids"][j + 2 + i] not in ids:
+                continue
+            scored[i] += 1
+            before, logits, p = torch.tensor(row["ids"][j + 1 + i]), head.logits(h), teacher[j + 1 + i]
+            if getattr(args, "markov_rank", 0):
+                logits = logits + head.after(h, before)
+            right[i] += int(ids[logits.argmax()] == greedy[j + 1 + i])
+            losses[i] = losses[i] - (p * logits.log_softmax(-1)).sum()
+            if getattr(args, "confidence", False):
+                accepted = torch.minimum(p, logits.softmax(-1)).sum()
+                doubt = head.doubt(h, before)
+                losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
     expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert hits.tolist() == right and batch.valid == valid and batch.scored == scored
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert batch.scored == scored and hits.tolist() == right and batch.valid == valid
     # Both answers of the last row, nothing between them.
     assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] < valid[0]
 
@@ -92,7 +141,7 @@ def test_regression_losses_are_the_heads_outputs(models1):
     tokens = pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True)
     raw = target.causal(tokens, head.args.aux_layers)[1]
     for i, row in enumerate(ROWS):
-        for _, j, h in chain_steps(head, raw[i], row, 1):
+        for _, j, h in drafted(head, raw[i], row, 1):
             feature, logits = states.normed[i, j + 1], head.logits(h)
             token_loss = -(head.logits(feature).softmax(-1) * logits.log_softmax(-1)).sum()
             expected = expected + F.smooth_l1_loss(h, feature) + TOKEN_LOSS * token_loss
@@ -128,86 +177,6 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     with torch.no_grad():
         a, b = (loss_on(x, states)[0] for x in (objective, raw))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def drafted_rows(head, features, row: dict):
-    """Blocks as the decoder drafts them, with caches: yields (position j, what the lm_head reads)."""
-    ids = row["ids"]
-    for begin, end in row["answers"]:
-        for j in range(begin - 1, end - 2):
-            n, args = j + 1, head.args
-            caches = head.caches(1, 64, torch.float32, "cpu")
-            context, slots = head.fuse(features[None, :n]), torch.arange(64)
-            if isinstance(head, PEagleHead):
-                at = torch.arange(n + args.drafts - 1)[None]
-                hidden = head.fuse(head.mask_hidden[None, None]).expand(1, args.drafts - 1, -1)
-                tokens = torch.tensor([ids[1 : j + 2] + [args.mask_id] * (args.drafts - 1)])
-                h = head(tokens, torch.cat((context, hidden), 1), at, at, slots <= at[..., None], caches)
-                yield j, head.rows(h)[0, -args.drafts :]
-            else:
-                at = torch.arange(n + args.block)[None]
-                last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
-                anchor = torch.tensor([ids[j + 1]])
-                yield j, head(anchor, context, at, at, slots <= last[..., None], caches)[0]
-
-
-BLOCKS = {
-    "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
-    "dflash": HeadShape(num_layers=2, drafts=3, states=2),
-    "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
-    "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
-    "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
-}
-
-
-def block_head(target, name: str, ids):
-    """A head of BLOCKS from nothing; JetSpec's is DFlash's with a causal block, which --start may bring."""
-    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
-    if "causal" in name:
-        head.args = replace(head.args, causal=True)
-    return head
-
-
-def objective_of(target, name: str, head, **more):
-    """The objective of a head of BLOCKS."""
-    return KINDS[name.split("+")[0]].objective(target, head, **more)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", BLOCKS)
-def test_block_losses_are_the_drafters_rows(models, name):
-    """All positions; cross-entropy, what the Markov head adds and what the confidence head costs."""
-    target, _ = models
-    ids = torch.arange(0, 320, 2)
-    head = shaken(block_head(target, name, ids))
-    loss, hits, batch, states = loss_on(objective_of(target, name, head))
-    steps = head.args.drafts
-    losses = [torch.zeros(()) for _ in range(steps)]
-    right, scored = [0] * steps, [0] * steps
-    for features, state, greedy, row in zip(*states, ROWS):
-        teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
-        end_of = {j: end for begin, end in row["answers"] for j in range(begin - 1, end - 2)}
-        for j, rows in drafted_rows(head, features, row):
-            for i, h in enumerate(rows):
-                if j + 2 + i >= end_of[j]:
-                    break
-                before = torch.tensor(row["ids"][j + 1 + i])
-                logits = head.logits(h)
-                if head.args.markov_rank:
-                    logits = logits + head.after(h, before)
-                if row["ids"][j + 2 + i] % 2:
-                    continue
-                scored[i] += 1
-                right[i] += int(ids[logits.argmax()] == greedy[j + 1 + i])
-                p, q = teacher[j + 1 + i], logits.softmax(-1)
-                losses[i] = losses[i] - (p * q.log()).sum()
-                if head.args.confidence:
-                    accepted = torch.minimum(p, q).sum()
-                    doubt = head.doubt(h, before)
-                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
-    expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
-    assert batch.scored == scored and hits.tolist() == right
 
 
 def test_chains_are_drawn_anew_and_alike_in_any_batch(models):

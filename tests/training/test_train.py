@@ -1,11 +1,10 @@
 """train.py as a user runs it, on the golden target: heads learn, text is collected, folders are written."""
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.training import log_of, loss_on, options
+from helpers.training import log_of, loss_on, options, users
 from safetensors.torch import load_file, save_file
 
 import train
@@ -13,6 +12,7 @@ from checkpoint.calibration import Calibration
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from engine.engine import Engine
+from kernels.backend import TORCH
 from sampling.options import Sampling
 from training import data
 from training.heads import KINDS, HeadShape, new_head
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.slow
 
 def last_line(capsys) -> str:
     return capsys.readouterr().err.splitlines()[-1]
-
-
-@torch.no_grad()
-def quality(target, kind: str, head, rows: list[dict]) -> tuple[float, float]:
-    """Loss and number of right first choices of a head on rows, as it drafts."""
-    loss, hits, *_ = loss_on(KINDS[kind].objective(target, head, 4), rows=rows)
-    return float(loss), float(hits.sum())
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.dear] * (k != "eagle3")) for k in KINDS])
@@ -46,11 +39,12 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     shape |= {name: getattr(head.args, name, None) for name in ("drafts", "markov_rank")}
     untrained = new_head(target, kind, head.draft_ids, HeadShape(**shape), 0)
     paths = data.shards_in(folder / "head-work" / "data")
-    rows, *_ = data.rows_of(data.read_shards(paths, 320, target_of(folder)), 200)
-    (loss, right), (control, guessed) = (
-        quality(target, kind, x, data.hold_out(rows)[0]) for x in (head, untrained)
-    )
-    assert loss < 0.95 * control and right >= guessed
+    written_by = json.loads(paths[0].read_text().splitlines()[0])["target"]
+    rows = data.hold_out(data.rows_of(data.read_shards(paths, 320, written_by), 200)[0])[0]
+    with torch.no_grad():
+        objectives = (KINDS[kind].objective(target, x, 4) for x in (head, untrained))
+        (loss, right, *_), (control, guessed, *_) = (loss_on(x, rows=rows) for x in objectives)
+    assert loss < 0.95 * control and right.sum() >= guessed.sum()
     drafter, prompt = drafter_of(head, TreeShape(16, 3, 4)), list(b"u:question 3\na:")
     texts = [
         Engine(target, x, compile=False, max_seq_len=200).generate([prompt], Sampling(60))[0].ids
@@ -62,12 +56,6 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     card = (folder / "head" / "README.md").read_text()
     assert card.startswith(f"# {KINDS[kind].title}") and "answers" in card and "- epoch 6: held-out" in card
     assert f"python train.py {' '.join(argv)}" in card and Calibration.read(converted) is not None
-
-
-def target_of(folder: Path) -> str:
-    """The identity of the target that the shards of a run name."""
-    path = data.shards_in(folder / "head-work" / "data")[0]
-    return json.loads(path.read_text().splitlines()[0])["target"]
 
 
 def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_path, capsys):
@@ -91,26 +79,40 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     assert "target); use another --out" in last_line(capsys)
     assert train.main([*argv, "--checkpoint", str(tuned), "--shards", str(work / "data")]) == 1
     assert "was written by another target" in last_line(capsys)
-    (work / "state.pt").unlink()
-    assert train.main(argv) == 1
-    assert "holds files that no run with its state in" in last_line(capsys)
 
 
-def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
+def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
+    """What a strict template refuses costs the prompts and conversations that it refuses, not the run."""
+    monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH)  # nothing is compiled
+    target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    for name, change in (
+        ("config.json", lambda config: {"stop_ids": [ord("\n")]}),
+        ("tokenizer_config.json", lambda config: {"chat_template": refusal + config["chat_template"]}),
+    ):
+        config = json.loads((target / name).read_text())
+        (target / name).write_text(json.dumps(config | change(config)))
+    refused = [{"role": "system", "content": "s"}, *users("u")]
+    prompts, openings, files = tmp_path / "p.jsonl", tmp_path / "openings.txt", tmp_path / "c.jsonl"
+    prompts.write_text(f'{prompt_file.read_text()}{json.dumps({"messages": refused})}\n{{"prompt": ""}}\n')
+    openings.write_text("Write \n\nSum\n")
     answer = {"from": "gpt", "value": "good day to you"}
     rows = [{"conversations": [{"from": "human", "value": f"hello {i}"}, answer]} for i in range(9)]
-    (tmp_path / "share.json").write_text(json.dumps(rows))
-    (tmp_path / "openings.txt").write_text("Write \n\nSum\n")
-    target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"stop_ids": [ord("\n")]}))
-    text = {
-        "conversations": tmp_path / "share.json", "openings": tmp_path / "openings.txt",
-        "synthesize": 24,
-    }
-    assert train.main([*options(target, prompt_file, tmp_path, **text), "--collect-only"]) == 0
+    rows.append({"messages": [*refused, {"role": "assistant", "content": "some answer or other"}]})
+    rows.append({"messages": [{"role": "tool", "content": "x"}]})
+    files.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = {"conversations": files, "openings": openings, "synthesize": 24}
+    assert train.main([*options(target, prompts, tmp_path, **text), "--collect-only"]) == 0
     text = {"shards": tmp_path / "head-work" / "data", "synthesize": 0}
     assert train.main([*options(target, None, tmp_path / "again", **text), "--collect-only"]) == 0
-    first, again = (line for line in capsys.readouterr().err.splitlines() if " conversations (" in line)
+    error = capsys.readouterr().err
+    first, again = (line for line in error.splitlines() if " conversations (" in line)
     assert all(f"{source} " in first for source in ("prompts", "synthesized", "conversations"))
     assert first.split(" ")[0] == again.split(" ")[0]  # the same text, read back
+    for words in ("left out: 2 refused by the chat template (", "1 with an empty prompt",
+                  "c.jsonl: rows that are left out: 1 with tools"):
+        assert words in error, error
+    files.write_text(json.dumps(rows[-2]) + "\n")
+    text = {"conversations": files, "synthesize": 0}
+    assert train.main(options(target, None, tmp_path / "b", **text)) == 1
+    assert "no usable answers" in last_line(capsys)
