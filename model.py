@@ -331,6 +331,12 @@ class KVCaches(nn.ModuleList):
         """Return how many of the first `same` tokens of a sequence need not be read again."""
         return same
 
+    def begin(self, place: int, length: int) -> None:
+        """Prepare a place for a text of which `length` tokens are there."""
+
+    def keep(self, place: int) -> None:
+        """Remember what another text needs that begins like the one in a place does up to here."""
+
     def entries(self, slots: int) -> int:
         """Return how many entries of a buffer's second dimension hold `slots` slots."""
         return slots

@@ -174,6 +174,7 @@ class Engine:
         self._requests[request.place], self._kept[request.place] = request, []
         self._sizes[READING] += 1
         self._touch(request.place)
+        self.passes.caches.begin(request.place, request.cached)
         try:
             self.state.begin(request.place, prompt, sampling, self.max_seq_len)
             self.state.done[request.place] = True  # held still until its prompt is read
@@ -265,6 +266,7 @@ class Engine:
 
     def _decode(self, request: Request) -> None:
         """A request whose prompt has been read joins those that decode."""
+        self.passes.caches.keep(request.place)
         group = PLAIN if request.plain else DRAFTED
         for passed in range(READING, group, -1):
             self._exchange(request.place, sum(self._sizes[:passed]))
