@@ -5,10 +5,10 @@ drafted tree, never anything of the host's. The operators are those that torch.c
 capture: NCCL on GPUs, gloo on CPUs.
 
 Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
-outputs of these two are parts of a sum, so each layer has two sums over the ranks. A gated delta net is cut by
-its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank finds the best of its own, and sends the others that one. All else is whole on every rank:
-norms, routers of experts, the embedding table, which is looked up and not read, and, unless `Ranks.heads`,
-all that drafts.
+outputs of these two are parts of a sum, so each layer has two sums over the ranks. A gated delta net is cut
+by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank finds the best of its
+own, and sends the others that one. All else is whole on every rank: norms, routers of experts, the embedding
+table, which is looked up and not read, and, unless `Ranks.heads`, all that drafts.
 """
 from __future__ import annotations
 
@@ -271,8 +271,9 @@ class Share:
         if narrow or tokens < ranks or 0 < nk < ranks:
             of_all_rows = f", one of {shared} for all rows, {nk} key heads of delta nets" if nk else ""
             raise InputError(
-                f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together{of_all_rows},"
-                f" and {tokens} tokens cannot be dealt to so many; choose another --nproc-per-node"
+                f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together"
+                f"{of_all_rows}, and {tokens} tokens cannot be dealt to so many; choose another"
+                " --nproc-per-node"
             )
         if nkv < ranks:
             head = nkv * rank // ranks

@@ -253,7 +253,8 @@ class DeltaCache(nn.Module):
     """State of one layer [B, nv, dk, dv] at boundary `start` [B] of each text, and a ring of what tokens
     computed since: inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
 
-    kept_...: the same at an earlier boundary, with the next `BLOCK` tokens only; see `HybridCaches.keep`. ops: our CPU operators (`kernels.cpu`), whose `delta` is what `_advanced` and `_outputs` define, or None.
+    kept_...: the same at an earlier boundary, with the next `BLOCK` tokens only; see `HybridCaches.keep`.
+    ops: our CPU operators (`kernels.cpu`), whose `delta` is what `_advanced` and `_outputs` define, or None.
     """
 
     def __init__(

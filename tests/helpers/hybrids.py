@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.families import SIZES, H
+from helpers.families import SIZES, H, V
 
 DELTA = {
     "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
@@ -36,14 +36,14 @@ HYBRIDS = {
 }
 
 
-def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False):
+def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False, vocabulary: int = V):
     """Write the named model as its publishers do -> the model of transformers.
 
     mtp: with an MTP layer. wide: of `WIDE` sizes.
     """
     transformers = pytest.importorskip("transformers")
     config, model, changes, prefix = HYBRIDS[name]
-    sizes = {**SIZES, **DELTA}
+    sizes = {**SIZES, **DELTA, "vocab_size": vocabulary}
     sizes = {"text_config": sizes, **changes} if "eyes" in name else sizes | changes
     if wide:
         sizes |= WIDE | (WIDE_MIXTURE if changes else {})
