@@ -79,7 +79,11 @@ ROPE = {
         **dict.fromkeys(("mscale", "mscale_all_dim"), NotRequired[number(0, 1e6) | None]),
         "truncate": NotRequired[Flag | None],
     },
-    "divisors": {"divisors": Divisors, "attention_factor": NotRequired[Factor | None]},
+    "divisors": {
+        "divisors": Divisors, "attention_factor": NotRequired[Factor | None],
+        # Of longrope: those for texts that are longer than the original length.
+        "long_divisors": NotRequired[Divisors], "original_max_position_embeddings": NotRequired[Length],
+    },
 }
 ROPE_SCHEMAS = {kind: Schema(TypedDict(f"Rope_{kind}", keys)) for kind, keys in ROPE.items()}
 
@@ -106,7 +110,8 @@ def check_args(args: ModelArgs) -> None:
 
 def _check_relations(args: ModelArgs) -> None:
     scaling = args.rope_scaling or {}
-    divisors, kind = scaling.get("divisors"), scaling.get("rope_type", scaling.get("type"))
+    divisors = [scaling[key] for key in ("divisors", "long_divisors") if key in scaling]
+    kind = scaling.get("rope_type", scaling.get("type"))
     if args.rope_scaling is not None:
         check_rope(args.rope_scaling)
     rules = [
@@ -116,7 +121,7 @@ def _check_relations(args: ModelArgs) -> None:
         ("head_dim", args.num_heads * args.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
         ("experts_per_token", not args.num_experts or 1 <= args.experts_per_token <= args.num_experts,
          f"1 to num_experts, {args.num_experts}"),
-        ("rope_scaling", divisors is None or len(divisors) == args.head_dim // 2,
+        ("rope_scaling", all(len(each) == args.head_dim // 2 for each in divisors),
          f"{args.head_dim // 2} divisors, half of head_dim"),
         ("windows", len(args.windows) in (0, args.num_layers), f"one for each of {args.num_layers} layers"),
         ("local_rope_base", args.local_rope_base is None or kind not in ("yarn", "divisors"),

@@ -107,5 +107,6 @@ def build(setup: Setup) -> DraftModel:
     weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
+    model = model.reaching(setup.max_seq_len)
     chain = setup.rule == "residual" and setup.tree is None
     return DraftModel(model, TreeShape(6, 4, 1) if chain else setup.grown_tree, setup.coupled, setup.rule)

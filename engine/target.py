@@ -135,10 +135,10 @@ def check_prompts(
     encoding: of `encode`.
     """
     config, prompts = read_config(checkpoint, "target"), list(prompts)
-    longest, tokenizer = ModelArgs.from_config(config).max_seq_len, Tokenizer.load(checkpoint)
+    args, tokenizer = ModelArgs.from_config(config), Tokenizer.load(checkpoint)
     if max_seq_len is not None:
-        check_length(max_seq_len, longest)
-    room = max_seq_len or longest
+        check_length(max_seq_len, args.max_seq_len)
+    room = max_seq_len or int(min(args.max_seq_len, args.short_length))
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
         ids = encode(tokenizer, prompt, room=room, name=name, **encoding)
@@ -190,7 +190,8 @@ class Target:
         The caches of `batch` such texts take at most `COMFORTABLE` of the free memory. A shorter text has a
         power of two tokens, 2,048 or more: compiled graphs are kept by the size of the caches.
         """
-        device, longest = self.model.embed.weight.device, self.model.args.max_seq_len
+        device, args = self.model.embed.weight.device, self.model.args
+        longest = int(min(args.max_seq_len, args.short_length))
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
         most = COMFORTABLE * (free_memory(device) or 0) / ranks_sharing(device)

@@ -25,10 +25,13 @@ from checkpoint.huggingface import PUBLISHED
 from checkpoint.loading import load_head, load_model
 from checkpoint.source import Source
 from common.errors import InputError
+from drafters import Drafting
 from drafters.block import PEagle
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
 from engine.engine import Engine
+from engine.runtime import Runtime
+from engine.target import load_target
 from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
@@ -98,6 +101,27 @@ def test_target(tmp_path, name, kernels):
         plain, *drafted = ([o.ids for o in decoder.generate(prompts, Sampling(64, 1.0, seed=4))]
                            for decoder in decoders.values())
         assert drafted == [plain] * len(drafted)
+
+
+@pytest.mark.kernels
+def test_longrope_beyond_its_original_length(tmp_path):
+    """Texts have the long factors from their first token on where there is room for more, which is asked for.
+    """
+    reference = make_target(tmp_path / "in", "Phi-3 with longrope")
+    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    loaded = load_target(folder, Runtime(device="cpu", compile=False))
+    target, original = loaded.model, 256
+    assert loaded.room(Drafting(), 1) == original and target.args.max_seq_len == 512
+    tokens = torch.randint(0, V, (1, original + 44), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    prompts = [tokens[0, :n].tolist() for n in (original - 50, original + 1)]
+    for room, prompt in zip((original, 2 * original), prompts):
+        text = greedy(reference, prompt, 30)
+        for drafter in None, Lookup():
+            engine = Engine(target, drafter, compile=False, max_seq_len=room)
+            assert engine.generate([prompt], Sampling(30))[0].ids == text, (room, drafter)
 
 
 @pytest.mark.kernels
@@ -316,7 +340,7 @@ def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
         if rope := config["rope_scaling"]:  # float32 in a GGUF
             keys = "attention_factor", "factor", "original_max_position_embeddings"
             factors = (rope.get(key) or 1 for key in keys)
-            config["numbers"] = [*rope.get("divisors", ()), *factors]
+            config["numbers"] = [*rope.get("divisors", ()), *rope.get("long_divisors", ()), *factors]
     assert one.get("numbers") == pytest.approx(two.get("numbers"))
     assert [one.get(k) for k in same] == [two.get(k) for k in same]
 
