@@ -39,7 +39,8 @@ KEYS = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LONGROPE = Schema(TypedDict("Longrope", {
     "short_factor": Divisors, "long_factor": Divisors, "factor": NotRequired[Factor],
-    "attention_factor": NotRequired[Factor], "original_max_position_embeddings": NotRequired[number(2, 2**31)],
+    "attention_factor": NotRequired[Factor],
+    "original_max_position_embeddings": NotRequired[number(2, 2**31)],
 }))
 SCALES = "layers.{i}.mlp.w_down.scale"  # in the tables whose files may hold experts in MXFP4
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
