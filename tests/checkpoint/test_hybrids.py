@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.decoding import alone, check_texts, decode, ids, requests
-from helpers.drafters import make_drafter
 from helpers.families import LAYERS, H, V
 from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
@@ -193,17 +192,6 @@ def test_mtp_layer(folder, tmp_path):
         torch.testing.assert_close(head.fuse(feature), rms(feature, "model.norm.weight"))
         torch.testing.assert_close(head.logits(expected), expected @ state["lm_head.weight"].T)
     assert read_config(folder / "mtp")["aux_layers"] == [LAYERS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dflash", "dspark", "p-eagle", "medusa", "hydra++"])
-def test_text_with_other_heads(folder, name):
-    target, _ = load_model(folder)
-    drafter = make_drafter(name, target, None, None, lambda *models: None)
-    choose_backend("cpu").prepare(target, drafter.network)
-    made = requests(4, seed=5)
-    engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
-    check_texts(decode(engine, made, random.Random(1)), alone((target, None), made, max_seq_len=240), made)
 
 
 def off_by(folder, exact, layer: int) -> float:
