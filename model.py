@@ -341,7 +341,7 @@ class KVCaches(nn.ModuleList):
         return same
 
     def begin(self, place: int, length: int) -> None:
-        """Prepare a place for a text of which `length` tokens are there."""
+        """Prepare a place for a text whose first `length` tokens are there."""
 
     def keep(self, place: int) -> None:
         """Remember what another text needs that begins like the one in a place does up to here."""

@@ -118,7 +118,7 @@ def write_gguf(name: str, out: Path) -> None:
     """Write random weights of a LLaMA's, Qwen3-MoE's or gpt-oss' shape for llama-bench.
 
     They are Q4_0, embedding and lm_head Q6_K; that has blocks of 256 inputs, where these do not fit it is
-    Q4_0. Of gpt-oss, experts are MXFP4 and the rest Q8_0, as published.
+    Q4_0. The experts of gpt-oss are MXFP4 and its rest Q8_0, as published.
     """
     import gguf
     import numpy as np

@@ -230,9 +230,9 @@ class Share:
     """One rank's parts of a target's queries, keys (or values), MLP's inner width, and tokens.
 
     A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
-    hold the same one. Of targets with delta nets: the gate of attention's output, the inner width of the
-    expert that all rows use, keys (or queries), values and heads of delta nets. Their values stay with the
-    keys that they use. All of these are empty in other targets.
+    hold the same one. Targets with delta nets also have a gate of attention's output, the inner width of the
+    expert that all rows use, and keys (or queries), values and heads of delta nets. Values stay with the keys
+    that they use. In other targets these are empty.
     """
 
     queries: Span
