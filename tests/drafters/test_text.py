@@ -89,7 +89,9 @@ def test_on_the_kernels(on_kernels, name):
 FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3"  # with a state, mixtures, sinks, windows
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=[pytest.mark.dear] * (name != "Qwen3-Next")) for name in FAMILIES
+])
 def family(request, tmp_path_factory):
     """A target on the kernels, its EAGLE-3 and EAGLE-1 heads, requests and their plain texts."""
     made = tmp_path_factory.mktemp("family")

@@ -50,8 +50,9 @@ def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False, 
     torch.manual_seed(sorted(HYBRIDS).index(name))
     reference = getattr(transformers, model)(getattr(transformers, config)(**sizes)).float().eval()
     with torch.no_grad():
-        for n, p in reference.named_parameters():
-            p.normal_(1 if n.endswith("linear_attn.norm.weight") else 0, 0.2)
+        for n, p in reference.named_parameters():  # states decay slowly: a wrong one is to be seen
+            mean = {"norm.weight": 1, "A_log": -3}.get(n.partition("linear_attn.")[2], 0)
+            p.normal_(mean, 0.2)
     reference.save_pretrained(folder)
     if mtp:
         file = folder / "model.safetensors"
