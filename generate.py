@@ -170,7 +170,7 @@ def load(o, prompts: Prompts, ranks=None) -> tuple:
         runtime = replace(runtime, device=own_device(runtime.device_name))
     runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
     batch = min(max(1, len(prompts)), o.batch_size or 16)
-    drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
+    drafting = Drafting.of(o)
     if tree_numbers(o) != [None] * 3:
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)

@@ -307,18 +307,9 @@ class KVCaches(nn.ModuleList):
         """Return the dtype of the buffers for a model of this dtype."""
         return dtype
 
-    @classmethod
-    def bytes(cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, backend=None) -> int:
-        """Return the size that `of` allocates."""
-        values = batch * slots * args.num_kv_heads * args.head_dim
-        return 2 * args.num_layers * values * cls.stored(dtype).itemsize
-
     def rows(self, first: int, count: int) -> KVCaches:
         """Return the caches of the sequences first ... first + count - 1: views."""
-        return type(self)(
-            with_buffers(cache, {name: x.narrow(0, first, count) for name, x in cache._buffers.items()})
-            for cache in self
-        )
+        return type(self)(rows_of(cache, first, count) for cache in self)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the entries at slots `source` [B, W] of every layer to slots `target` [B, W].
@@ -351,11 +342,16 @@ class KVCaches(nn.ModuleList):
         return slots
 
 
-def with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
-    """Return the same module over other buffers."""
+def rows_of(module: nn.Module, first: int, count: int) -> nn.Module:
+    """Return the same module over views of its buffers: their rows first ... first + count - 1."""
     other = copy.copy(module)
-    other._buffers = buffers
+    other._buffers = {name: x.narrow(0, first, count) for name, x in module._buffers.items()}
     return other
+
+
+def buffer_bytes(module: nn.Module) -> int:
+    """Return the bytes of all buffers, on the meta device those that they would take elsewhere."""
+    return sum(buffer.nbytes for buffer in module.buffers())
 
 
 def last_seen(visible: Tensor, window: int) -> Tensor:
@@ -392,41 +388,35 @@ class Pass:
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
         self._positions = args, inv_freq, positions
         self.slots, self.positions, self.visible = slots, positions, visible
-        self._made: dict[str, object] = {}
-        self._angles: tuple[Tensor, Tensor] | None = None
-        self._seen: dict[int, object] = {0: visible}
-        self._bias: dict[int, Tensor] = {}
+        self._made: dict[object, object] = {("seen", 0): visible}
+
+    def made(self, what: object, make: Callable, *arguments):
+        """Return make(*arguments), made once. what: tells results apart."""
+        if what not in self._made:
+            self._made[what] = make(*arguments)
+        return self._made[what]
 
     def angles(self, table: Callable = rope_table) -> tuple[Tensor, Tensor]:
         """The cosines and sines of the rows' positions by `rope_table`, or a function like it; made once.
 
         `Block.own` takes those of a layer.
         """
-        if self._angles is None:
-            self._angles = table(*self._positions)
-        return self._angles
-
-    def made(self, name: str, make: Callable):
-        """Return make(), made once."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        return self.made("angles", table, *self._positions)
 
     def seen(self, window: int):
         """Return `visible` of layers with this window, made once."""
-        if window not in self._seen:
-            dense = isinstance(self.visible, Tensor)
-            self._seen[window] = last_seen(self.visible, window) if dense else self.visible.within(window)
-        return self._seen[window]
+        within = partial(last_seen, self.visible) if isinstance(self.visible, Tensor) else self.visible.within
+        return self.made(("seen", window), within, window)
 
     def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
         """Return that mask as an additive one [B, 1, groups*T, n], 0 or -inf, made once."""
-        if window not in self._bias:
+        def make() -> Tensor:
             seen = self.seen(window)
             visible = seen if isinstance(seen, Tensor) else seen.dense()
             zero = torch.zeros((), dtype=dtype, device=visible.device)
-            self._bias[window] = torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
-        return self._bias[window]
+            return torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+
+        return self.made(("bias", window), make)
 
 
 class Linear(nn.Linear):
@@ -482,17 +472,23 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * inner)) if args.biases else None
         self.down_bias = nn.Parameter(torch.empty(E, H)) if args.biases else None
 
-    def matrices(self, name: str, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`w_gate_up` or `w_down` of the experts `chosen` [...], or of all; the stack may be quantised."""
-        stack = getattr(self, name)
-        if isinstance(stack, nn.Module):
-            return stack(chosen, dtype)
-        return stack if chosen is None else stack[chosen]
+    def _product(
+        self, x: Tensor, stack: nn.Module | Tensor, bias: Tensor | None, chosen: Tensor | None
+    ) -> Tensor:
+        """Multiply x by a stack of matrices [E, N, K], which may be quantised, and add its bias [E, N].
 
-    def _read(self, name: str, x: Tensor) -> Tensor:
-        """Return x as the matrices of this name read it: a quantised stack may round it."""
-        stack = getattr(self, name)
-        return stack.rounded(x) if isinstance(stack, nn.Module) else x
+        chosen [R, A]: x [R, K] or [R, A, K] by those of each row's experts -> [R, A, N]; None: x [R, K] or
+        [E, R, K] by all -> [E, R, N].
+        """
+        if isinstance(stack, nn.Module):
+            x, matrices = stack.rounded(x), stack(chosen, x.dtype)
+        else:
+            matrices = stack if chosen is None else stack[chosen]
+        if chosen is None:
+            y = x @ matrices.transpose(1, 2)
+            return y if bias is None else y + bias[:, None]
+        y = torch.einsum("rk,rank->ran" if x.ndim == 2 else "rak,rank->ran", x, matrices)
+        return y if bias is None else y + bias[chosen]
 
     def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """As `MLP.forward`."""
@@ -500,23 +496,17 @@ class Experts(nn.Module):
         weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
-        weight, rows = weight.to(x.dtype), self._read("w_gate_up", rows)
-        if chosen.numel() < self.router.out_features:
-            # Few rows, as in plain decoding: only the weights of the experts they use are read.
-            both = torch.einsum("rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype))
-            both = both if self.gate_up_bias is None else both + self.gate_up_bias[chosen]
-            inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
-            out = torch.einsum("rai,rahi->rah", inner, self.matrices("w_down", chosen, x.dtype))
-            out = out if self.down_bias is None else out + self.down_bias[chosen]
+        weight = weight.to(x.dtype)
+        # Few rows, as in plain decoding: only the weights of the experts they use are read. Many rows use
+        # nearly all experts: every expert computes every row, and each row takes what it wants.
+        few = chosen.numel() < self.router.out_features
+        experts = chosen if few else None
+        both = self._product(rows, self.w_gate_up, self.gate_up_bias, experts)
+        inner = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
+        out = self._product(inner, self.w_down, self.down_bias, experts)
+        if few:
             out = (out * weight[..., None]).sum(1)
         else:
-            # Many rows use nearly all experts: every expert computes every row, and each row takes what it
-            # wants.
-            both = rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)  # [E, R, 2 * inner]
-            both = both if self.gate_up_bias is None else both + self.gate_up_bias[:, None]
-            inner = self._read("w_down", ACTIVATIONS[self.activation](*both.chunk(2, dim=-1)))
-            out = inner @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
-            out = out if self.down_bias is None else out + self.down_bias[:, None]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
         out = out.view_as(x)
@@ -654,14 +644,14 @@ class Transformer(nn.Module):
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
 
-    def caches(self, batch: int, slots: int) -> KVCaches:
-        """Allocate a cache for every layer."""
+    def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
+        """Allocate a cache for every layer. device: of the weights if left out."""
         weight = self.embed.weight
-        return self.Caches.of(self.args, batch, slots, weight.dtype, weight.device, self.backend)
+        return self.Caches.of(self.args, batch, slots, weight.dtype, device or weight.device, self.backend)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the size of `caches`."""
-        return self.Caches.bytes(self.args, batch, slots, self.embed.weight.dtype, self.backend)
+        return buffer_bytes(self.caches(batch, slots, "meta"))
 
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible, caches: KVCaches,

@@ -124,10 +124,9 @@ class Growth:
         return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
 
     @property
-    def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self) -> tuple[Tensor, ...]:
         """Scores, tokens and parents of all candidates [B, C]; a parent's place is below 0 for the root."""
-        scores, tokens, parents = (torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
-        return scores, tokens, parents
+        return tuple(torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
 
     def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor, row: Tensor) -> Tensor:
         """Take a beam of the newest children, and return the beam row each came from [B, k]."""
@@ -146,18 +145,29 @@ class Growth:
 
     def prune(self, root: Tensor) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B]."""
-        scores, tokens, parents = self.candidates
-        # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort
-        # keeps the smaller index, the parent, first: the kept set always contains the ancestors of its
-        # members.
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.shape.nodes - 1]
-        keep = best.sort(dim=-1).values
-        above = parents.gather(1, keep)
-        parent = torch.where(above < 0, 0, torch.searchsorted(keep, above.contiguous()) + 1)
-        parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
-        tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
-        scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), dim=1)
-        return Tree(tokens, parent, *link(parent, self.shape.depth + 1), scores)
+        return best_below(root, *self.candidates, self.shape.nodes, self.shape.depth + 1)
+
+
+def best_below(
+    root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int
+) -> Tree:
+    """The tree of the nodes - 1 most likely of C candidates below root [B].
+
+    scores, tokens, parents [B, C]: see `Growth.candidates`; parents come before their children. levels: the
+    most levels below the root.
+    """
+    # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps
+    # the smaller index, the parent, first: the kept set always contains the ancestors of its members.
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
+    keep = best.sort(dim=-1).values
+    above = parents.gather(1, keep).contiguous()
+    place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
+    # A node that is only there to fill the tree may have lost its parent: a guess below the root then.
+    parent = torch.where(keep.gather(1, place) == above, place + 1, 0)
+    parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
+    tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
+    scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), dim=1)
+    return Tree(tokens, parent, *link(parent, levels), scores)
 
 
 def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
@@ -179,21 +189,11 @@ def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
     known, match = same.any(-1), same.long().argmax(-1)
     lowest = float("-inf")
     better = torch.where(same, other.scores[..., None], lowest).amax(1)
-    scores = torch.cat((torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)[:, 1:]), 1)
-    tokens = torch.cat((one.tokens, other.tokens[:, 1:]), 1)
+    scores = torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)
     joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
-    parents = torch.cat((one.parent, joined.gather(1, other.parent)[:, 1:]), 1)
-
-    best = scores[:, 1:].sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
-    keep = (best + 1).sort(dim=-1).values
-    above = parents.gather(1, keep).contiguous()
-    place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
-    # A node that is only there to fill the tree may have lost its parent: a guess below the root then.
-    parent = torch.where((above > 0) & (keep.gather(1, place) == above), place + 1, 0)
-    parent = torch.cat((torch.zeros_like(parent[:, :1]), parent), 1)
-    tokens = torch.cat((tokens[:, :1], tokens.gather(1, keep)), 1)
-    scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), 1)
-    return Tree(tokens, parent, *link(parent, levels), scores)
+    parents = one.parent - 1, joined.gather(1, other.parent) - 1
+    below = (torch.cat([x[:, 1:] for x in both], 1) for both in (scores, (one.tokens, other.tokens), parents))
+    return best_below(one.tokens[:, 0], *below, nodes, levels)
 
 
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ import torch
 from bench import Decoded, settle
 from shapes import random_models
 
+from checkpoint.calibration import Calibration
 from common.cli import note
 from common.errors import InputError
 from drafters import Drafting
 from drafters.eagle import Eagle
 from engine import autotune
-from engine.autotune import Calibration, Tuner
+from engine.autotune import Tuner
 from engine.compile import CapturedCalls
 from engine.engine import Engine
 from engine.memory import bytes_per_step

@@ -19,12 +19,12 @@ from shlex import quote
 import torch
 from torch import Tensor
 
+from checkpoint.calibration import Calibration
 from checkpoint.families import SCALES, NameTable, family_of, mtp_names, parts_of, target_fields
 from checkpoint.folder import (
     CALIBRATION,
     CONFIG,
     FORMAT,
-    MEASURED,
     WEIGHTS,
     check_config,
     check_out,
@@ -44,7 +44,6 @@ from checkpoint.writer import Planned, fill, staging
 from common.cli import note
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
-from common.files import read_json
 from common.schema import named
 from common.torchrun import several
 from kernels.modes import MXFP4
@@ -107,7 +106,7 @@ def convert(
     size = sum(t.nbytes for t in (*plan, *(mtp[1] if mtp else ())))
     with staging(out, size) as folder:
         if kind and (file := source.path / CALIBRATION).exists():
-            MEASURED.require(read_json(file), file)
+            Calibration.read(source.path)
             shutil.copyfile(file, folder / CALIBRATION)
         tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder, added=added) else None
         if tokenizer:

@@ -52,16 +52,6 @@ FOLDER = Schema(TypedDict("Folder", {
     "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
     "quantization": NotRequired[dict],
 }))
-_Taus = dict[str, number(1, 1e6)]
-_Pair = Annotated[list[number(-100, 100)], Field(min_length=2, max_length=2)]
-_Kept = TypedDict("Kept", {"0": number(above=0, high=1e6), "1": number(above=0, high=1e6)})
-MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.autotune`
-    "format": whole(), "ease": Annotated[list[number(0, 1e6)], Field(min_length=1)],
-    "tau": TypedDict("Tau", {"0": _Taus, "1": _Taus}),
-    "far": NotRequired[TypedDict("Far", {"context": whole(1), "kept": _Kept})],
-    "confidence": NotRequired[TypedDict("Confidence", {
-        "of_greedy": NotRequired[_Pair], "of_sampling": NotRequired[_Pair]})],
-}))
 
 Factor, Length = number(1e-3, 1e6), number(1, 2**31)
 Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]

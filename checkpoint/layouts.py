@@ -168,7 +168,7 @@ def write_speculators(head: Head, kind: str, own: dict, target: dict) -> dict:
     a, algorithm = head.args, kind.replace("-", "")
     proposal = {
         "proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0,
-        "speculative_tokens": min(5, getattr(a, "drafts", 5)),  # a block head drafts no more
+        "speculative_tokens": min(5, a.drafts or 5),  # a block head drafts no more
     }
     return {
         "speculators_model_type": algorithm,

@@ -94,10 +94,10 @@ class Schema:
     def __init__(self, kind: Any):
         self.adapter = TypeAdapter(kind)
 
-    def check(self, value: Any, key: str = "") -> None:
-        """Raise Wrong unless a value is of the type. key: the name of the value in its file."""
+    def check(self, value: Any, key: str = "") -> Any:
+        """Return a value as its type has it. Raise Wrong if it is of another. key: its name in its file."""
         try:
-            self.adapter.validate_python(value)
+            return self.adapter.validate_python(value)
         except ValidationError as e:
             raise _wrong(e, value, key) from None
 

@@ -167,21 +167,18 @@ class PathTree:
     def levels(self) -> list[Level]:
         """The levels below the root, first level first."""
         inner = {p[:-1] for p in self.paths}
-        # Rows of the level at hand; all drafted rows, in the order of their slots.
-        result, rows, drafted = [], [()], []
-        above: list[tuple] = []
+        result, above, parents, drafted = [], [], [], []  # drafted: all rows, in the order of their slots
         for depth in range(1, self.window):
             level = [p for p in self.paths if len(p) == depth]
-            if depth > 1:
-                parents, rows = rows, [p for p in above if p in inner]
-                drafted += rows
-                came_from = [parents.index(p[:-1]) for p in rows]
-                sees = [[p[: len(q)] == q for q in drafted] for p in rows]
-                result.append(Level([rows.index(p[:-1]) * self.width + p[-1] for p in level],
-                                    [above.index(p) for p in rows], came_from, sees))
-            else:
-                result.append(Level([p[-1] for p in level], [], [], []))
-            above = level
+            expanded = [p for p in above if p in inner]
+            rows = expanded or [()]  # the root's row is the catch-up's
+            drafted += expanded
+            result.append(Level(
+                [rows.index(p[:-1]) * self.width + p[-1] for p in level], [above.index(p) for p in expanded],
+                [parents.index(p[:-1]) for p in expanded],
+                [[p[: len(q)] == q for q in drafted] for p in expanded],
+            ))
+            above, parents = level, rows
         return result
 
 

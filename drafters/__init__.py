@@ -30,6 +30,7 @@ TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper
 class Flag(NamedTuple):
     """An option of one method. default: None for a folder, which must be given. least: of a number."""
 
+    method: str
     default: int | None
     what: str
     least: int = 1
@@ -41,14 +42,13 @@ class Method:
 
     module: builds the drafter. draft: the kind of checkpoint that it drafts with and --draft names; None: it
     takes neither --draft nor --tree. grows: its head grows trees that can be measured (`engine.calibrate`),
-    and takes --draft-window. flags: its own options, by name.
+    and takes --draft-window.
     """
 
     module: str
     what: str
     draft: str | None = None
     grows: bool = False
-    flags: dict[str, Flag] = field(default_factory=dict)
 
 
 METHODS: dict[str, Method | None] = {
@@ -63,16 +63,17 @@ METHODS: dict[str, Method | None] = {
     "hydra": Method("drafters.medusa", "Hydra heads: the same, each guess knowing those before it", "hydra"),
     "mtp": Method("drafters.eagle", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
-    "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", flags={
-        "window": Flag(7, "columns guessed side by side"), "level": Flag(5, "tokens of an n-gram", 3),
-        "guess-set": Flag(7, "n-grams tried at a time"),
-    }),
+    "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying"),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
-    "rest": Method("drafters.rest", "what followed the same words in a store of texts (REST)", flags={
-        "datastore": Flag(None, "folder that python -m drafters.rest build made"),
-        "draft-tokens": Flag(64, "nodes of the tree", 2),
-    }),
+    "rest": Method("drafters.rest", "what followed the same words in a store of texts (REST)"),
     AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
+}
+FLAGS = {  # the own options of methods
+    "window": Flag("lookahead", 7, "columns guessed side by side"),
+    "level": Flag("lookahead", 5, "tokens of an n-gram", 3),
+    "guess-set": Flag("lookahead", 7, "n-grams tried at a time"),
+    "datastore": Flag("rest", None, "folder that python -m drafters.rest build made"),
+    "draft-tokens": Flag("rest", 64, "nodes of the tree", 2),
 }
 # The head that "auto" takes where a target has several: the first of these.
 BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
@@ -98,7 +99,7 @@ def grows(name: str) -> bool:
 
 def flags_of(name: str) -> dict[str, Flag]:
     """Return the own flags of a method, or of two."""
-    return {flag: about for method in methods_of(name).values() for flag, about in method.flags.items()}
+    return {flag: about for flag, about in FLAGS.items() if about.method in methods_of(name)}
 
 
 # -- the command line ---------------------------------------------------------------------------
@@ -106,11 +107,10 @@ def flags_of(name: str) -> dict[str, Flag]:
 
 def add_flags(group) -> None:
     """Add the flags that only some methods take, None or 0 where they are not given."""
-    for name in METHODS:
-        for flag, (default, what, _) in flags_of(name).items():
-            kind, usual = (str, "") if default is None else (int, f" (default {default})")
-            help = f"{name}: {what}{usual}"
-            group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
+    for flag, (name, default, what, _) in FLAGS.items():
+        kind, usual = (str, "") if default is None else (int, f" (default {default})")
+        help = f"{name}: {what}{usual}"
+        group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
     group.add_argument(
         "--draft-window", type=int, default=0, metavar="N",
         help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default)",
@@ -119,8 +119,7 @@ def add_flags(group) -> None:
 
 def given_flags(o: argparse.Namespace) -> dict:
     """Return the own flags of methods that a command line gives."""
-    every = {flag: getattr(o, flag.replace("-", "_")) for name in METHODS for flag in flags_of(name)}
-    return {flag: value for flag, value in every.items() if value is not None}
+    return {flag: x for flag in FLAGS if (x := getattr(o, flag.replace("-", "_"))) is not None}
 
 
 def add_drafting(p: Options, default: str = "none"):
@@ -234,10 +233,8 @@ class Drafting:
     coupled: bool = True  # draft with the target's sampling noise
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
-    flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
-    # Prompts as ids to measure --tree auto on, where there is no tokenizer.
-    tune_on: tuple[list[int], ...] = ()
-    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.Ring`
+    flags: dict = field(default_factory=dict)  # options of the method, see FLAGS; others take their default
+    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.KeptTokens`
     chosen: bool = False  # stands for "auto": what cannot be built is left out
 
     def __post_init__(self):
@@ -265,27 +262,24 @@ class Drafting:
     def _all_flags(self) -> dict:
         """Return the method's flags, those that are not given by their defaults. Raises InputError."""
         own = flags_of(self.method)
-        flags = self.flags | {f: about.default for f, about in own.items() if f not in self.flags}
+        flags = {flag: about.default for flag, about in own.items()} | self.flags
         for flag, value in flags.items():
             if flag not in own:
-                owners = ", ".join(name for name in METHODS if flag in flags_of(name)) or "no method"
-                raise InputError(f"--{flag} belongs to --speculate {owners}; leave it out")
-            default, what, least = own[flag]
+                owner = FLAGS[flag].method if flag in FLAGS else "no method"
+                raise InputError(f"--{flag} belongs to --speculate {owner}; leave it out")
+            _, default, what, least = own[flag]
             if value is None:
                 raise InputError(f"--speculate {self.method}: needs --{flag}, the {what}")
-            kind = str if default is None else int
-            if type(value) is not kind:
-                raise InputError(f"--{flag} {value!r}: is not of type {kind.__name__}")
-            if kind is int and not least <= value <= MOST:
-                raise InputError(f"--{flag} {value}: must be {least} to {MOST:,}")
+            if not (default is None or (type(value) is int and least <= value <= MOST)):
+                raise InputError(f"--{flag} {value!r}: must be {least} to {MOST:,}")
         return flags
 
     @classmethod
-    def of(cls, o: argparse.Namespace, **more) -> Drafting:
-        """Return the drafting that a command's options ask for, see `add_drafting`. more: further fields."""
+    def of(cls, o: argparse.Namespace) -> Drafting:
+        """Return the drafting that a command's options ask for, see `add_drafting`."""
         return cls(
             o.speculate, o.draft, o.tree, getattr(o, "accept", "equal"), o.coupled, o.draft_int8,
-            given_flags(o), window=o.draft_window, **more,
+            given_flags(o), window=o.draft_window,
         )
 
     def at(self, checkpoint: Path, say: Callable[[str], None]) -> Drafting:
@@ -340,11 +334,11 @@ class Drafting:
         if self.draft and len(kinds) > 1 and TARGET not in kinds:
             raise InputError(f"--speculate {self.method}: --draft {self.draft}: both take a head; convert"
                              " them into the checkpoint's folder and leave it out")
+        for flag, value in self.flags.items():
+            if FLAGS[flag].default is None and not Path(value).is_dir():
+                raise InputError(f"--{flag} {value}: no such folder; name the {FLAGS[flag].what}")
         found: dict[str, Path | None] = {}
         for name, method in methods.items():
-            for flag, about in method.flags.items():
-                if about.default is None and not Path(self.flags[flag]).is_dir():
-                    raise InputError(f"--{flag} {self.flags[flag]}: no such folder; name the {about.what}")
             named = self.draft and (method.draft == TARGET or TARGET not in kinds)
             found[name] = None
             if method.draft == TARGET and not named:
@@ -364,21 +358,23 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
 
     shared: further fields of `drafters.base.Setup`. Raises InputError if it cannot be built.
     """
-    from drafters.base import Setup  # imports torch
+    from checkpoint.calibration import Calibration  # imports torch, as do the others
+    from drafters.base import Setup
+    from drafters.mixed import Mixed
 
     parts = []
     for name, folder in drafting.folders(checkpoint).items():
         method = METHODS[name]
-        setup = Setup(
-            method=name, kind=method.draft, folder=folder, tree=drafting.tree if method.draft else None,
-            rule=drafting.accept, coupled=drafting.coupled, flags=drafting.flags, max_seq_len=max_seq_len,
-            reach=drafting.window if drafting.window < max_seq_len else 0, **shared,
-        )
+        setup = Setup(name, drafting, method.draft, folder, max_seq_len=max_seq_len, **shared)
         try:
-            parts.append(importlib.import_module(method.module).build(setup))
+            part = importlib.import_module(method.module).build(setup)
         except ValueError as e:  # sizes that cannot be
             raise InputError(str(e)) from None
-        parts[-1].method = name
-    if len(parts) == 2:
-        return importlib.import_module("drafters.mixed").Mixed(*parts)
-    return parts[0] if parts else None
+        part.method, part.folder = name, folder
+        parts.append(part)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    for part in parts:
+        if part.folder and (known := Calibration.read(part.folder)):
+            part.confidence = known.confidence or part.confidence
+    return Mixed(*parts)

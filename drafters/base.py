@@ -5,15 +5,16 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from checkpoint.calibration import Confidence
 from checkpoint.loading import load_head
 from common.errors import InputError
-from model import KVCaches, ModelArgs, Transformer
+from model import KVCaches, Transformer, buffer_bytes
 from networks.head import Head
 from tokens.tokenizer import Tokenizer
 from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape
@@ -21,26 +22,27 @@ from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape
 
 @dataclass(frozen=True)
 class Setup:
-    """A target, and the options of one method; see `drafters.Drafting`."""
+    """A target, and the method that drafts for it."""
 
     method: str  # a name of `drafters.METHODS`
+    drafting: Any  # its options, a `drafters.Drafting`
     kind: str | None  # of the checkpoint in `folder`
     folder: Path | None  # of its head or draft model
-    tree: TreeShape | PathTree | str | None  # None: not given
     default_tree: TreeShape
     target: Transformer
     tokenizer: Tokenizer | None
     max_seq_len: int  # tokens of the longest text
-    coupled: bool
-    reach: int  # the last tokens of a text that a head attends to; 0: all
-    rule: str  # of acceptance, see `sampling.options`
-    flags: dict  # all flags of the method
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
+
+    @property
+    def reach(self) -> int:
+        """The last tokens of a text that a head attends to; 0: all."""
+        return self.drafting.window if self.drafting.window < self.max_seq_len else 0
 
     @property
     def grown_tree(self) -> TreeShape | PathTree:
         """The tree of a drafter that grows trees: as --tree says, else the default."""
-        tree = self.default_tree if self.tree in (None, "auto") else self.tree
+        tree = self.default_tree if self.drafting.tree in (None, "auto") else self.drafting.tree
         return PAPER_TREE if tree == "paper" else tree
 
     def load_head(self) -> Head:
@@ -72,17 +74,6 @@ class ExtraRows(NamedTuple):
     learn: Callable[[Tensor], None]
 
 
-@dataclass(frozen=True)
-class Confidence:
-    """Probability that a node is accepted: exp(slope * score of its path + shift), at most 1.
-
-    (slope, shift) at temperature 0 and at 1; between them they are interpolated.
-    """
-
-    of_greedy: tuple[float, float] = (1.0, 0.0)
-    of_sampling: tuple[float, float] = (1.0, 0.0)
-
-
 class Proposal(NamedTuple):
     """The tree of one step."""
 
@@ -98,12 +89,23 @@ def constants(module: nn.Module, **values) -> None:
         module.register_buffer(name, torch.as_tensor(value), persistent=False)
 
 
+class StaticLevel(nn.Module):
+    """A level of a static tree (see `tree.Level`), its indices kept on the device."""
+
+    def __init__(self, level: Level):
+        super().__init__()
+        constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
+        for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
+            constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
+
+
 class StaticTree(nn.Module):
     """A tree whose form is known beforehand, kept on the device: only its tokens change."""
 
     def __init__(self, shape: PathTree):
         super().__init__()
         constants(self, parent=shape.parent, depth=shape.depths, ancestors=shape.ancestors)
+        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
     def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
         """Return the tree with these tokens [B, T], root first.
@@ -115,16 +117,6 @@ class StaticTree(nn.Module):
         # Chosen, not multiplied: a score may be -inf.
         paths = None if scores is None else torch.where(self.ancestors, scores[:, None], 0).sum(-1)
         return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
-
-
-class StaticLevel(nn.Module):
-    """A level of a static tree (see `tree.Level`), its indices kept on the device."""
-
-    def __init__(self, level: Level):
-        super().__init__()
-        constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
-        for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
-            constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
 
 
 def unread_rows(state, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
@@ -147,19 +139,22 @@ def newest(state, rows: int) -> Tensor:
 class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 
-    A drafter declares its needs in the attributes below. `shape`: size of its trees, the same at every step.
+    A drafter declares its needs in the attributes below. `shape`: size of its trees, the same at every step;
+    `static`: the tree itself, if its form is known beforehand.
     """
 
     method = "none"  # of --speculate
     rule = "equal"  # of acceptance, see `sampling.options`
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
+    extra_rows = 0  # that it adds to the verify pass, see `ExtraRows`
     passes = 0  # times that a step reads the weights of its network, for the bandwidth figure
     made_of = ""  # identity of a drafter without weights, in evaluate.py's record
-    cached: tuple[ModelArgs, ...] = ()  # shapes of the models whose keys and values it caches
+    all_layers: tuple[int, ...] = ()  # those of the features in the state, if it drafts beside another one
     reads = True  # its step reads the tokens committed before; if not, unread tokens add up
     per_sequence: tuple[str, ...] = ()  # its buffers with a row for each sequence, beside the caches
     folder: Path | None = None  # of its network, if that may have a calibration.json
     confidence = Confidence()  # of the scores of its trees
+    grows = False  # it drafts trees of any size, see `HeadDrafter.with_tree`
     headless: Drafter | None = None  # the fallback drafter when the head is skipped
     may_pass = False  # it may have nothing to propose, see `has_guess`
 
@@ -167,28 +162,48 @@ class Drafter(nn.Module):
         """parts: drafters that this one asks. They keep what it keeps."""
         super().__init__()
         self.shape, self.parts = shape, nn.ModuleList(parts)
-        self.caches: KVCaches | None = None  # of its network, see `allocate`
+        self.static = StaticTree(shape) if isinstance(shape, PathTree) else None
+        self.caches: KVCaches | None = None  # of its network, see `new_caches`
 
     @property
     def network(self) -> nn.Module | None:
         """The network that drafts, if there is one."""
         return getattr(self, "head", None)
 
-    def allocate(
+    @property
+    def grown(self) -> Drafter | None:
+        """The drafter that `grows`, this one or one of its parts, if there is one."""
+        return next((one for one in (self, *self.parts) if one.grows), None)
+
+    def new_caches(
         self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        """Allocate caches for `batch` sequences of `slots` slots, and move to the device. Called once.
+    ) -> KVCaches | None:
+        """Allocate the caches of its network for `batch` sequences of `slots` slots, if it has any.
 
         room: slots that a pass may touch after the committed ones.
         """
+
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Move to the device, and allocate all that it keeps, see `new_caches`. Called once."""
         self.to(device)
+        self.caches = self.new_caches(batch, slots, room, dtype, device)
         for part in self.parts:
             part.allocate(batch, slots, room, dtype, device)
 
     def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
         """Bytes that `allocate` takes."""
-        own = sum(KVCaches.bytes(args, batch, slots, dtype) for args in self.cached)
+        caches = self.new_caches(batch, slots, room, dtype, "meta")
+        own = 0 if caches is None else buffer_bytes(caches)
         return own + sum(part.memory(batch, slots, room, dtype) for part in self.parts)
+
+    def own_features(self, features: Tensor) -> Tensor:
+        """Select the features of its own layers from those of all in the state [..., F]."""
+        if not self.all_layers or self.all_layers == self.aux_layers:
+            return features
+        each = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)
+        return torch.cat([each[self.all_layers.index(layer)] for layer in self.aux_layers], -1)
 
     def reusable(self, same: int, held: int, length: int) -> int:
         """Return the count of prompt tokens that it need not read again, at most `same`.
@@ -199,14 +214,9 @@ class Drafter(nn.Module):
         return min((part.reusable(same, held, length) for part in self.parts), default=same)
 
     @property
-    def extra_rows(self) -> int:
-        """Rows that it adds to the verify pass at most, see `ExtraRows`."""
-        return 0
-
-    @property
     def extra_slots(self) -> int:
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
-        return self.shape.extra_slots
+        return self.shape.extra_slots + self.extra_rows
 
     def extra_slots_after(self, window: int) -> int:
         """Return `extra_slots` for the catch-up of another tree, with a wider window."""
@@ -243,7 +253,7 @@ class Drafter(nn.Module):
         return any(part.has_guess(state, slots) for part in self.parts)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
-        """Read a chunk of the prompt: the tokens of `state` at positions [B, C], their features [B, C, F].
+        """Read a chunk of the prompt: the tokens of `state` at positions [B, C], features [B, C, F] of these.
 
         The token after a prompt's last one is not known yet: a drafter that wants it reads that row again in
         its first `propose`.

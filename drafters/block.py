@@ -19,7 +19,6 @@ from torch import Tensor
 
 from common.errors import InputError
 from drafters.base import Setup, newest
-from drafters.eagle import Eagle
 from drafters.network import HeadDrafter
 from kernels.backend import once
 from networks.block import BlockHead
@@ -29,27 +28,22 @@ from tree import Growth, PathTree, TreeShape, pick
 
 
 class BlockDrafter(HeadDrafter):
-    """A head that drafts blocks, on any tree as deep as these.
+    """A DFlash or DSpark head. It drafts the whole block it was trained for, also for a smaller tree.
 
-    coupled, reach: see `HeadDrafter`. Raises ValueError on a tree that is deeper than the head's blocks, or
-    wider than its vocabulary.
+    Arguments and errors are those of `HeadDrafter`.
     """
 
-    block_rows: int  # of a pass, for what is not known yet
-    _sees_all: bool  # rows of a block see those after them, too
-
-    def __init__(self, head: BlockHead | PEagleHead, shape: TreeShape, coupled: bool = True, reach: int = 0):
-        super().__init__(head, shape, coupled, reach)
-        if shape.window - 1 > head.args.drafts:
-            raise ValueError(
-                f"tree: depth {shape.depth} has {shape.window - 1} levels, the head drafts {head.args.drafts}"
-                f" tokens ahead: a depth of at most {head.args.drafts - 1}"
-            )
-        self.passes = 1
+    one_pass = True
 
     @property
-    def deepest(self) -> int:
-        return self.head.args.drafts - 1
+    def block_rows(self) -> int:
+        """Rows of a pass for what is not known yet."""
+        return self.head.args.block
+
+    @property
+    def _sees_all(self) -> bool:
+        """True if rows of a block see those after them, too."""
+        return not self.head.args.causal
 
     @property
     def extra_slots(self) -> int:
@@ -62,7 +56,7 @@ class BlockDrafter(HeadDrafter):
         """
         W, rows, n_new = state.backend.unread_rows(state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
-        context = self.head.fuse(state.features[:, :W])
+        context = self.head.fuse(self.own_features(state.features[:, :W]))
         slots, first = self.kept.live(slots), self.kept.first(start)
         own = first[:, None] + ahead
         positions = torch.cat((start[:, None] + ahead[:W], state.length[:, None] + ahead[:rows]), 1)
@@ -84,7 +78,7 @@ class BlockDrafter(HeadDrafter):
 
         context [B, W, H]: fused features. The others are those of `Transformer.forward`.
         """
-        raise NotImplementedError
+        return self.head(state.root(), context, positions, own, visible, self.caches)
 
     def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
         """Grow a tree from the rows of all levels, last [B, L, H].
@@ -95,7 +89,6 @@ class BlockDrafter(HeadDrafter):
         backend, head, k, levels = state.backend, self.head, shape.width, shape.window - 1
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels: the lm_head is read once
-        noise = None if noise is None else noise[:, :levels]
         if not head.args.markov_rank:
             scores, ids = backend.rank(logits, noise, k, self._names)  # [B, L, k]
             if head.args.confidence:
@@ -124,33 +117,9 @@ class BlockDrafter(HeadDrafter):
         return grown
 
 
-class DFlash(BlockDrafter):
-    """A DFlash or DSpark head. It drafts the whole block it was trained for, also for a smaller tree."""
-
-    head: BlockHead
-
-    @property
-    def block_rows(self) -> int:
-        return self.head.args.block
-
-    @property
-    def _sees_all(self) -> bool:
-        return not self.head.args.causal
-
-    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
-        self.head.read(self.head.fuse(features), positions, own, visible, self.caches)
-
-    def _draft(
-        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
-    ) -> Tensor:
-        return self.head(state.root(), context, positions, own, visible, self.caches)
-
-
 class PEagle(BlockDrafter):
     """A P-EAGLE head: the catch-up's last row drafts the first level, rows that read a mask the others."""
 
-    head: PEagleHead
-    _read = Eagle._read
     _sees_all = False
 
     @property
@@ -172,7 +141,7 @@ class PEagle(BlockDrafter):
 
 def block_drafter(head: Head) -> type[BlockDrafter] | None:
     """Return the class that drafts with a head, None if it drafts no blocks."""
-    return DFlash if isinstance(head, BlockHead) else PEagle if isinstance(head, PEagleHead) else None
+    return BlockDrafter if isinstance(head, BlockHead) else PEagle if isinstance(head, PEagleHead) else None
 
 
 def build(setup: Setup) -> BlockDrafter:
@@ -182,11 +151,9 @@ def build(setup: Setup) -> BlockDrafter:
         raise InputError(f"--speculate {setup.method}: grows its tree: --tree T,D,K, or a chain of n tokens"
                          " as --tree n+1,n-1,1")
     head = setup.load_head()
-    if setup.tree in (None, "auto"):
+    if setup.drafting.tree in (None, "auto"):
         tree = deep_tree(tree, head.args.drafts)
-    made = block_drafter(head)(head, tree, setup.coupled, setup.reach)
-    made.folder = setup.folder
-    return made
+    return block_drafter(head)(head, tree, setup.drafting.coupled, setup.reach)
 
 
 def deep_tree(usual: TreeShape, levels: int) -> TreeShape:

@@ -15,7 +15,7 @@ from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters.base import Proposal, Setup, newest, unread_rows
 from drafters.network import NetworkDrafter
-from model import Transformer
+from model import KVCaches, Transformer
 from sampling.noise import PROPOSING, stream
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
@@ -43,14 +43,15 @@ class DraftModel(NetworkDrafter):
                 f" not {shape.nodes},{shape.depth},{shape.width}"
             )
         self.model, self.rule = model, rule
-        self.cached = (model.args,)
 
     @property
     def network(self) -> Transformer:
         return self.model
 
-    def allocate(self, batch: int, slots: int, *_) -> None:
-        self.caches = self.model.caches(batch, slots)
+    def new_caches(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCaches:
+        return self.model.caches(batch, slots, device)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
@@ -79,17 +80,14 @@ class DraftModel(NetworkDrafter):
     ) -> Tensor:
         return self.model(tokens, positions, own, visible, self.caches)[0]
 
-    def _logits(self, h: Tensor) -> Tensor:
-        return self.model.logits(h)
-
 
 def build(setup: Setup) -> DraftModel:
     """Load the converted model that --draft names.
 
     Raises InputError if it has another vocabulary or is too short, ValueError if the tree does not fit.
     """
-    folder, target = setup.folder, setup.target
-    if isinstance(setup.tree, PathTree) or setup.tree == "auto":
+    folder, target, drafting = setup.folder, setup.target, setup.drafting
+    if isinstance(drafting.tree, PathTree) or drafting.tree == "auto":
         raise InputError("--speculate draft-model: takes --tree paper or nodes,depth,width only")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
     if own["vocab_size"] != vocab_size:
@@ -108,5 +106,6 @@ def build(setup: Setup) -> DraftModel:
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
     model = model.reaching(setup.max_seq_len)
-    chain = setup.rule == "residual" and setup.tree is None
-    return DraftModel(model, TreeShape(6, 4, 1) if chain else setup.grown_tree, setup.coupled, setup.rule)
+    chain = drafting.accept == "residual" and drafting.tree is None
+    tree = TreeShape(6, 4, 1) if chain else setup.grown_tree
+    return DraftModel(model, tree, drafting.coupled, drafting.accept)

@@ -5,13 +5,11 @@ EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGL
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, Setup, StaticLevel, StaticTree, newest, unread_rows
+from drafters.base import Proposal, Setup
 from drafters.network import HeadDrafter
-from networks.head import Head
-from tree import EAGLE1_TREE, PathTree, pick
+from tree import EAGLE1_TREE, PathTree
 
 
 class Eagle(HeadDrafter):
@@ -19,32 +17,6 @@ class Eagle(HeadDrafter):
 
     Arguments and errors are those of `HeadDrafter`.
     """
-
-    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
-        # Row i pairs feature i with token i+1 and stands at position i (only differences matter to RoPE).
-        next_tokens = state.tokens.gather(1, positions + 1)
-        self.head(next_tokens, self.head.fuse(features), positions, own, visible, self.caches)
-
-    def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read up to W rows with the target's true features, the first n_new of them real.
-
-        The caches' entries of the other rows are overwritten or never seen.
-        """
-        head, (positions, visible) = self.head, unread_rows(state, slots)
-        next_tokens = state.tokens.gather(1, positions + 1)
-        own, visible = self.kept.rows(state.backend, positions, visible)
-        features = head.fuse(state.features[:, : positions.shape[1]])
-        h = head(next_tokens, features, positions, own, visible, self.caches)
-        self._keep_unread(state)
-        return pick(h, newest(state, h.shape[1]))
-
-    def _rows(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor
-    ) -> Tensor:
-        return self.head(tokens, feature, positions, own, visible, self.caches)
-
-    def _logits(self, h: Tensor) -> Tensor:
-        return self.head.logits(h)
 
 
 class StaticEagle(Eagle):
@@ -54,16 +26,13 @@ class StaticEagle(Eagle):
     device.
     """
 
-    def __init__(self, head: Head, shape: PathTree, coupled: bool = True, reach: int = 0):
-        super().__init__(head, shape, coupled, reach)
-        self.static = StaticTree(shape)
-        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
+    grows = False
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         backend, noise, B = state.backend, self.draft_noise(noise), state.length.shape[0]
         h, slots, first = self.catch_up(state, slots), self.kept.live(slots), self.kept.first(state.length)
         tokens, scores, used = [state.root()[:, None]], [], 0
-        for i, level in enumerate(self.levels):
+        for i, level in enumerate(self.static.levels):
             if i:  # expand what the level above proposed
                 count = len(level.rows)
                 own = first[:, None] + used + torch.arange(count, device=slots.device)
@@ -83,7 +52,7 @@ class StaticEagle(Eagle):
 def build(setup: Setup) -> Eagle:
     """Load the head. Raises InputError if it does not fit, ValueError if the tree does not."""
     head = setup.load_head()
-    tree = EAGLE1_TREE if setup.tree is None and setup.method == "eagle" else setup.grown_tree
-    drafter = (StaticEagle if isinstance(tree, PathTree) else Eagle)(head, tree, setup.coupled, setup.reach)
-    drafter.folder = setup.folder
-    return drafter
+    given = setup.drafting.tree is not None or setup.method != "eagle"
+    tree = setup.grown_tree if given else EAGLE1_TREE
+    drafter = StaticEagle if isinstance(tree, PathTree) else Eagle
+    return drafter(head, tree, setup.drafting.coupled, setup.reach)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, ExtraRows, Proposal, Setup, StaticTree, constants
+from drafters.base import Drafter, ExtraRows, Proposal, Setup, constants
 from tree import chains
 
 EMPTY = -1
@@ -38,10 +38,10 @@ class Lookahead(Drafter):
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
-        self.static = StaticTree(shape)
         # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, where the
         # root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
+        self.extra_rows = len(places)
         root_only = [i == 0 for i in range(shape.nodes)]
         sees = [
             root_only + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
@@ -64,14 +64,6 @@ class Lookahead(Drafter):
         generator = torch.Generator().manual_seed(10)
         drawn = torch.randint(len(prompt), self.window_rows.shape[1:], generator=generator)
         self.window_rows[place] = torch.tensor(prompt)[drawn].to(self.window_rows.device)
-
-    @property
-    def extra_rows(self) -> int:
-        return len(self.depth)
-
-    @property
-    def extra_slots(self) -> int:
-        return self.shape.extra_slots + self.extra_rows
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root = state.root()[:, None]
@@ -112,5 +104,5 @@ class Lookahead(Drafter):
 
 def build(setup: Setup) -> Lookahead:
     """Build the drafter of these flags. Raises ValueError on sizes that cannot be."""
-    sizes = (setup.flags[flag] for flag in ("window", "level", "guess-set"))
+    sizes = (setup.drafting.flags[flag] for flag in ("window", "level", "guess-set"))
     return Lookahead(setup.target.args.vocab_size, *sizes)

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from drafters.base import Confidence, Drafter, Proposal, Setup, StaticTree, constants
+from drafters.base import Confidence, Drafter, Proposal, Setup, constants
 from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
@@ -39,7 +39,6 @@ class Lookup(Drafter):
         shape = chains(tuple(lengths))
         super().__init__(shape)
         self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
-        self.static = StaticTree(shape)
         # The chain of each drafted node, and its distance from the match.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
         for name, table in (("first", FIRST), ("further", FURTHER)):

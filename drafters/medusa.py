@@ -12,41 +12,25 @@ import json
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, Setup, StaticLevel, StaticTree, constants, newest, unread_rows
-from networks.medusa import HydraHeads, MedusaHeads, MultiTokenHeads
+from drafters.base import Proposal, Setup, constants, newest
+from drafters.network import HeadDrafter
+from networks.medusa import HydraHeads, MedusaHeads
 from tree import PAPER_TREE, PathTree, likely_tree, pick
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
 
 
-class MultiTokenDrafter(Drafter):
+class MultiTokenDrafter(HeadDrafter):
     """Heads that each guess one level of a static tree: Medusa and Hydra.
 
-    coupled: rank the candidates with the target's own noise (see `NetworkDrafter`). Raises ValueError on a
-    tree with more levels than heads, or wider than their vocabulary.
+    Arguments and errors are those of `HeadDrafter`.
     """
 
-    passes = 1
-
-    def __init__(self, head: MultiTokenHeads, shape: PathTree, coupled: bool = True):
-        super().__init__(shape)
-        levels = shape.window - 1
-        if levels > head.args.guesses:
-            raise ValueError(f"tree: {levels} levels, and heads for {head.args.guesses}")
-        if shape.width > head.args.draft_vocab_size:
-            raise ValueError(
-                f"tree: width {shape.width} exceeds the heads' vocabulary of {head.args.draft_vocab_size}"
-            )
-        self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
-        self.static = StaticTree(shape)
-
-    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """Return the target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not used."""
-        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
+    grows = False
+    one_pass = True
 
 
 class Medusa(MultiTokenDrafter):
@@ -57,12 +41,11 @@ class Medusa(MultiTokenDrafter):
         constants(self, level=[len(p) - 1 for p in shape.paths], rank=[p[-1] for p in shape.paths])
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        levels, noise = self.shape.window - 1, self.draft_noise(noise)
-        z = self.head.fuse(pick(state.features, newest(state, state.features.shape[1]))[:, 0])
-        logits = self.head.logits(z)[:, :levels]  # [B, levels, Vd]
-        shift = None if noise is None else noise[:, :levels]
-        scores, ids = state.backend.rank(logits, shift, self.shape.width)
-        scores, tokens = scores[:, self.level, self.rank], self.head.draft_ids[ids][:, self.level, self.rank]
+        last = pick(state.features, newest(state, state.features.shape[1]))[:, 0]
+        logits = self.head.logits(self.head.fuse(self.own_features(last)))
+        logits = logits[:, : self.shape.window - 1]  # [B, levels, Vd]
+        found = state.backend.rank(logits, self.draft_noise(noise), self.shape.width, self._names)
+        scores, tokens = (x[:, self.level, self.rank] for x in found)
         root = state.root()[:, None]
         scores = torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
         return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
@@ -71,35 +54,17 @@ class Medusa(MultiTokenDrafter):
 class Hydra(MultiTokenDrafter):
     """Level after level, each guess reads the tokens above it. Hydra++'s layer reads all committed tokens."""
 
-    def __init__(self, head: HydraHeads, shape: PathTree, coupled: bool = True):
-        super().__init__(head, shape, coupled)
-        self.cached = (head.args,) if head.args.prefix else ()
-        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
-
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().allocate(batch, slots, room, dtype, device)
-        self.caches = self.head.caches(batch, slots, dtype, device) if self.head.args.prefix else None
-
-    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
-        self.head(self.head.fuse(features), positions, positions, visible, self.caches)
-
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        head, noise = self.head, self.draft_noise(noise)
-        positions, visible = unread_rows(state, slots)
-        features = head.fuse(state.features[:, : positions.shape[1]])
-        p = head(features, positions, positions, visible, self.caches)
-        p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
+        head, noise, p = self.head, self.draft_noise(noise), self.catch_up(state, slots)  # [B, 1, H]
         k, root = self.shape.width, state.root()[:, None]
         paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]
-        for i, level in enumerate(self.levels):
+        for i, level in enumerate(self.static.levels):
             if i:  # expand what the level above proposed
                 paths = torch.cat((paths[:, level.came_from], tokens[-1][:, level.rows, None]), -1)
             logits = head.guess_logits(head.output(p.expand(-1, paths.shape[1], -1), paths), i)
             shift = None if noise is None else noise[:, i, None]
-            level_scores, ids = state.backend.rank(logits, shift, k)
-            tokens.append(head.draft_ids[ids].flatten(1)[:, level.nodes])
+            level_scores, ranked = state.backend.rank(logits, shift, k, self._names)
+            tokens.append(ranked.flatten(1)[:, level.nodes])
             scores.append(level_scores.flatten(1)[:, level.nodes])
         return Proposal(self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1)))
 
@@ -118,7 +83,7 @@ def build(setup: Setup) -> MultiTokenDrafter:
 
     Raises InputError if the heads do not fit, ValueError if the tree does not.
     """
-    tree, usual = setup.tree, setup.default_tree
+    tree, usual = setup.drafting.tree, setup.default_tree
     if not (tree in (None, "paper") or isinstance(tree, PathTree)):
         raise InputError(f"--speculate {setup.method}: takes a static tree: --tree FILE, a JSON list of paths"
                          " of ranks, or --tree paper")
@@ -126,4 +91,4 @@ def build(setup: Setup) -> MultiTokenDrafter:
     if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
         tree = published_tree()
     drafter = Hydra if isinstance(head, HydraHeads) else Medusa
-    return drafter(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.coupled)
+    return drafter(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.drafting.coupled)

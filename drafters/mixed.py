@@ -1,43 +1,22 @@
 """Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
 
 `--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Scores of different drafters are
-on different scales: a head has its softmax, lookup the length of a match. `base.Confidence` maps each to the
-probability of acceptance, which `engine.calibrate` measures.
+on different scales: a head has its softmax, lookup the length of a match. Each has a `Confidence`, which maps
+them to the probability of acceptance. `engine.calibrate` measures that of a head.
 """
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
-from drafters.network import HeadDrafter
-from kernels.backend import TorchBackend
+from drafters.base import Drafter, ExtraRows, Proposal, constants
 from tree import AnyTree, Tree, TreeShape
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
-
-
-class View(NamedTuple):
-    """The fields of an `engine.state.State` that drafters read, with the features of one drafter's layers."""
-
-    tokens: Tensor
-    length: Tensor
-    n_new: Tensor
-    features: Tensor
-    done: Tensor
-    temperature: Tensor
-    key: Tensor
-    window: int
-    backend: TorchBackend
-
-    def root(self) -> Tensor:
-        """The root token of each sequence [B]."""
-        return self.tokens.gather(1, self.length[:, None])[:, 0]
 
 
 class Mixed(Drafter):
@@ -49,33 +28,25 @@ class Mixed(Drafter):
 
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
-        grown = next((part for part in parts if isinstance(part, HeadDrafter)), None)
+        grown = next((part for part in parts if part.grows), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
         # A path of all nodes is the longest: a step makes noise for no more positions.
         levels = min(max(part.shape.window for part in parts), nodes) - 1
         super().__init__(AnyTree(nodes, levels), *parts)
         self.method = "+".join(part.method for part in parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
+        for part in parts:
+            part.all_layers = self.aux_layers
+        self.extra_rows = max(part.extra_rows for part in parts)
         self.passes = sum(part.passes for part in parts)
         self.made_of = " ".join(part.made_of for part in parts)
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)
-        self.believe([part.confidence for part in parts])
-
-    def believe(self, confidences: list[Confidence]) -> None:
-        """Set the confidence of each drafter's scores."""
-        device = next((buffer.device for buffer in self.buffers()), "cpu")
-        constants(self, believed=torch.tensor([dataclasses.astuple(c) for c in confidences], device=device))
-
-    @property
-    def grown(self) -> HeadDrafter | None:
-        """The drafter that grows its trees with a head, if there is one."""
-        return next((part for part in self.parts if isinstance(part, HeadDrafter)), None)
+        constants(self, believed=torch.tensor([dataclasses.astuple(part.confidence) for part in parts]))
 
     @property
     def headless(self) -> Drafter | None:
-        asked = (part for part in self.parts if part.may_pass and not (part.cached or part.per_sequence))
-        return next(asked, None) if self.grown else None
+        return next((part for part in self.parts if part.may_pass), None) if self.grown else None
 
     def with_tree(self, shape: TreeShape) -> Mixed:
         """Return the same drafters, with another tree of the one that grows trees."""
@@ -90,37 +61,14 @@ class Mixed(Drafter):
         return nn.ModuleList(networks) if networks else None
 
     @property
-    def extra_rows(self) -> int:
-        return max(part.extra_rows for part in self.parts)
-
-    @property
     def extra_slots(self) -> int:
         # Extra rows stand behind the joint tree; a head's own rows behind the widest window.
         extra = max(part.extra_slots - part.shape.nodes for part in self.parts)
         own = (part.extra_slots_after(self.shape.window) for part in self.parts)
         return max(self.shape.nodes + max(extra, 0), *own)
 
-    def _own(self, part: Drafter, features: Tensor) -> Tensor:
-        """Select the features of a drafter's layers from those of all [..., F]."""
-        if part.aux_layers == self.aux_layers or not part.aux_layers:
-            return features
-        places = [self.aux_layers.index(layer) for layer in part.aux_layers]
-        each = features.unflatten(-1, (len(self.aux_layers), -1)).unbind(-2)
-        return torch.cat([each[i] for i in places], -1)
-
-    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
-        for part in self.parts:
-            own = None if features is None else self._own(part, features)
-            part.read(state, own, positions, visible)
-
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        found = []
-        for part in self.parts:
-            view = View(
-                state.tokens, state.length, state.n_new, self._own(part, state.features), state.done,
-                state.temperature, state.key, state.window, state.backend,
-            )
-            found.append(part.propose(view, slots, noise))
+        found = [part.propose(state, slots, noise) for part in self.parts]
         greedy, sampling = self.believed[:, None].unbind(2)
         between = state.temperature.clamp(0, 1)[:, None]
         slope, shift = torch.lerp(greedy, sampling, between)[..., None].unbind(2)  # [parts, B, 1] each

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Drafter, Proposal, constants
+from drafters.base import Drafter, Proposal, constants, newest, unread_rows
 from kernels.backend import TorchBackend
 from model import KVCaches
 from networks.head import Head
@@ -19,41 +19,12 @@ from tree import Growth, PathTree, TreeShape, pick
 MOST = 64  # rows that are moved in one call, whose entries a GPU holds in registers
 
 
-class EveryToken(nn.Module):
-    """The tokens whose keys and values a head keeps: all of them, token i of a text in slot i."""
+class KeptTokens(nn.Module):
+    """The tokens whose keys and values a head keeps: the last `reach` of a text, or, with 0, all.
 
-    reach = 0  # tokens that are kept, 0: all
-
-    def allocate(self, room: int, device: torch.device | str) -> None:
-        """Make what is needed on this device. room: rows that a pass may have after the committed ones."""
-
-    def count(self, slots: int, room: int) -> int:
-        """Return the number of slots of the head's caches, where the target's have `slots`."""
-        return slots
-
-    def live(self, slots: Tensor) -> Tensor:
-        """Return the slots that a pass attends to [n], where it would attend to these."""
-        return slots
-
-    def first(self, length: Tensor) -> Tensor:
-        """Return the slot after the committed rows of these lengths [B]: a pass's own begin there."""
-        return length
-
-    def rows(self, backend: TorchBackend, positions: Tensor, visible):
-        """Return the slots of rows that follow each other in the text at positions [B, T], and what they
-        see."""
-        return positions, visible
-
-    def reusable(self, same: int, held: int, length: int) -> int:
-        """See `drafters.base.Drafter.reusable`."""
-        return same
-
-
-class Ring(EveryToken):
-    """The last N tokens: i is in slot i mod N until i + N takes its place. A pass's own rows stand behind.
-
-    The papers' heads are trained on 2,048 tokens, and a head that attends to all of a long text reads more in
-    every draft pass than the pass has weights.
+    With all of a text, token i is in slot i. With the last N, i is in slot i mod N of a ring until i + N
+    takes its place; a pass's own rows stand behind the ring. The papers' heads are trained on 2,048 tokens,
+    and a head that attends to all of a long text reads more in every draft pass than the pass has weights.
 
     So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
     other mask than there. Their order is another, which attention does not mind: keys are rotated by their
@@ -62,24 +33,34 @@ class Ring(EveryToken):
     would give the same.
     """
 
-    def __init__(self, reach: int):
+    def __init__(self, reach: int = 0):
         super().__init__()
         self.reach = reach
         self.allocate(0, "cpu")
 
     def allocate(self, room: int, device: torch.device | str) -> None:
-        constants(self, slots=torch.arange(self.count(0, room), device=device))
+        """Make what is needed on this device. room: rows that a pass may have after the committed ones."""
+        if self.reach:
+            constants(self, slots=torch.arange(self.count(0, room), device=device))
 
     def count(self, slots: int, room: int) -> int:
-        return self.reach + room + 1  # the last one is moved onto itself, by rows that are not kept
+        """Return the number of slots of the head's caches, where the target's have `slots`."""
+        # The last one is moved onto itself, by rows that are not kept.
+        return self.reach + room + 1 if self.reach else slots
 
     def live(self, slots: Tensor) -> Tensor:
-        return self.slots
+        """Return the slots that a pass attends to [n], where it would attend to these."""
+        return self.slots if self.reach else slots
 
     def first(self, length: Tensor) -> Tensor:
-        return length.clamp(max=self.reach)
+        """Return the slot after the committed rows of these lengths [B]: a pass's own begin there."""
+        return length.clamp(max=self.reach) if self.reach else length
 
     def rows(self, backend: TorchBackend, positions: Tensor, visible):
+        """Return the slots of rows that follow each other in the text at positions [B, T], and what they
+        see."""
+        if not self.reach:
+            return positions, visible
         first, count = self.first(positions[:, 0]), positions.shape[1]
         own = first[:, None] + torch.arange(count, device=positions.device)
         return own, backend.visible_before(self.slots, first, count)
@@ -98,9 +79,11 @@ class Ring(EveryToken):
             caches.move(some, there)
 
     def reusable(self, same: int, held: int, length: int) -> int:
+        """See `drafters.base.Drafter.reusable`."""
         # A longer text has written over what stood before the end of the shorter one. What the new text's
         # prompt reaches is written again.
-        return same if held <= max(self.reach, length) else max(0, same - self.reach)
+        lost = self.reach and held > max(self.reach, length)
+        return max(0, same - self.reach) if lost else same
 
 
 class NetworkDrafter(Drafter):
@@ -108,19 +91,26 @@ class NetworkDrafter(Drafter):
 
     coupled: rank candidates by draft logits plus the very noise that the target will be sampled with, so that
     the network guesses which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never
-    changes what is emitted; without noise (greedy) it changes nothing. vocabulary: how many ids the network
-    knows. Raises ValueError if the tree is wider than the vocabulary.
+    changes what is emitted; without noise (greedy) it changes nothing. vocabulary: size of the network's.
+    drafts: levels of a tree that it can draft at most. Raises ValueError on a tree that is wider or deeper.
     """
 
-    deepest: int | None = None  # depth of the deepest tree that it can grow; None: unlimited
     _names: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
+    one_pass = False  # over the network drafts all levels
     read_ahead = 0  # rows that its cache holds beyond those of the target's: 1 if it has read the root
 
-    def __init__(self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True):
+    def __init__(
+        self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True, reach: int = 0,
+        drafts: int | None = None,
+    ):
         super().__init__(shape)
+        levels = shape.window - 1
         if shape.width > vocabulary:
             raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
-        self.coupled, self.passes, self.kept = coupled, shape.window - 1, EveryToken()
+        if drafts is not None and levels > drafts:
+            raise ValueError(f"tree: {levels} levels below its root, the head drafts {drafts} tokens ahead")
+        self.coupled, self.passes, self.kept = coupled, 1 if self.one_pass else levels, KeptTokens(reach)
+        self.deepest = None if drafts is None else drafts - 1  # depth of the deepest tree; None: unlimited
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         return Proposal(state.backend.draft(self, state, slots, noise))
@@ -158,14 +148,17 @@ class NetworkDrafter(Drafter):
 
         Returns log-probabilities and target ids, both [B, R, k].
         """
-        logits = self._logits(h)
+        logits = self.network.logits(h)
         if level_logits is not None:
             level_logits.append(logits)
         return backend.rank(logits, None if noise is None else noise[:, step, None], k, self._names)
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
-        return noise if self.coupled else None
+        """The target's noise [B, W, V] at the network's ids [B, levels, Vd]; None if it is not to be used."""
+        if noise is None or not self.coupled:
+            return None
+        noise = noise[:, : self.shape.window - 1]  # a joint tree may have more levels
+        return noise if self._names is None else noise[..., self._names]
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read what the last step committed. Returns the output [B, 1, H] for the first level."""
@@ -178,11 +171,7 @@ class NetworkDrafter(Drafter):
 
         feature [B, k, H]: the output that each token was drafted from.
         """
-        raise NotImplementedError
-
-    def _logits(self, h: Tensor) -> Tensor:
-        """Outputs [B, R, H] -> float32 logits [B, R, Vd]."""
-        raise NotImplementedError
+        return self.network(tokens, feature, positions, own, visible, self.caches)
 
 
 class HeadDrafter(NetworkDrafter):
@@ -192,19 +181,17 @@ class HeadDrafter(NetworkDrafter):
     `NetworkDrafter`.
     """
 
+    grows = True
+
     def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True, reach: int = 0):
-        super().__init__(shape, head.args.draft_vocab_size, coupled)
-        self.kept = Ring(reach) if reach else EveryToken()
-        self.head = head
-        self.aux_layers = head.args.aux_layers
-        self.cached = (head.args,)
+        super().__init__(shape, head.args.draft_vocab_size, coupled, reach, head.args.drafts)
+        self.head, self.aux_layers = head, head.args.aux_layers
 
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
-        other = type(self)(self.head, shape, self.coupled, self.kept.reach)
-        other.rule, other.folder, other.method = self.rule, self.folder, self.method
-        if self.caches is not None:
-            other.caches, other.kept = self.caches, self.kept
+        other = type(self)(self.head, shape, self.coupled)
+        for name in ("rule", "folder", "method", "confidence", "kept", "caches"):
+            setattr(other, name, getattr(self, name))
         return other
 
     def allocate(
@@ -212,26 +199,41 @@ class HeadDrafter(NetworkDrafter):
     ) -> None:
         super().allocate(batch, slots, room, dtype, device)
         self.kept.allocate(room, device)
-        self.caches = self.head.caches(batch, self.kept.count(slots, room), dtype, device)
 
-    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
-        return super().memory(batch, self.kept.count(slots, room), room, dtype)
+    def new_caches(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCaches | None:
+        return self.head.caches(batch, self.kept.count(slots, room), dtype, device)
 
     def reusable(self, same: int, held: int, length: int) -> int:
         return self.kept.reusable(same, held, length)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        if self.caches is None:
+            return
+        # Row i pairs feature i with token i+1 and stands at position i (only differences matter to RoPE).
+        next_tokens = state.tokens.gather(1, positions + 1)
+        features = self.head.fuse(self.own_features(features))
         own, visible = self.kept.rows(state.backend, positions, visible)
-        self._read(state, features, positions, own, visible)
+        self.head.read(next_tokens, features, positions, own, visible, self.caches)
         if self.kept.reach:
             start, rows = positions[:, 0], positions.shape[1]
             # The last unread token is read once more, by the next catch-up.
             end = state.length - state.n_new.clamp(max=1)
             self.kept.keep(self.caches, start, rows, (end - start).clamp(0, rows))
 
-    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
-        """Do the work of `read`, into slots `own` [B, C]."""
-        raise NotImplementedError
+    def catch_up(self, state, slots: Tensor) -> Tensor:
+        """Read up to W rows with the target's true features, the first n_new of them real.
+
+        The caches' entries of the other rows are overwritten or never seen.
+        """
+        head, (positions, visible) = self.head, unread_rows(state, slots)
+        next_tokens = state.tokens.gather(1, positions + 1)
+        own, visible = self.kept.rows(state.backend, positions, visible)
+        features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
+        h = head(next_tokens, features, positions, own, visible, self.caches)
+        self._keep_unread(state)
+        return pick(h, newest(state, h.shape[1]))
 
     def _keep_unread(self, state) -> None:
         """Keep the rows of a catch-up over W unread tokens, except of sequences that are held still."""
@@ -242,8 +244,3 @@ class HeadDrafter(NetworkDrafter):
     @property
     def _names(self) -> Tensor:
         return self.head.draft_ids
-
-    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        if noise is None or not self.coupled:
-            return None
-        return noise[:, : self.shape.window - 1, self.head.draft_ids]  # a joint tree may have more levels

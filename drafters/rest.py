@@ -172,9 +172,9 @@ def build(setup: Setup) -> Rest:
 
     Raises InputError if there is none, or it is of another vocabulary, ValueError on a tree of one node.
     """
-    folder, vocab_size = Path(setup.flags["datastore"]), setup.target.args.vocab_size
-    arrays = open_store(folder, vocab_size, setup.tokenizer)
-    drafter = Rest(*arrays, vocab_size, nodes=setup.flags["draft-tokens"])
+    flags, vocab_size = setup.drafting.flags, setup.target.args.vocab_size
+    arrays = open_store(Path(flags["datastore"]), vocab_size, setup.tokenizer)
+    drafter = Rest(*arrays, vocab_size, nodes=flags["draft-tokens"])
     drafter.device = setup.target.embed.weight.device
     return drafter
 

@@ -8,121 +8,21 @@ text.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.folder import CALIBRATION, MEASURED
-from common.errors import InputError
-from common.files import read_json, write_text
-from common.schema import Wrong
-from drafters.base import Confidence
+from checkpoint.calibration import SHORT, Calibration
 from engine.request import Request
 from tree import TreeShape
 
-FORMAT = 1
-TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
-SHORT, LONG = 128, 4096  # tokens of context at which heads are measured
 # Trees that are tried, smallest first. benchmarks/choice.py judges the choice among them.
 CANDIDATES = tuple(TreeShape(*numbers) for numbers in (
     (2, 0, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2), (4, 2, 1), (6, 1, 3), (6, 2, 2), (8, 2, 3), (8, 3, 2),
     (12, 3, 4), (16, 4, 4), (24, 5, 6), (40, 6, 8), (60, 7, 10),
 ))
-
-
-class Far(NamedTuple):
-    """Accepted drafts after `context` tokens over those after SHORT, by temperature."""
-
-    context: int
-    kept: dict[float, float]
-
-    def at(self, temperature: float, context: int) -> float:
-        """Interpolate the ratio at any context: linear up to `self.context`, constant after it."""
-        share = (min(context, self.context) - SHORT) / (self.context - SHORT)
-        return 1 + max(share, 0.0) * (self.kept[temperature] - 1)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Acceptance lengths of a head: FOLDER/calibration.json beside its weights, see `engine.calibrate`.
-
-    taus: tau of every tree after short prompts, by temperature. ease: accepted drafts of each text over those
-    of the average one, sorted. far, confidence (of the head's scores): None where they were not measured.
-    """
-
-    taus: dict[float, dict[TreeShape, float]]
-    ease: tuple[float, ...]
-    far: Far | None = None
-    confidence: Confidence | None = None
-
-    def tau(self, shape: TreeShape, temperature: float, context: int = SHORT) -> float:
-        """Return the acceptance length of a tree, between the temperatures and contexts measured."""
-        low, high = (
-            1 + (self.taus[t][shape] - 1) * (self.far.at(t, context) if self.far else 1) for t in TEMPERATURES
-        )
-        return low + (high - low) * min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1])
-
-    def write(self, folder: Path) -> None:
-        """Write FOLDER/calibration.json. Raises OSError."""
-        taus = {
-            f"{t:g}": {shape.name: round(tau, 4) for shape, tau in taus.items()}
-            for t, taus in self.taus.items()
-        }
-        record = {"format": FORMAT, "ease": [round(x, 4) for x in self.ease], "tau": taus}
-        if self.far:
-            kept = {f"{t:g}": round(ratio, 4) for t, ratio in self.far.kept.items()}
-            record["far"] = {"context": self.far.context, "kept": kept}
-        if self.confidence:
-            pairs = asdict(self.confidence).items()
-            record["confidence"] = {name: [round(x, 4) for x in pair] for name, pair in pairs}
-        self._of(record)
-        write_text(folder / CALIBRATION, json.dumps(record, indent=0) + "\n")
-
-    @classmethod
-    def read(cls, folder: Path) -> Calibration | None:
-        """Read FOLDER/calibration.json; None if there is none. Raises InputError on a damaged file."""
-        file = folder / CALIBRATION
-        if not file.exists():
-            return None
-        try:
-            return cls._of(read_json(file))
-        except ValueError as e:
-            raise InputError(f"{file}: damaged: {e}; delete it") from None
-        except InputError as e:
-            raise InputError(f"{e}; delete it") from None
-
-    @classmethod
-    def _of(cls, record: dict) -> Calibration:
-        """Make a calibration of a file's content. Raises Wrong, a ValueError."""
-        MEASURED.check(record)
-        if record["format"] != FORMAT:
-            raise Wrong("format", record["format"], f"{FORMAT}, which this version reads")
-        taus = {
-            t: {TreeShape.parse(name): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
-            for t in TEMPERATURES
-        }
-        if not taus[0.0]:
-            raise Wrong("tau.0", {}, "some trees")
-        if any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
-            raise Wrong("tau", record["tau"], "the same trees for each temperature")
-        confidence, far = None, None
-        if "confidence" in record:
-            pairs = (record["confidence"][f.name] for f in fields(Confidence))
-            confidence = Confidence(*(tuple(map(float, pair)) for pair in pairs))
-            for f in fields(Confidence):
-                if not 0 < getattr(confidence, f.name)[0] < 100:
-                    raise Wrong(f"confidence.{f.name}", record["confidence"][f.name], "a slope above 0 first")
-        if "far" in record:
-            context, kept = record["far"]["context"], record["far"]["kept"]
-            if context <= SHORT:
-                raise Wrong("far.context", context, f"more than {SHORT}")
-            far = Far(context, {t: float(kept[f"{t:g}"]) for t in TEMPERATURES})
-        return cls(taus, tuple(map(float, record["ease"])), far, confidence)
 
 
 # -- the requests at hand ----------------------------------------------------------------------
@@ -226,38 +126,38 @@ class Times:
             elif old:
                 seconds[shape] = middle(old)
                 stale.add(shape)
-            elif (guess := self._between_counts(count, shape)) is not None:
-                seconds[shape] = guess
-            else:
-                stale.add(shape)
-                if (guess := self._by_rows(count, shape)) is not None:
-                    seconds[shape] = guess
+            elif guess := self._guess(count, shape):
+                seconds[shape], is_stale = guess
+                if is_stale:
+                    stale.add(shape)
         change = middle(changes) if changes else 1.0
         return {s: t * change if s in stale else t for s, t in seconds.items()}
 
-    def _between_counts(self, count: int, shape: TreeShape | None) -> float | None:
-        """Interpolate between the seconds of steps with fewer and with more sequences, if there are both."""
-        by_count: dict[int, float] = {}
-        for (n, _, other), timed in self._timed.items():
-            if other == shape:
-                by_count[n] = min(by_count.get(n, math.inf), middle(t.seconds for t in timed))
-        inside = by_count and min(by_count) <= count <= max(by_count)
-        return between(by_count, count) if inside else None
+    def _guess(self, count: int, shape: TreeShape | None) -> tuple[float, bool] | None:
+        """Guess the seconds of a step that has not run, if it has with other numbers of sequences.
 
-    def _by_rows(self, count: int, shape: TreeShape | None) -> float | None:
-        """Guess the seconds of a step from those of few sequences and the cost of additional rows there."""
-        alone, few = {}, min((n for n, _, timed in self._timed if timed == shape), default=0)
-        for (n, _, other), timed in self._timed.items():
-            if n == few:
-                alone.setdefault(other, []).append(middle(t.seconds for t in timed))
-        if shape not in alone:
+        Returns whether they may be stale, too. Between steps with fewer and with more sequences they are
+        interpolated. Else they are those with few sequences, and the cost of additional rows there.
+        """
+        found = self._timed.items()
+        by_count = minima((n, middle(t.seconds for t in timed)) for (n, _, s), timed in found if s == shape)
+        if not by_count:
             return None
-        by_rows: dict[int, float] = {}
-        for other, seconds in alone.items():
-            rows = other.nodes if other else 1
-            by_rows[rows] = min(by_rows.get(rows, math.inf), *seconds)
-        rows = shape.nodes if shape else 1
-        return max(alone[shape]) + between(by_rows, rows * count // few) - between(by_rows, rows)
+        few, rows = min(by_count), shape.nodes if shape else 1
+        if few <= count <= max(by_count):
+            return between(by_count, count), False
+        at_few = [(s, middle(t.seconds for t in timed)) for (n, _, s), timed in found if n == few]
+        by_rows = minima((s.nodes if s else 1, seconds) for s, seconds in at_few)
+        alone = max(seconds for s, seconds in at_few if s == shape)
+        return alone + between(by_rows, rows * count // few) - between(by_rows, rows), True
+
+
+def minima(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the least value of each key."""
+    found: dict[int, float] = {}
+    for key, value in pairs:
+        found[key] = min(value, found.get(key, math.inf))
+    return found
 
 
 def between(known: dict[int, float], at: int) -> float:

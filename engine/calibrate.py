@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from checkpoint.calibration import LONG, SHORT, TEMPERATURES, Calibration, Confidence, Far
 from common.errors import InputError, counted
-from drafters.base import Confidence, Drafter, Proposal
+from drafters.base import Drafter, Proposal
 from drafters.network import HeadDrafter
-from engine.autotune import LONG, SHORT, TEMPERATURES, Calibration, Far
 from engine.engine import Engine
+from engine.request import Request
 from model import Transformer
 from sampling.noise import seed_keys
 from sampling.options import Sampling
@@ -109,15 +111,14 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Answer:
-    """whole: prompt and answer, as ids. accepted: of each tree, how many drafted tokens in every step.
+    """request: the decoded one. accepted: of each tree, how many drafted tokens in every step.
 
     scored: of every step's candidates of the usual width the scores [n], and whether they were right.
     """
 
-    prompt: list[int]
-    whole: list[int]
-    accepted: dict[TreeShape, list[float]]
-    scored: list[tuple[Tensor, Tensor]]
+    request: Request
+    accepted: dict[TreeShape, list[float]] = field(default_factory=lambda: defaultdict(list))
+    scored: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def _taus(texts: list[dict[TreeShape, list[float]]]) -> dict[TreeShape, float]:
@@ -134,15 +135,14 @@ def _kept(
     Measured with the tree USUAL, on the answers to the same prompts.
     """
     near = [answer for answer in near if answer.accepted][:FAR_TEXTS]
-    whole = [answer.whole for answer in near]
     prompts = []
     for i, answer in enumerate(near):
         before: list[int] = []
-        for other in itertools.cycle(whole[i + 1 :] + whole[: i + 1]):
-            if len(before) + len(other) + len(answer.prompt) > context:
+        for other in itertools.cycle(near[i + 1 :] + near[: i + 1]):
+            if len(before) + len(other.request.tokens) + len(answer.request.prompt) > context:
                 break
-            before += other
-        prompts.append(before + answer.prompt)
+            before += other.request.tokens
+        prompts.append(before + answer.request.prompt)
     recorder = Recorder(drafter, (2, USUAL.width))
     far = [
         answer.accepted
@@ -170,32 +170,26 @@ def record_answers(
             target, recorder, batch=len(some), max_seq_len=longest, stop_ids=stop_ids, compile=False
         )
         samplings = [Sampling(tokens, temperature, seed=first + i) for i in range(len(some))]
-        requests = engine.generate(some, samplings)
-        whole = [request.tokens for request in requests]
-        accepted: list[dict[TreeShape, list[float]]] = [{} for _ in some]
-        scored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in some]
         keys = seed_keys([sampling.seed for sampling in samplings], "cpu").tolist()
-        numbers = {tuple(key): b for b, key in enumerate(keys)}
-        levels = recorder.depth + 1
+        of_key = {tuple(k): Answer(r) for k, r in zip(keys, engine.generate(some, samplings))}
+        answers += of_key.values()
         for keys, length, growths in recorder.steps:
-            texts = [numbers.get(tuple(key)) for key in keys.tolist()]
-            ahead = [
-                [] if b is None else whole[b][n + 1 : n + levels + 1] for b, n in zip(texts, length.tolist())
-            ]
-            # Rows whose true continuation is known to the tree's full depth.
-            rows = [row for row, known in enumerate(ahead) if len(known) == levels]
+            rows = {}  # whose true continuation is known to the tree's full depth
+            for row, (key, n) in enumerate(zip(keys.tolist(), length.tolist())):
+                if answer := of_key.get(tuple(key)):
+                    ahead = answer.request.tokens[n + 1 : n + recorder.depth + 2]
+                    if len(ahead) > recorder.depth:
+                        rows[row] = answer, ahead
             if not rows:
                 continue
-            truth = torch.tensor([ahead[row] for row in rows])
+            truth = torch.tensor([ahead for _, ahead in rows.values()])
             for growth in growths.values():
                 if growth.shape.width == USUAL.width:
-                    scores, right = _rights(growth, truth, rows)
-                    for row, *each in zip(rows, scores, right):
-                        scored[texts[row]].append(tuple(each))
-                for shape, counts in count_accepted(growth, truth, rows).items():
-                    for row, count in zip(rows, counts.tolist()):
-                        accepted[texts[row]].setdefault(shape, []).append(count)
-        answers += map(Answer, some, whole, accepted, scored)
+                    for (answer, _), *each in zip(rows.values(), *_rights(growth, truth, [*rows])):
+                        answer.scored.append(tuple(each))
+                for shape, counts in count_accepted(growth, truth, [*rows]).items():
+                    for (answer, _), count in zip(rows.values(), counts.tolist()):
+                        answer.accepted[shape].append(count)
     return answers
 
 
@@ -234,7 +228,7 @@ def _rights(growth: Growth, truth: Tensor, rows: list[int]) -> tuple[Tensor, Ten
 
 
 def fit_confidence(scored: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """(slope, shift) of `drafters.base.Confidence`: those under which what was right is likeliest.
+    """(slope, shift) of `checkpoint.calibration.Confidence`: those under which what was right is likeliest.
 
     scored: scores of nodes and whether they were right. The nodes that no tree would take are left out. By
     Fisher's scoring.

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.calibration import Calibration
 from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model, shares_of, weigh
 from common.errors import InputError
 from drafters import Drafting, build_drafter, default_tree
 from drafters.base import Drafter
-from drafters.eagle import StaticEagle
-from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
-from engine.autotune import CANDIDATES, Calibration, Tuner
+from engine.autotune import CANDIDATES, Tuner
 from engine.calibrate import PROMPTS, USUAL, calibrate
 from engine.engine import Engine
 from engine.memory import free_memory
@@ -237,19 +236,12 @@ class Target:
             prepare=lambda *models: self.put_on_kernels(*models, quantised=drafting.int8),
         )
         try:
-            drafter = build(drafting)
+            return build(drafting)
         except InputError as e:
             if not drafting.chosen:
                 raise
             self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
-            drafter = build(Drafting("lookup"))
-        if isinstance(drafter, Mixed):
-            known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
-            drafter.believe([
-                calibration.confidence if calibration and calibration.confidence else part.confidence
-                for part, calibration in zip(drafter.parts, known)
-            ])
-        return drafter
+            return build(Drafting("lookup"))
 
     def _tuner(self, drafter: Drafter | None, drafting: Drafting) -> Tuner | None:
         """Make what chooses among trees; None: the drafter's own tree is drafted.
@@ -268,14 +260,11 @@ class Target:
             return None
         calibration = Calibration.read(grower.folder)
         if calibration is None:
-            ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
-            prompts = ours or list(drafting.tune_on)
-            if not prompts and drafting.tree is None:
-                return None
-            if not prompts:
-                raise InputError(
-                    "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
-                )
+            if self.tokenizer is None:
+                if drafting.tree is None:
+                    return None
+                raise InputError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
+            prompts = [encode(self.tokenizer, prompt) for prompt in PROMPTS]
             self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
             calibration = calibrate(
                 self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
@@ -313,8 +302,5 @@ class Target:
 
 def _grower(drafter: Drafter | None) -> HeadDrafter | None:
     """Return the drafter, maybe one of two, that grows trees with a head, deep enough to be calibrated."""
-    if isinstance(drafter, Mixed):
-        drafter = drafter.grown
-    if not isinstance(drafter, HeadDrafter) or isinstance(drafter, StaticEagle):
-        return None
-    return drafter if drafter.deepest is None or drafter.deepest >= USUAL.depth else None
+    grower = drafter and drafter.grown
+    return grower if grower and (grower.deepest is None or grower.deepest >= USUAL.depth) else None

@@ -184,9 +184,9 @@ SHAPES = {
     "layers": lambda x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read: (
         x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
     ),
-    "target": lambda tokens, table, *others: (
+    "target": lambda tokens, positions, slots, visible, scale, aux, table, *others: (
         table.new_empty((*tokens.shape, table.shape[1])),
-        table.new_empty((*tokens.shape, len(others[-1]) * table.shape[1])),
+        table.new_empty((*tokens.shape, len(aux) * table.shape[1])),
     ),
     "head": lambda tokens, feature, *others: feature.new_empty(feature.shape),
     "normed_linear": lambda x, norm, eps, packed, scale, bias, columns: x.new_empty(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels.modes import FOUR_BITS, MXFP4
-from kernels.quantized import QuantizedLinear, QuantizedStack
+from kernels.quantized import Quantized
 from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
@@ -54,25 +54,18 @@ class CpuCaches(KVCaches):
     def of(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> CpuCaches:
-        layers = [cls._layer(args, batch, slots, dtype, device, backend) for _ in range(args.num_layers)]
-        return cls._over(layers, args.head_dim, backend)
+        return super().of(args, batch, slots, dtype, device, backend)._ready(args.head_dim, backend)
 
-    @classmethod
-    def _over(cls, layers: Iterable[CpuCache], head_dim: int, backend) -> CpuCaches:
-        caches = cls(layers)
-        caches.head_dim, caches.backend = head_dim, backend
+    def _ready(self, head_dim: int, backend) -> CpuCaches:
+        self.head_dim, self.backend = head_dim, backend
         # The keys and the values of every layer, collected once: they keep their place.
-        caches.lists = [cache.k for cache in caches], [cache.v for cache in caches]
-        for cache in caches:
+        self.lists = [cache.k for cache in self], [cache.v for cache in self]
+        for cache in self:
             cache.backend = backend
-        return caches
-
-    @classmethod
-    def _layer(cls, args, batch, slots, dtype, device, backend) -> CpuCache:
-        return cls.Layer(batch, slots, args, dtype, device)
+        return self
 
     def rows(self, first: int, count: int) -> CpuCaches:
-        return self._over(super().rows(first, count), self.head_dim, self.backend)
+        return super().rows(first, count)._ready(self.head_dim, self.backend)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         self.backend.ops.move(*self.lists, self.head_dim, source, target)
@@ -94,20 +87,11 @@ class ByteCache(CpuCache):
 class ByteCaches(CpuCaches):
     """`CpuCaches` in int8."""
 
-    Layer = ByteCache
-
-    @staticmethod
-    def _shapes(args: ModelArgs, batch: int, slots: int, backend) -> list[tuple[int, ...]]:
+    @classmethod
+    def of(cls, args, batch, slots, dtype, device, backend) -> ByteCaches:
         of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
-        return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
-
-    @classmethod
-    def _layer(cls, args, batch, slots, dtype, device, backend) -> ByteCache:
-        return cls.Layer(cls._shapes(args, batch, slots, backend), device)
-
-    @classmethod
-    def bytes(cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, backend=None) -> int:
-        return args.num_layers * sum(map(math.prod, cls._shapes(args, batch, slots, backend)))
+        shapes = [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
+        return cls(ByteCache(shapes, device) for _ in range(args.num_layers))._ready(args.head_dim, backend)
 
     def entries(self, slots: int) -> int:
         return -(-slots // self.backend.ops.byte_blocks(self.head_dim)[0])
@@ -130,7 +114,7 @@ class Packed(nn.Module):
         super().__init__()
         self.backend, gated, numbers = backend, activation is not None, getattr(weight, "weight", weight)
         self.columns, self.mode = numbers.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME)
-        quantised = isinstance(weight, QuantizedLinear | QuantizedStack)
+        quantised = isinstance(weight, Quantized)
         mode = weight.mode if quantised else None
         self.packed = _constant(pack(backend, numbers.detach(), mode, dtype, gated))
         self.scale = _constant(pack_scale(backend, weight.scale, gated)) if quantised else None
@@ -239,33 +223,34 @@ class PackedEagle3Block(PackedBlock, Eagle3Block):
 class PackedTransformer(Transformer):
     """A target whose pass is one operator, and so are its logits."""
 
-    @property
-    def _table(self) -> tuple[Tensor, float]:
-        return self.embed.weight, self.args.embedding_scale(self.embed.weight.dtype)
-
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        x, features = self.backend.ops.target(
-            tokens, *self._table, positions, self.inv_freq.float(), self.args.rope_factor,
-            *self.packed_weights, *caches.lists, slots, visible, self.args.norm_eps, aux_layers,
-        )
-        return x, features if aux_layers else None
+        return self._run(self.backend.ops.target, tokens, positions, slots, visible, caches, aux_layers)
 
     def verify(
         self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int, caches: CpuCaches,
         aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         """`TorchBackend.verify` in one operator. slots: how many are live."""
-        x, features = self.backend.ops.verify(
-            *nodes, length, slots, *self._table, self.inv_freq.float(), self.args.rope_factor,
-            *self.packed_weights, *caches.lists, self.args.norm_eps, aux_layers,
-        )
+        return self._run(self.backend.ops.verify, *nodes, length, slots, caches, aux_layers)
+
+    def _run(self, operator, *rows) -> tuple[Tensor, Tensor | None]:
+        """Call `target` or `verify`. rows: what it reads, the caches, the layers of its features."""
+        *read, caches, aux_layers = rows
+        scale = self.args.embedding_scale(self.embed.weight.dtype)
+        x, features = operator(*read, scale, aux_layers, *_network(self, caches))
         return x, features if aux_layers else None
 
     def logits(self, x: Tensor) -> Tensor:
         return _scored(self, x) if _scores_at_once(self) else super().logits(x)
+
+
+def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
+    """Return what operators take of a model for a pass, as csrc/operators.cpp: Network."""
+    args, layers = model.args, (*model.packed_weights, *caches.lists)
+    return model.embed.weight, model.inv_freq.float(), args.rope_factor, *layers, args.norm_eps
 
 
 def _scores_at_once(model: Transformer | Eagle3Head) -> bool:
@@ -273,12 +258,8 @@ def _scores_at_once(model: Transformer | Eagle3Head) -> bool:
 
 
 def _scored(model: Transformer | Eagle3Head, x: Tensor) -> Tensor:
-    return model.backend.ops.normed_linear(x, *_scoring(model))
-
-
-def _scoring(model: Transformer | Eagle3Head) -> tuple:
-    """Return what `ops.normed_linear` takes of a model beside x."""
-    return model.norm.scale, model.norm.eps, *model.lm_head.operands, model.lm_head.columns
+    norm, head = model.norm, model.lm_head
+    return model.backend.ops.normed_linear(x, norm.scale, norm.eps, *head.operands, head.columns)
 
 
 class PackedEagle3Head(Eagle3Head):
@@ -289,8 +270,7 @@ class PackedEagle3Head(Eagle3Head):
     """
 
     packed_weights = None
-    scores_at_once = at_once = False
-
+    at_once = False
 
     def run_layers(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
@@ -301,14 +281,10 @@ class PackedEagle3Head(Eagle3Head):
 
     def _pass(self, caches: CpuCaches) -> tuple:
         """Return what operators take of this head for a pass."""
-        first = self.layer
-        return (
-            self.embed.weight, first.embed_norm.scale, first.feature_norm.scale, self.inv_freq,
-            self.args.rope_factor, *self.packed_weights, *caches.lists, self.args.norm_eps,
-        )
+        return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *_network(self, caches)
 
     def score(self, x: Tensor) -> Tensor:
-        return _scored(self, x) if self.scores_at_once else super().score(x)
+        return _scored(self, x) if _scores_at_once(self) else super().score(x)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
         """Return the fields of the tree that `TorchBackend.draft` grows with this head."""
@@ -318,12 +294,13 @@ class PackedEagle3Head(Eagle3Head):
             last = drafter.catch_up(state, slots)
         else:
             fuse = *fc.operands, fc.columns
-            last = ops.catch_up(*text, state.n_new, state.features, state.window, len(slots), *fuse, *own)
-        norm, _, *scoring = _scoring(self)
+            features = drafter.own_features(state.features)
+            last = ops.catch_up(*text, state.n_new, features, state.window, len(slots), *fuse, *own)
         sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
+        scoring = self.norm.scale, *self.lm_head.operands, self.lm_head.columns
         return ops.grow(
-            last, *text, kept.first(state.length), *sizes, norm, *scoring,
-            noise if drafter.coupled else None, self.draft_ids, *own,
+            last, *text, kept.first(state.length), *sizes, *scoring, noise if drafter.coupled else None,
+            self.draft_ids, *own,
         )
 
 
@@ -399,8 +376,7 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
     if attends and plain and normed and all(map(_is_packed, layers)):
         head.packed_weights = _together(layers)
         head.inv_freq = head.inv_freq.float()
-    head.scores_at_once = _scores_at_once(head)
-    whole = head.packed_weights is not None and head.scores_at_once
+    whole = head.packed_weights is not None and _scores_at_once(head)
     head.at_once = whole and not head.args.recycle_normed
 
 
@@ -440,7 +416,7 @@ def _takes(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device)
     if isinstance(module, Experts):
         parts = module.router, module.w_gate_up, module.w_down
         return all(_takes(part, dtype, device) for part in parts)
-    if isinstance(module, QuantizedLinear | QuantizedStack):
+    if isinstance(module, Quantized):
         words = module.mode != "w8a8" or module.inputs % 4 == 0
         return module.mode != "fp8" and words and takes(module.inputs, dtype, device)
     weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
@@ -476,37 +452,28 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
         None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "w4a8": layout.nibbles_per_word
     }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
     if mode in (*FOUR_BITS, MXFP4):
-        rows, width = weight.shape[-2:]
-        shape = _blocks(layout, rows, gated), 2 * width // words, layout.columns // 2, words
-        out = _packed(weight, shape, torch.uint8, lambda one, to: backend.ops.pack_nibbles(one, gated, to))
+        out = _pack(backend, backend.ops.pack_nibbles, weight, words, gated)
         return out if mode == "w4a8" else out.flatten(2)
-    out = _pack(backend, weight, words, gated, layout.byte_offset if mode == "w8a8" else 0)
+    flip = layout.byte_offset if mode == "w8a8" else 0
+    out = _pack(backend, backend.ops.pack, weight, words, gated, flip)
     return out.view(torch.uint8) if mode == "w8a8" else out
 
 
 def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
     """Lay scales [N, groups] out -> [blocks, groups, c]."""
-    return _pack(backend, scale, 1, gated).flatten(2)
+    return _pack(backend, backend.ops.pack, scale, 1, gated, 0).flatten(2)
 
 
-def _pack(backend, weight: Tensor, words: int, gated: bool, flip: int = 0) -> Tensor:
-    layout, (rows, width) = backend.layout, weight.shape[-2:]
-    shape = _blocks(layout, rows, gated), width // words, layout.columns, words
-    return _packed(weight, shape, weight.dtype, lambda one, to: backend.ops.pack(one, gated, flip, to))
-
-
-def _packed(weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, pack_one: Callable) -> Tensor:
-    """Pack a weight [N, K], or those of all experts [E, N, K], one after the other. shape: of one."""
-    each = weight[None] if weight.dim() == 2 else weight
-    out = _large_pages((len(each), *shape), dtype)
+def _pack(backend, operator: Callable, weight: Tensor, words: int, gated: bool, *more: int) -> Tensor:
+    """Pack a weight [N, K], or those of all experts [E, N, K], one after the other. more: for the operator.
+    """
+    each, columns, halves = weight[None] if weight.dim() == 2 else weight, backend.layout.columns, 1 + gated
+    blocks, per_byte = -(-weight.shape[-2] // halves // (columns // halves)), 1 if more else 2
+    shape = len(each), blocks, weight.shape[-1] * per_byte // words, columns // per_byte, words
+    out = _large_pages(shape, weight.dtype)
     for one, to in zip(each, out):
-        pack_one(one, to)
+        operator(one, gated, *more, to)
     return out.flatten(0, 1)
-
-
-def _blocks(layout, rows: int, gated: bool) -> int:
-    """Return the number of blocks for the rows of a weight; gated: as many rows of gate as of up."""
-    return -(-rows // 2 // (layout.columns // 2)) if gated else -(-rows // layout.columns)
 
 
 # A pass reads every weight. Each small page of 4 KB costs it a walk through the page tables, and a processor

@@ -13,6 +13,7 @@ mxfp4  of experts whose files have it: e2m1, stored as int4, and for each 32 inp
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Literal
 
 import torch
@@ -183,7 +184,20 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
-class QuantizedLinear(nn.Module):
+class Quantized(nn.Module):
+    """A weight [..., N, K] of one mode and its scales."""
+
+    def __init__(self, shape: tuple[int, ...], mode: str, group: int):
+        super().__init__()
+        self.inputs, self.mode, self.group = shape[-1], mode, group
+        self.weight, self.scale = empty(shape, mode, group)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return x as this weight is multiplied by it."""
+        return round_inputs(x, self.group or INPUTS) if self.mode in ("w8a8", "w4a8") else x
+
+
+class QuantizedLinear(Quantized):
     """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 (w4a8 too) in groups of `group` inputs,
     or fp8.
 
@@ -194,9 +208,7 @@ class QuantizedLinear(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
-        super().__init__()
-        self.inputs, self.mode, self.group = inputs, mode, group
-        self.weight, self.scale = empty((outputs, inputs), mode, group)
+        super().__init__((outputs, inputs), mode, group)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     @classmethod
@@ -221,8 +233,7 @@ class QuantizedLinear(nn.Module):
         return self._product(x, None, wide=True)
 
     def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
-        if self.mode in ("w8a8", "w4a8"):
-            x = round_inputs(x, self.group or INPUTS)
+        x = self.rounded(x)
         y = self._fp8(x, wide) if self.mode == "fp8" else F.linear(x, self.dequantize(x.dtype), self.bias)
         y = y.float() if wide else y
         return y if onto is None else onto + y
@@ -233,34 +244,20 @@ class QuantizedLinear(nn.Module):
         q = values(rows, scale, "fp8")
         fits = x.is_cuda and all(n % 16 == 0 for n in self.weight.shape)
         on_tensor_cores = fits and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        multiply = partial(torch._scaled_mm, q, self.weight.t(), use_fast_accum=True)
         if on_tensor_cores and x.dtype == torch.bfloat16 and not wide:
-            y = torch._scaled_mm(
-                q, self.weight.t(), scale, self.scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-            )
+            y = multiply(scale, self.scale.t(), out_dtype=torch.bfloat16)
+        elif on_tensor_cores:  # scales of rows give bfloat16 only, one of 1 gives float32
+            one = torch.ones((), device=x.device)
+            y = multiply(one, one, out_dtype=torch.float32) * scale * self.scale.t()
         else:
-            if on_tensor_cores:  # scales of rows give bfloat16 only, one of 1 gives float32
-                one = torch.ones((), device=x.device)
-                y = torch._scaled_mm(
-                    q, self.weight.t(), one, one, out_dtype=torch.float32, use_fast_accum=True
-                )
-            else:
-                y = q.float() @ self.weight.float().t()
-            y = y * scale * self.scale.t()
+            y = q.float() @ self.weight.float().t() * scale * self.scale.t()
         y = y if self.bias is None else y + self.bias
         return y.to(torch.float32 if wide else x.dtype).view(*x.shape[:-1], -1)
 
 
-class QuantizedStack(nn.Module):
+class QuantizedStack(Quantized):
     """The matrices of all E experts of a mixture [E, N, K], quantised; in fp8 only the weights are."""
-
-    def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
-        super().__init__()
-        self.inputs, self.mode, self.group = shape[-1], mode, group
-        self.weight, self.scale = empty(shape, mode, group)
-
-    def rounded(self, x: Tensor) -> Tensor:
-        """Return x as these matrices are multiplied by it."""
-        return round_inputs(x, self.group or INPUTS) if self.mode in ("w8a8", "w4a8") else x
 
     def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The matrices of the experts `chosen` [...] -> [..., N, K], or of all [E, N, K].
@@ -289,14 +286,18 @@ def quantized_names(module: nn.Module, scheme: Scheme) -> list[str]:
     return linear + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, attribute = name.rpartition(".")
+    return module.get_submodule(parent), attribute
+
+
 def replace_all(module: nn.Module, scheme: Scheme) -> None:
     """Put empty quantised layers where `quantized_names` says.
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
     for name in quantized_names(module, scheme):
-        parent, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(parent)
+        owner, attribute = _place(module, name)
         old = getattr(owner, attribute)
         try:
             if isinstance(old, nn.Parameter):
@@ -319,8 +320,6 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
     if scheme.lm_head and module.lm_head is None:
         module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), *scheme.of("lm_head"))
     for name in linear_names(module, scheme.lm_head is not None):
-        parent, _, attribute = name.rpartition(".")
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        quantised = QuantizedLinear.of(layer.weight.detach(), *scheme.of(name), bias)
-        setattr(module.get_submodule(parent), attribute, quantised)
+        setattr(*_place(module, name), QuantizedLinear.of(layer.weight.detach(), *scheme.of(name), bias))

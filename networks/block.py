@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, whole
-from model import Block, KVCache, Linear, Pass, RMSNorm, project
+from model import Block, KVCache, Linear, Pass, RMSNorm
 from networks.head import Head
 from networks.markov import Markov, MarkovArgs
 
@@ -78,12 +78,11 @@ class BlockHead(Head, Markov):
         return self.hidden_norm(self.fc(features))
 
     def read(
-        self, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: nn.ModuleList
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> None:
-        """Put fused features [B, C, H] into the caches. The other arguments are `Transformer.forward`'s."""
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         for layer, cache in zip(self.layers, caches):
-            layer.read(context, cache, shared)
+            layer.read(feature, cache, shared)
 
     def forward(
         self, anchor: Tensor, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
@@ -108,10 +107,6 @@ class BlockHead(Head, Markov):
     def drafting(self, x: Tensor) -> Tensor:
         """The rows that draft [..., drafts, H] of those of blocks [..., block, H]."""
         return x[..., self.args.block - self.args.drafts :, :]
-
-    def logits(self, feature: Tensor) -> Tensor:
-        """Normed rows [..., H] -> float32 draft logits [..., Vd], the Markov head's part not included."""
-        return project(self.lm_head, feature)
 
 
 class DSparkHead(BlockHead):

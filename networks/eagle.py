@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import whole
-from model import Block, Linear, Pass, RMSNorm, TargetBlock, Transformer, project
+from model import Block, Linear, Pass, RMSNorm, TargetBlock, project
 from networks.head import Head, HeadArgs
 from networks.markov import Markov, MarkovArgs
 
@@ -44,18 +44,12 @@ class Eagle1Head(Head):
     residual stream.
     """
 
+    reads_normed = True
+
     def __init__(self, args: HeadArgs):
         super().__init__(args)
         self.fc = Linear(2 * args.hidden_size, args.hidden_size, bias=args.fc_bias)
         self.layer = Block(args)
-        self.target_norm = None
-
-    def use_target(self, target: Transformer) -> None:
-        super().use_target(target)
-        self.target_norm = target.norm
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target_norm(features)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
@@ -63,9 +57,6 @@ class Eagle1Head(Head):
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
         return self.layer(x, caches[0], shared)
-
-    def logits(self, feature: Tensor) -> Tensor:
-        return project(self.lm_head, feature)
 
 
 class Eagle3Head(Head):
@@ -144,4 +135,4 @@ class PEagleHead(Eagle3Head, Markov):
 
     def logits(self, feature: Tensor) -> Tensor:
         """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
-        return project(self.lm_head, feature)
+        return Head.logits(self, feature)

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies
+from model import KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies, project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class HeadArgs(ModelArgs):
     norm_before_residual: Flag = False  # the residual stream starts from the normed feature
     recycle_normed: Flag = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
 
+    drafts = None  # levels of a tree that it can draft; None: any number
+
     @property
     def feature_width(self) -> int:
         """F, the width of what the target hands to the head: one hidden state per captured layer."""
@@ -38,7 +40,7 @@ class HeadArgs(ModelArgs):
 class Head(nn.Module):
     """The base of the draft heads.
 
-    Drafters call `fuse`, `forward`, `logits`, `draft_ids` and `caches`.
+    Drafters call `fuse`, `read`, `forward`, `logits`, `draft_ids` and `caches`.
     Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the
     target go through `fuse` once; from the second drafted token on the head's own output is fed back in their
     place. Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
@@ -47,10 +49,11 @@ class Head(nn.Module):
     Args = HeadArgs
     Caches = KVCaches  # the class of its caches
     backend = None  # that it was prepared for, see `kernels.backend`
+    reads_normed = False  # its features are the target's last states after the final norm
 
     def __init__(self, args: HeadArgs):
         super().__init__()
-        self.args = args
+        self.args, self.target_norm = args, None
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
         self.lm_head = Linear(
             args.hidden_size, args.draft_vocab_size, bias=False
@@ -66,6 +69,8 @@ class Head(nn.Module):
             self.lm_head = tied or (target.embed if target.lm_head is None else target.lm_head)
         if self.embed is None:
             self.embed = target.embed
+        if self.reads_normed:
+            self.target_norm = target.norm
 
     def own_state(self) -> dict[str, Tensor]:
         """The state dict without what `use_target` handed over."""
@@ -94,7 +99,7 @@ class Head(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""
-        raise NotImplementedError
+        return self.target_norm(features)
 
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
@@ -105,12 +110,18 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
+    def read(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> None:
+        """Put keys and values of rows of a prompt into the caches. The arguments are those of `forward`."""
+        self(tokens, feature, positions, slots, visible, caches)
+
     def logits(self, feature: Tensor) -> Tensor:
         """Output of `forward` [..., H] -> float32 draft logits [..., Vd].
 
         Draft id j is target id `draft_ids[j]`.
         """
-        raise NotImplementedError
+        return project(self.lm_head, feature)
 
 
 def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:

@@ -19,24 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import (
-    MLP,
-    Experts,
-    KVCache,
-    KVCaches,
-    Linear,
-    ModelArgs,
-    Pass,
-    TargetBlock,
-    Transformer,
-    with_buffers,
-)
+from model import MLP, Experts, KVCache, KVCaches, Linear, ModelArgs, Pass, TargetBlock, Transformer, rows_of
 
 BLOCK = 16  # tokens between two boundaries of a text
 MOST_LEVELS = 16  # levels of a tree below its root: a row's boundary is as many tokens before it, or more
@@ -151,6 +141,10 @@ class DeltaBlock(TargetBlock):
         v = v.unflatten(-1, (self.heads_of_values, self.value_dim))
         return heads(q) * self.key_dim**-0.5, heads(k), v
 
+    def as_columns(self, sees: Tensor, mixed: Tensor, rates: Tensor) -> Columns:
+        """Return tokens by what they put into the rings."""
+        return Columns(sees, *self.split_mixed(mixed), *rates.chunk(2, dim=-1))
+
     def gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """Return outputs [B, T, nv, dv], normed and gated by gate [B, T, nv*dv], as `wo` reads them."""
         x = out.to(gate.dtype).float()
@@ -159,25 +153,23 @@ class DeltaBlock(TargetBlock):
         return (x * rowwise(F.silu, gate.float())).to(gate.dtype)
 
 
-class Columns:
+class Columns(NamedTuple):
     """Tokens that rows of a pass depend on, on paths that begin at one boundary.
 
     sees [B, M, M]: the tokens on the path of each, itself among them; the others come before it. q, k, v: as
     `DeltaBlock.split_mixed` returns them, g and b [B, M, nv].
     """
 
-    def __init__(self, block: DeltaBlock, mixed: Tensor, rates: Tensor, sees: Tensor):
-        self.q, self.k, self.v = block.split_mixed(mixed)
-        self.g, self.b = rates.chunk(2, dim=-1)
-        self.sees = sees
+    sees: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor
 
     def part(self, tokens: slice) -> Columns:
         """Return some of the tokens."""
-        some = object.__new__(Columns)
-        for name in ("q", "k", "v", "g", "b"):
-            setattr(some, name, getattr(self, name)[:, tokens])
-        some.sees = self.sees[:, tokens, tokens]
-        return some
+        return Columns(self.sees[:, tokens, tokens], *(x[:, tokens] for x in self[1:]))
 
     def solve(self, state: Tensor, outputs_from: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return u [B, M, nv, dv], G [B, M, nv], and the outputs [B, M', nv, dv] of tokens from a number on.
@@ -204,7 +196,7 @@ class Columns:
     def advance(self, state: Tensor) -> Tensor:
         """Return the state after the first BLOCK tokens, which are one path."""
         first = self.part(slice(BLOCK))
-        first.sees = torch.ones_like(first.sees).tril()
+        first = first._replace(sees=torch.ones_like(first.sees).tril())
         u, total, _ = first.solve(state, BLOCK)
         state = rowwise(torch.exp, total[:, -1])[..., None, None] * state
         fade = rowwise(torch.exp, total[:, -1:] - total)
@@ -274,13 +266,6 @@ class DeltaCache(nn.Module):
             buffer(f"{kept}mixed", tokens, args.delta_width, dtype=dtype)
             buffer(f"{kept}rates", tokens, 2 * args.delta_heads)
 
-    @staticmethod
-    def bytes(args: ModelArgs, batch: int, dtype: torch.dtype) -> int:
-        """Return the size of the buffers."""
-        state = args.delta_heads * args.delta_key_dim * args.delta_value_dim
-        of_token = 2 * args.delta_width * dtype.itemsize + 8 * args.delta_heads
-        return batch * (2 * 4 * state + (RING + BLOCK) * of_token)
-
     def at(self, buffer: Tensor, slots: Tensor) -> Tensor:
         """Return the entries of a ring at slots [B, M]: [B, M, width]."""
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
@@ -347,7 +332,7 @@ class DeltaCache(nn.Module):
         while bool((behind := start < base(length)).any()):
             slots = start[:, None] + torch.arange(BLOCK, device=start.device)
             sees = torch.ones(len(start), BLOCK, BLOCK, dtype=torch.bool, device=start.device)
-            tokens = Columns(block, self.at(self.mixed, slots), self.at(self.rates, slots), sees)
+            tokens = block.as_columns(sees, self.at(self.mixed, slots), self.at(self.rates, slots))
             state = torch.where(behind[:, None, None, None], tokens.advance(state), state)
             start = torch.where(behind, start + BLOCK, start)
         return state, start
@@ -369,7 +354,7 @@ class DeltaCache(nn.Module):
         sees[:, OPEN:, OPEN:] = local
         mixed, rates = (torch.cat((self.at(ring, before), new), 1)
                         for ring, new in zip((self.mixed, self.rates), own))
-        tokens = Columns(block, mixed, rates, sees)
+        tokens = block.as_columns(sees, mixed, rates)
         _, _, out = tokens.solve(state, OPEN)
         later = base(positions) > start[:, None]
         if bool(later.any()):
@@ -392,10 +377,7 @@ class HybridCaches(nn.Module):
 
     def rows(self, first: int, count: int) -> HybridCaches:
         """As `KVCaches.rows`."""
-        deltas = nn.ModuleList(
-            with_buffers(d, {name: x.narrow(0, first, count) for name, x in d._buffers.items()})
-            for d in self.deltas
-        )
+        deltas = nn.ModuleList(rows_of(cache, first, count) for cache in self.deltas)
         return HybridCaches(self.args, self.attention.rows(first, count), deltas)
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -443,30 +425,20 @@ class Hybrid(Transformer):
         kinds = GatedBlock, DeltaBlock
         self.layers = nn.ModuleList(kinds[delta](args, i) for i, delta in enumerate(args.delta_layers))
 
-    def caches(self, batch: int, slots: int) -> HybridCaches:
-        return self._caches(batch, slots, RING)
-
-    def _caches(self, batch: int, slots: int, ring: int) -> HybridCaches:
+    def caches(
+        self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
+    ) -> HybridCaches:
         weight, count = self.embed.weight, sum(self.args.delta_layers)
-        args, where = self._attending, (weight.dtype, weight.device)
+        where = weight.dtype, device or weight.device
+        args = replace(self.args, num_layers=len(self.layers) - count)  # of those with attention
         attention = self.Caches.of(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.whole else None
         deltas = nn.ModuleList(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(count))
         return HybridCaches(self.args, attention, deltas)
 
-    @property
-    def _attending(self) -> ModelArgs:
-        """The shape of the layers with attention alone."""
-        return replace(self.args, num_layers=len(self.layers) - sum(self.args.delta_layers))
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        dtype, count = self.embed.weight.dtype, sum(self.args.delta_layers)
-        attention = self.Caches.bytes(self._attending, batch, slots, dtype, self.backend)
-        return attention + count * DeltaCache.bytes(self.args, batch, dtype)
-
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         B, T = tokens.shape
         at = torch.arange(T, device=tokens.device).expand(B, T)
         visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
-        caches = self._caches(B, T, T)
+        caches = self.caches(B, T, ring=T)
         return self(tokens, at, at, visible, caches, aux_layers)

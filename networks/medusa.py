@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, whole
-from model import Linear, Pass, RMSNorm, TargetBlock, Transformer, project
+from model import KVCaches, Linear, Pass, RMSNorm, TargetBlock, project
 from networks.head import Head, HeadArgs
 
 
@@ -30,6 +30,11 @@ class MultiTokenArgs(HeadArgs):
     lm_head_bias: Flag = False
     prefix: Flag = False  # Hydra++
 
+    @property
+    def drafts(self) -> int:
+        """The number of tokens that are guessed: levels of a tree below the root."""
+        return self.guesses
+
 
 class ResidualBlock(nn.Module):
     """x + silu(linear(x)), the sum on a learned projection of x where the width changes."""
@@ -43,10 +48,30 @@ class ResidualBlock(nn.Module):
         return (x if self.skip is None else self.skip(x)) + F.silu(self.linear(x))
 
 
+class Stack(nn.ModuleList):
+    """The residual blocks of one guess. The first narrows its input to H, if that is wider."""
+
+    def __init__(self, args: MultiTokenArgs, inputs: int):
+        narrowing = int(inputs != args.hidden_size)
+        rest = args.blocks - narrowing
+        sizes = [inputs] * narrowing + [args.hidden_size] * (min(rest, 1) if args.repeated else rest)
+        super().__init__(ResidualBlock(size, args.hidden_size) for size in sizes)
+        self.again = rest - 1 if args.repeated else 0  # times that the last one is applied once more
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> the guess's output [..., H]."""
+        for block in self:
+            x = block(x)
+        for _ in range(self.again):
+            x = self[-1](x)
+        return x
+
+
 class MultiTokenHeads(Head):
     """The base of Medusa and Hydra heads."""
 
     Args = MultiTokenArgs
+    reads_normed = True
 
     def __init__(self, args: MultiTokenArgs):
         super().__init__(args)
@@ -54,30 +79,10 @@ class MultiTokenHeads(Head):
         count = args.guesses if args.lm_head_each else 0
         self.lm_heads = nn.ModuleList(Linear(H, V, bias=args.lm_head_bias) for _ in range(count))
 
-    def use_target(self, target: Transformer) -> None:
-        super().use_target(target)
-        self.target_norm = target.norm
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target_norm(features)
-
-    def stack(self, inputs: int, narrowing: bool) -> nn.ModuleList:
-        """Make the residual blocks of one guess; the first has `inputs` inputs."""
-        args = self.args
-        H, rest = args.hidden_size, args.blocks - narrowing
-        made = [ResidualBlock(inputs, H)] if narrowing else []
-        return nn.ModuleList(
-            made + [ResidualBlock(H, H) for _ in range(min(rest, 1) if args.repeated else rest)]
-        )
-
-    def run_stack(self, blocks: nn.ModuleList, x: Tensor, narrowing: bool) -> Tensor:
-        """x through the blocks of one guess."""
-        for block in blocks:
-            x = block(x)
-        again = self.args.blocks - narrowing - 1 if self.args.repeated else 0
-        for _ in range(again):
-            x = blocks[-1](x)
-        return x
+    def caches(
+        self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCaches | None:
+        return super().caches(batch, slots, dtype, device) if self.args.prefix else None
 
     def guess_logits(self, h: Tensor, k: int) -> Tensor:
         """Output of guess k [..., H] -> float32 logits [..., Vd]."""
@@ -91,15 +96,11 @@ class MedusaHeads(MultiTokenHeads):
 
     def __init__(self, args: MultiTokenArgs):
         super().__init__(args)
-        self.stacks = nn.ModuleList(self.stack(args.hidden_size, False) for _ in range(args.guesses))
-
-    def outputs(self, z: Tensor) -> list[Tensor]:
-        """z [..., H] -> the output of every guess [..., H]."""
-        return [self.run_stack(blocks, z, False) for blocks in self.stacks]
+        self.stacks = nn.ModuleList(Stack(args, args.hidden_size) for _ in range(args.guesses))
 
     def logits(self, feature: Tensor) -> Tensor:
         """z [..., H] -> float32 logits of all guesses [..., K, Vd]."""
-        outputs = self.outputs(feature)
+        outputs = [stack(feature) for stack in self.stacks]
         if not self.args.lm_head_each:
             return project(self.lm_head, torch.stack(outputs, -2))
         return torch.stack([self.guess_logits(h, k) for k, h in enumerate(outputs)], -2)
@@ -116,17 +117,16 @@ class HydraHeads(MultiTokenHeads):
         H = args.hidden_size
         self.prefix_layer = TargetBlock(args) if args.prefix else None
         self.prefix_norm = RMSNorm(H, args.norm_eps) if args.prefix else None
-        self.stacks = nn.ModuleList(self.stack((k + 2) * H, True) for k in range(args.guesses))
+        self.stacks = nn.ModuleList(Stack(args, (k + 2) * H) for k in range(args.guesses))
 
-    def forward(self, z: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches) -> Tensor:
-        """States z [B, T, H] at these positions -> p [B, T, H]. Hydra++ fills its cache.
-
-        The other arguments are those of `Transformer.forward`.
-        """
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> Tensor:
+        """States z [B, T, H] -> p [B, T, H]. Hydra++ fills its cache."""
         if self.prefix_layer is None:
-            return z
+            return feature
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        return self.prefix_norm(self.prefix_layer(z, caches[0], shared))
+        return self.prefix_norm(self.prefix_layer(feature, caches[0], shared))
 
     def output(self, p: Tensor, tokens: Tensor) -> Tensor:
         """The output of guess k [..., H].
@@ -135,4 +135,4 @@ class HydraHeads(MultiTokenHeads):
         """
         k = tokens.shape[-1] - 1
         x = torch.cat((p, self.embed(tokens).flatten(-2)), dim=-1)
-        return self.run_stack(self.stacks[k], x, True)
+        return self.stacks[k](x)

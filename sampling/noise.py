@@ -34,7 +34,7 @@ def number_of(text: str) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit values (held in int64) in which every input bit moves every output bit."""
+    """A bijection of 32-bit values (held in int64) where every input bit moves every output bit."""
     x = ((x ^ (x >> 16)) * _MULTIPLIERS[0]) & MASK32
     x = ((x ^ (x >> 15)) * _MULTIPLIERS[1]) & MASK32
     return x ^ (x >> 15)

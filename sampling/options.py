@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, NamedTuple, get_type_hints
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -16,10 +14,10 @@ from common.schema import Schema, Text, as_python, number, whole
 # Rules of accepting drafted nodes at temperature > 0; at 0 both are `equal`.
 RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
-NUMBERS = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 MOST_BIAS = 100.0
 MOST_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]  # not strict: in JSON's objects it is a text
 Stops = Annotated[tuple[Stop, ...], Field(max_length=MOST_STOPS)]
 
 
@@ -50,18 +48,19 @@ class Sampling:
     presence_penalty: number(-2, 2) = 0.0
     frequency_penalty: number(-2, 2) = 0.0
     repetition_penalty: number(0.01, 100) = 1.0
-    logit_bias: Any = ()  # pairs of a token id and a number; a mapping is taken too
+    logit_bias: tuple[tuple[TokenId, number(-MOST_BIAS, MOST_BIAS)], ...] = ()  # a mapping is taken too
     stop: Stop | Stops = ()  # one text is taken too
     logprobs: whole(0, MOST_LOGPROBS) | None = None
     json_schema: Text | dict | None = None
 
     def __post_init__(self):
-        found = {name: as_python(value) for name, value in vars(self).items()}
-        FIELDS.check(found)
+        if isinstance(self.logit_bias, Mapping):
+            vars(self)["logit_bias"] = list(self.logit_bias.items())
+        found = FIELDS.check({name: as_python(value) for name, value in vars(self).items()})
         stop, schema = found["stop"], found["json_schema"]
         vars(self).update(
-            found | {name: float(found[name]) for name in NUMBERS}, logit_bias=_pairs(found["logit_bias"]),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            found, logit_bias=tuple(sorted(found["logit_bias"])),
+            stop=(stop,) if isinstance(stop, str) else stop,
             json_schema=json.dumps(schema) if isinstance(schema, dict) else schema,
         )
 
@@ -77,29 +76,6 @@ class Sampling:
 
 
 FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True)))
-
-
-def _token_id(token: int | str) -> int:
-    """A token id, which in JSON's objects is a text. Raises ValueError."""
-    if isinstance(token, str) and not re.fullmatch(r"-?[0-9]{1,18}", token):
-        raise ValueError(token)
-    return int(token)
-
-
-def _pairs(bias: Mapping | Iterable) -> tuple[tuple[int, float], ...]:
-    """A logit bias as sorted pairs of numbers. Raises ValueError."""
-    pairs = bias.items() if isinstance(bias, Mapping) else bias
-    try:
-        found = tuple(sorted((_token_id(token), float(value)) for token, value in pairs))
-    except (TypeError, ValueError):
-        raise ValueError(f"logit_bias must be pairs of a token id and a number, got {bias!r:.200}") from None
-    for token, value in found:
-        if token < 0 or not math.fabs(value) <= MOST_BIAS:
-            raise ValueError(
-                f"logit_bias: {token}: {value}: a token id is not negative, a bias -{MOST_BIAS:g} to"
-                f" {MOST_BIAS:g}"
-            )
-    return found
 
 
 class Modes(NamedTuple):

@@ -44,7 +44,7 @@ MISTAKES = (
     ("evaluate", "--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
     ("generate", "--json-schema ", "argument --json-schema: is empty; give a value"),
     ("generate", "--trace ", "argument --trace: is empty; give a value"),
-    ("generate", "--logit-bias 1=1000", "logit_bias: 1: 1000.0: a token id is not negative, a bias -100"),
+    ("generate", "--logit-bias 1=1000", "--logit-bias[0][1] is 1000.0; expected at most 100"),
     ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: no such file"),
     ("generate", "--json-schema BADSCHEMA", "the JSON schema cannot be used (Invalid type: objec)"),
     ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),

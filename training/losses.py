@@ -161,7 +161,7 @@ class Eagle3Objective(Objective):
     outputs, decay = eagle3_outputs, DECAY
 
     def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
-        super().__init__(target, head, getattr(head.args, "drafts", steps or STEPS), **more)
+        super().__init__(target, head, head.args.drafts or steps or STEPS, **more)
         self.lm_rows = target.lm_rows[head.draft_ids]
 
     def loss(self, batch, states, scored, seeds):

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from checkpoint.calibration import Calibration
 from drafters.base import Drafter
 from drafters.block import block_drafter
 from drafters.eagle import Eagle
-from engine.autotune import Calibration
 from engine.calibrate import calibrate
 from engine.engine import Engine
 from model import Transformer
@@ -23,8 +23,8 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
     """Return a drafter for a head, on a tree of this size as far as its vocabulary and its depth allow."""
     drafter = block_drafter(head) or Eagle
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
-    if drafts := getattr(head.args, "drafts", None):
-        depth = min(depth, drafts - 1)
+    if head.args.drafts:
+        depth = min(depth, head.args.drafts - 1)
     return drafter(head, TreeShape(min(shape.nodes, width + depth * width**2 + 1), depth, width))
 
 

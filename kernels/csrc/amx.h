@@ -4,17 +4,7 @@
 // Not Intel's intrinsics: GCC 12's do not tell the compiler that they read or write memory.
 #pragma once
 
-#include <cstdint>
-
 namespace eagle {
-
-// As LDTILECFG reads them.
-struct TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileShapes) == 64);
 
 inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 inline void release_tiles() { asm volatile("tilerelease"); }  // from here on a thread has fewer registers to save

@@ -5,16 +5,18 @@
 // bfloat16 goes through tiles for any number of rows, not from some number on.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-
 #include "products.h"
 
 #ifdef TILES
 namespace eagle {
 enum class Dot { PAIRS, BYTES, UNSIGNED_A, UNSIGNED_B };  // what a product of tiles multiplies, see amx.h
+// As LDTILECFG reads them.
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64);
 }
 #include TILES
 
@@ -88,24 +90,38 @@ void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, 
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
 
-// For `add_products` of a tile that lies as it is wanted, and of one whose steps were fetched while they were unpacked.
-inline auto quarters_of(Next& next) {
-  return [&] {
-    for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
-  };
+// As `Columns::unpack`, bytes with a sign.
+template <class Columns>
+inline void load_signed(const char* p, Words* columns) {
+  typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
+  Columns::unpack(p, 0, columns);
+  for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
 }
-constexpr auto nothing = [] {};
+
+// `add_products` of `count` steps of a block, which p moves over: as they lie, or unpacked, with
+// zeros where there are fewer than 16.
+template <int HALVES, Dot DOT, class W>
+inline void add_steps(const uint32_t* rows, int64_t apart, const char*& p, int count, Next& next) {
+  if (W::BYTES == SIDE && count == TILE) {
+    add_products<HALVES, DOT>(rows, apart, p, [&] {
+      for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
+    });
+  } else {
+    Words unpacked[TILE * VECTORS];
+    for (int i = 0; i < count; i++) next.step<W::BYTES>(), load_signed<W>(p + i * W::BYTES, unpacked + i * VECTORS);
+    std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
+    add_products<HALVES, DOT>(rows, apart, unpacked, [] {});
+  }
+  p += count * W::BYTES;
+}
 
 // As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
 template <template <class> class Weights, int HALVES>
 [[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
                                      float* sums) {
   using W = Weights<Bf16>;
-  constexpr bool AS_IT_LIES = std::is_same_v<W, Whole<Bf16>>;
   static_assert(W::STEP == 1);
-  // Steps that are not as a tile wants them, and the last words of x: zeros follow where there are fewer than 16.
-  Words unpacked[TILE * VECTORS];
-  alignas(64) uint32_t few[TILE_ROWS][TILE];
+  alignas(64) uint32_t few[TILE_ROWS][TILE];  // the last words of x, and zeros where there are fewer than 16
   alignas(64) float of_group[TILE_ROWS * BLOCK];
   const char* p = w.block(b);
   const int64_t group = w.steps / w.groups;
@@ -120,16 +136,9 @@ template <template <class> class Weights, int HALVES>
         for (int r = 0; r < rows; r++) std::memcpy(few[r], from + r * w.steps, count * sizeof(uint32_t));
         from = few[0], apart = sizeof few[0];
       }
-      if (AS_IT_LIES && count == TILE) {
-        add_products<HALVES, Dot::PAIRS>(from, apart, p, quarters_of(next));
-      } else {
-        for (int i = 0; i < count; i++) next.step<W::BYTES>(), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
-        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, Dot::PAIRS>(from, apart, unpacked, nothing);
-      }
-      p += count * W::BYTES;
+      add_steps<HALVES, Dot::PAIRS, W>(from, apart, p, count, next);
     }
-    if constexpr (!W::SCALED) {
+    if constexpr (!SCALED<W>) {
       return store_sums<HALVES>(sums);
     } else {
       store_sums<HALVES>(of_group);
@@ -142,14 +151,6 @@ template <template <class> class Weights, int HALVES>
   }
 }
 
-// As `Columns::load`, as bytes with a sign.
-template <class Columns>
-inline void load_signed(const char* p, Words* columns) {
-  typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
-  Columns::load(p, columns);
-  for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
-}
-
 // As `rounded_product`, with the same bits, as integers are summed exactly.
 template <class Columns, int HALVES>
 [[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b,
@@ -157,8 +158,6 @@ template <class Columns, int HALVES>
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
-  // Steps that are not as a tile wants them: zeros follow where there are fewer than 16.
-  Words unpacked[TILE * VECTORS];
   alignas(64) int32_t of_group[2 * ALL];
   const Rounding how = Rounding::of(w);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), at = x.group_of(tile, K, how);
@@ -183,15 +182,7 @@ template <class Columns, int HALVES>
     zero_sums<HALVES>();
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
-      if (!FOUR_BITS && count == TILE) {
-        add_products<HALVES, Dot::BYTES>(from, apart * sizeof(uint32_t), p, quarters_of(next));
-      } else {
-        for (int i = 0; i < count; i++)
-          next.step<Columns::BYTES>(), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
-        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, Dot::BYTES>(from, apart * sizeof(uint32_t), unpacked, nothing);
-      }
-      p += count * Columns::BYTES;
+      add_steps<HALVES, Dot::BYTES, Columns>(from, apart * sizeof(uint32_t), p, count, next);
     }
     // Sums are scaled while the next ones are made: they come out of a tile long after it is stored.
     store_sums<HALVES>(of_group + g % 2 * ALL);

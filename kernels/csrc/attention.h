@@ -11,24 +11,9 @@
 // that layout is in in_dtype.h and in_bytes.h.
 #pragma once
 
-#include <alloca.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <type_traits>
-#include <utility>
-
 #include "amx_products.h"
 #include "in_bytes.h"
 #include "in_dtype.h"
-#include "kernels.h"
-#include "norm.h"
-#include "pass.h"
-#include "products.h"
-#include "team.h"
-#include "tiles.h"
-#include "vectors.h"
 
 namespace eagle {
 
@@ -56,10 +41,9 @@ template <class X>
 constexpr Dot DOT = std::is_same_v<X, KeyBytes>     ? Dot::UNSIGNED_B  // has BYTE_OFFSET
                     : std::is_same_v<X, ValueBytes> ? Dot::UNSIGNED_A
                                                     : Dot::PAIRS;
-template <class X> constexpr bool IN_ANY_ORDER = DOT<X> != Dot::PAIRS;
-#else
-template <class X> constexpr bool IN_ANY_ORDER = false;
 #endif
+template <class X>
+constexpr bool IN_ANY_ORDER = TILE_ROWS && (std::is_same_v<X, KeyBytes> || std::is_same_v<X, ValueBytes>);
 
 // The rows that attend to one head of one sequence, whose keys and values are `Stored`: `InDtype` or `InBytes`.
 template <class Stored>
@@ -69,14 +53,14 @@ struct Attention {
   static constexpr int W = Stored::W;  // slots in a word of weights
   static constexpr bool IN_TILES = TILED<Keys> || IN_ANY_ORDER<Keys>;
   Stored stored;
-  const Lines<float> scores;  // [ROWS, SCORES], of which weights take the place
+  const Room<float> scores;  // [ROWS, SCORES], of which weights take the place
   const int tall;  // rows of a group, for which tiles are shaped
   const int64_t window;
   Ahead next_keys, next_values;
 
   // padded: hd in whole tiles.
   Attention(int64_t hd, int64_t padded, const Groups& groups, int64_t window)
-      : stored(hd, padded, groups.count), scores(lines<float>(2 * ROWS * SCORES)), tall(groups.size), window(window) {}
+      : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), tall(groups.size), window(window) {}
 
   bool fills_tiles(int rows) const { return rows == tall && rows >= LEAST_ROWS; }
 
@@ -101,6 +85,7 @@ struct Attention {
     const auto* weights = reinterpret_cast<const uint32_t*>(&scores[row * SCORES]) + first;
     for (int64_t d = 0; d < stored.padded; d += BLOCK, tiles += Stored::VALUE_WORDS * Columns<Values>::BYTES) {
       float* to = sums.out + row * stored.padded + d;
+      int64_t done = 0;
 #ifdef TILES
       if constexpr (TILED<Values>) {
         alignas(64) float few[TILE_ROWS / 2 * BLOCK];
@@ -109,9 +94,6 @@ struct Attention {
         for (int r = 0; r < rows; r++) std::copy_n(few + r * BLOCK, BLOCK, to + r * stored.padded);
         continue;
       }
-#endif
-      int64_t done = 0;
-#ifdef TILES
       if (IN_ANY_ORDER<Values> && fills_tiles(rows) && count >= TILE_WORDS) {
         done = count / TILE_WORDS * TILE_WORDS;
         tiled_rows<DOT<Values>>(weights, SCORES, tiles, done, first > 0, to, stored.padded, next_values);
@@ -131,32 +113,30 @@ struct Attention {
   void attend(const Groups& groups, int64_t block, const Seen* seen, const Cache& k, const Cache& v, int64_t b,
               int64_t h, const Use& use, const Done& done) {
     const float scale = 1.44269504f / std::sqrt(float(stored.hd));
-    const auto shared_by = [&](int64_t group) {  // slots of the block that have one rank for all rows
-      int64_t prefix = INT64_MAX;
-      for (int64_t row = groups.begin(group); row < groups.begin(group + 1); row = groups.next(group, row))
-        prefix = std::min(prefix, seen[row / groups.per_kv].prefix);
-      return std::clamp<int64_t>(prefix - block * BLOCK_SLOTS, 0, BLOCK_SLOTS);
-    };
-    // The least and the largest number of slots of the block that are before the window of a group's rows.
-    const auto before = [&](int64_t group) {
-      std::pair<int64_t, int64_t> found{BLOCK_SLOTS, 0};
-      if (!window) return found = {0, 0};
+    struct Span { int64_t shared, least, most; };
+    // Slots of the block that have one rank for all rows of a group; the least and the largest number of them that are
+    // before the window of a row.
+    const auto span = [&](int64_t group) {
+      int64_t shared = BLOCK_SLOTS, least = BLOCK_SLOTS, most = 0;
       for (int64_t row = groups.begin(group); row < groups.begin(group + 1); row = groups.next(group, row)) {
-        const int64_t count = seen[row / groups.per_kv].before(block, window);
-        found = {std::min(found.first, count), std::max(found.second, count)};
+        const Seen& slots = seen[row / groups.per_kv];
+        const int64_t before = slots.before(block, window);
+        shared = std::clamp<int64_t>(slots.prefix - block * BLOCK_SLOTS, 0, shared);
+        least = std::min(least, before), most = std::max(most, before);
       }
-      return found;
+      return Span{shared, least, most};
     };
     int64_t packed = 0;
     for (int64_t g = 0; g < groups.count; g++)
-      if (before(g).first < BLOCK_SLOTS) packed = std::max(packed, shared_by(g));
+      if (const Span of = span(g); of.least < BLOCK_SLOTS) packed = std::max(packed, of.shared);
     stored.open(k, v, b, h, block, packed);
     for (int64_t g = 0; g < groups.count; g++) {
       const Sums sums = use(g);
-      const int64_t shared = shared_by(g), begin = groups.begin(g), end = groups.begin(g + 1);
+      const int64_t begin = groups.begin(g), end = groups.begin(g + 1);
       const int rows = groups.rows_of(g);
-      const auto [least, cut] = before(g);
-      if (least == BLOCK_SLOTS) {
+      const Span of = span(g);
+      const int64_t shared = of.shared;
+      if (of.least == BLOCK_SLOTS) {
         sums.clear(rows), done(g, sums);
         continue;
       }
@@ -173,9 +153,9 @@ struct Attention {
           score(g, row, rows, stored.own_key_tile(slots, j, std::min<int64_t>(BLOCK, count - j)), j);
       });
       const auto weigh = [&](int row, int rows, const Seen& slots, int64_t count) {
-        stored.weigh(g, row, rows, slots, shared, slots.before(block, window), count, scale, scores.get(), sums);
+        stored.weigh(g, row, rows, slots, shared, slots.before(block, window), count, scale, scores, sums);
       };
-      if (shared == BLOCK_SLOTS && !cut) weigh(0, rows, seen[begin / groups.per_kv], shared);
+      if (shared == BLOCK_SLOTS && !of.most) weigh(0, rows, seen[begin / groups.per_kv], shared);
       else each(weigh);
       const int64_t words = shared / W, whole = TILED<Values> ? words / TILE_WORDS * TILE_WORDS : words;
       gather(0, rows, stored.value_tiles(), 0, whole, sums);
@@ -228,8 +208,8 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
   Attention<Stored> attention(hd, pass.padded(), groups, layer.window);
   Tiles shapes;
   if (attention.IN_TILES) shapes.shape(groups.size);
-  const Lines<float> room = lines<float>(Sums::size(pass.padded()));
-  const Sums next(room.get(), pass.padded());
+  const Room<float> room(Sums::size(pass.padded()));
+  const Sums next(room, pass.padded());
   const int64_t end = begin(team.me + 1);
   for (int64_t item = begin(team.me), before = -1; item < end; item++) {
     const int64_t unit = item / blocks, block = item % blocks, b = unit / kv_heads, kv = unit % kv_heads;

@@ -1,9 +1,6 @@
 // What products have in common: blocks of columns, tiles of rows, and fetching what is read next.
 #pragma once
 
-#include <cstdint>
-#include <type_traits>
-
 #include "vectors.h"
 
 namespace eagle {
@@ -30,18 +27,42 @@ constexpr int loop_rows(int64_t rows) {
 }
 template <class Product>
 inline void by_rows(int rows, const Product& product) {  // product(R) with the loop for so many rows
-  constexpr auto run = [](auto R, const Product& product) {
-    if constexpr (R <= ROWS && loop_rows(R) == R) product(R);
+  const auto run = [&](auto R) {
+    if constexpr (R > 0 && loop_rows(R) == R)
+      if (loop_rows(rows) == R) product(R);
   };
-  switch (loop_rows(rows)) {
-    case 1: return run(std::integral_constant<int, 1>(), product);
-    case 2: return run(std::integral_constant<int, 2>(), product);
-    case 3: return run(std::integral_constant<int, 3>(), product);
-    case 4: return run(std::integral_constant<int, 4>(), product);
-    case 5: return run(std::integral_constant<int, 5>(), product);
-    case 6: return run(std::integral_constant<int, 6>(), product);
-    case 8: return run(std::integral_constant<int, 8>(), product);
-    default: return run(std::integral_constant<int, ROWS>(), product);
+  [&]<int... R>(std::integer_sequence<int, R...>) {
+    (run(std::integral_constant<int, R>()), ...);
+  }(std::make_integer_sequence<int, ROWS + 1>());
+}
+
+// How the columns of a block are stored: PER_LANE bytes of each at every step, unpacked a vector at a time, or, where a
+// byte has one of the block's first half and one of its second, two.
+template <int PER_LANE, auto ONE>
+struct Vectors {
+  static constexpr int64_t BYTES = BLOCK * PER_LANE;
+  static constexpr int STEP = 1;
+  static void unpack(const char* p, int, Words* columns) {
+    for (int v = 0; v < VECTORS; v++) columns[v] = (Words)ONE(p + v * LANES * PER_LANE);
+  }
+};
+template <int PER_LANE, auto TWO>
+struct Halves {
+  static constexpr int64_t BYTES = BLOCK / 2 * PER_LANE;
+  static constexpr int STEP = 1;
+  static void unpack(const char* p, int, Words* columns) {
+    for (int v = 0; v < VECTORS / 2; v++) TWO(p + v * LANES * PER_LANE, columns[v], columns[v + VECTORS / 2]);
+  }
+};
+
+// To the sums of R rows, products of columns with each row's word.
+template <int R, class Sum, class Word, class Dot>
+[[gnu::always_inline]] inline void multiply(Sum (&sum)[R][VECTORS], const Words* columns, const Word& word, const Dot& dot) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) {
+    const Words value = broadcast(word(r));
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) sum[r][v] = dot(sum[r][v], columns[v], value);
   }
 }
 
@@ -66,16 +87,12 @@ class Next {
  public:
   Next(const char* block, int64_t size, int64_t tile, int64_t tiles)
       : at(block + size / tiles * tile), part(64 / tiles) {}
-  template <uint64_t BYTES>  // that a step reads
-  void step() {
-    fetch<BYTES, 2>(at);
-    at += BYTES * part / 64;
-  }
-  template <uint64_t BYTES, bool LIGHT>  // the same; whether the loop, which reads from p, is of few rows
-  void step(const char* p) {
+  template <uint64_t BYTES, bool LIGHT = false>  // that a step reads; whether the loop, from p on, is of few rows
+  void step(const char* p = nullptr) {
     if constexpr (LIGHT && FETCHES_ITSELF) return;
     if constexpr (LIGHT) fetch<BYTES, 3>(p + NEAR);
-    step<BYTES>();
+    fetch<BYTES, 2>(at);
+    at += BYTES * part / 64;
   }
 
  private:

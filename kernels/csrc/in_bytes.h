@@ -8,17 +8,7 @@
 // [VALUE_WORDS, BLOCK]. A word has BYTES_PER_WORD values. BYTE_OFFSET is added to those of keys.
 #pragma once
 
-#include <alloca.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "kernels.h"
 #include "pass.h"
-#include "tiles.h"
-#include "vectors.h"
 
 namespace eagle {
 
@@ -31,12 +21,8 @@ struct ValueBytes {
     return (Floats)dot_bytes((Ints)sum, weights, values);
   }
 };
-struct ColumnsOfBytes {
-  static constexpr int64_t BYTES = BLOCK * BYTES_PER_WORD;
-  static Words load(const char* p, int v) { return load_weight_bytes(p + v * LANES * BYTES_PER_WORD); }
-};
-template <> struct Columns<KeyBytes> : ColumnsOfBytes {};
-template <> struct Columns<ValueBytes> : ColumnsOfBytes {};
+template <> struct Columns<KeyBytes> : Bytes {};
+template <> struct Columns<ValueBytes> : Bytes {};
 
 // Up to which integers are rounded: 127 for what is stored. Where words are pairs of 16 bits, queries and weights
 // have more of them; softmax weights, which have no sign, have eight if a product wants one side without.
@@ -80,6 +66,13 @@ struct ByteBlock {
   static constexpr int64_t KEY_STRIDE = BLOCK * P;
   char* key(int64_t words) const { return tiles() + (i / BLOCK * words * BLOCK + i % BLOCK) * P; }
   char& value(int64_t d) const { return tiles()[value_place(i, d)]; }
+  // f(address, bytes) of all parts of the slot, of a key or of a value.
+  template <class F>
+  void pieces(int64_t hd, bool is_key, const F& f) const {
+    f(reinterpret_cast<char*>(&step()), sizeof(float));
+    for (int64_t d = 0; d < hd; d++)
+      f(is_key ? &key(words(hd))[d / P * KEY_STRIDE + d % P] : &value(d), 1);
+  }
   static int64_t value_place(int64_t i, int64_t d) {
     return ((d / BLOCK * VALUE_WORDS + i / P) * BLOCK + d % BLOCK) * P + i % P;
   }
@@ -95,19 +88,19 @@ struct InBytes {
   const int64_t hd, words, padded;
   // Queries [groups, words, ROWS], for AMX [groups, ROWS, words] too; by row of a group its step and what takes back the
   // offset of keys; tiles of slots that are a row's own, and steps of all of its slots.
-  const Lines<uint32_t> queries, queries_by_row;
-  const Lines<float> query_steps;
-  const Lines<int32_t> offsets;
-  const Lines<char> own_keys, own_values;
+  const Room<uint32_t> queries, queries_by_row;
+  const Room<float> query_steps;
+  const Room<int32_t> offsets;
+  const Room<char> own_keys, own_values;
   alignas(64) float key_steps[BLOCK_SLOTS], value_steps[BLOCK_SLOTS], weight_steps[ROWS];
   const Cache *of_keys = nullptr, *of_values = nullptr;
   int64_t b = 0, h = 0, block = 0;
 
   InBytes(int64_t hd, int64_t padded, int64_t groups)
-      : hd(hd), words(ByteBlock::words(hd)), padded(padded), queries(lines<uint32_t>((groups * words + 1) * ROWS)),
-        queries_by_row(lines<uint32_t>(TILE_ROWS ? groups * ROWS * words : 1)),
-        query_steps(lines<float>(groups * ROWS)), offsets(lines<int32_t>(groups * ROWS)),
-        own_keys(lines<char>(BLOCK * words * W)), own_values(lines<char>(BLOCK_SLOTS * padded)) {}
+      : hd(hd), words(ByteBlock::words(hd)), padded(padded), queries((groups * words + 1) * ROWS),
+        queries_by_row(TILE_ROWS ? groups * ROWS * words : 1),
+        query_steps(groups * ROWS), offsets(groups * ROWS),
+        own_keys(BLOCK * words * W), own_values(BLOCK_SLOTS * padded) {}
 
   template <class Rotate>
   static void store_key(const Cache& cache, int64_t b, int64_t slot, int64_t h, int64_t hd, const Rotate& rotate) {
@@ -147,14 +140,14 @@ struct InBytes {
       for (int64_t w = 0; w < words; w++)
         std::memcpy(&own_keys[(w * BLOCK + i) * W], key.key(words) + w * ByteBlock::KEY_STRIDE, W);
     }
-    return own_keys.get();
+    return own_keys;
   }
   const char* own_value_tiles(const Seen& slots, int64_t from, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
       const ByteBlock value(*of_values, b, slots.slot(block * BLOCK_SLOTS + from + i), h);
       for (int64_t d = 0; d < hd; d++) own_values[ByteBlock::value_place(i, d)] = value.value(d);
     }
-    return own_values.get();
+    return own_values;
   }
 
   const uint32_t* query_rows(int64_t group, int row) const { return &queries_by_row[(group * ROWS + row) * words]; }

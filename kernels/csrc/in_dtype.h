@@ -3,15 +3,7 @@
 // They are brought to the layout of tiles a block of slots at a time, once for all rows.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-#include "kernels.h"
 #include "pass.h"
-#include "tiles.h"
-#include "vectors.h"
 
 namespace eagle {
 
@@ -25,17 +17,17 @@ struct InDtype {
   const int64_t hd, words, padded;
   // Queries [groups, words, ROWS], for AMX [groups, ROWS, words]; tiles of keys [words, BLOCK] and of values
   // [VALUE_WORDS, BLOCK], of a block and of slots that are a row's own. Products read up to ROWS rows after the last.
-  const Lines<uint32_t> queries, keys, own_keys, values, own_values;
+  const Room<uint32_t> queries, keys, own_keys, values, own_values;
   const Value<E>*k = nullptr, *v = nullptr;
   int64_t k_stride = 0, v_stride = 0, first = 0;  // from slot to slot; of the block
 
   InDtype(int64_t hd, int64_t padded, int64_t groups)
-      : hd(hd), words(tile_words<Keys>(hd / W)), padded(padded), queries(lines<uint32_t>((groups + 1) * words * ROWS)),
-        keys(lines<uint32_t>(BLOCK_SLOTS * words)), own_keys(lines<uint32_t>(BLOCK * words)),
-        values(lines<uint32_t>(VALUE_WORDS * padded)), own_values(lines<uint32_t>(VALUE_WORDS * padded)) {
+      : hd(hd), words(tile_words<Keys>(hd / W)), padded(padded), queries((groups + 1) * words * ROWS),
+        keys(BLOCK_SLOTS * words), own_keys(BLOCK * words), values(VALUE_WORDS * padded),
+        own_values(VALUE_WORDS * padded) {
     if (words == hd / W) return;
-    std::fill_n(queries.get(), groups * words * ROWS, 0);
-    std::fill_n(keys.get(), BLOCK_SLOTS * words, 0), std::fill_n(own_keys.get(), BLOCK * words, 0);
+    std::fill_n(&queries[0], groups * words * ROWS, 0);
+    std::fill_n(&keys[0], BLOCK_SLOTS * words, 0), std::fill_n(&own_keys[0], BLOCK * words, 0);
   }
 
   static Value<E>* place(const Cache& cache, int64_t b, int64_t slot, int64_t h) {
@@ -60,24 +52,24 @@ struct InDtype {
   void open(const Cache& of_keys, const Cache& of_values, int64_t b, int64_t h, int64_t block, int64_t count) {
     k = place(of_keys, b, 0, h), v = place(of_values, b, 0, h);
     k_stride = of_keys.slot, v_stride = of_values.slot, first = block * BLOCK_SLOTS;
-    pack_keys(count, [&](int64_t i) { return k + (first + i) * k_stride; }, keys.get());
-    pack_values(count, [&](int64_t i) { return v + (first + i) * v_stride; }, values.get());
+    pack_keys(count, [&](int64_t i) { return k + (first + i) * k_stride; }, keys);
+    pack_values(count, [&](int64_t i) { return v + (first + i) * v_stride; }, values);
   }
   const char* key_tile(int64_t place) const { return (const char*)&keys[place * words]; }
-  const char* value_tiles() const { return (const char*)values.get(); }
+  const char* value_tiles() const { return (const char*)&values[0]; }
 
   // Tiles of a row's slots by their rank in the block.
   const char* own_key_tile(const Seen& slots, int64_t from, int64_t count) {
-    pack_keys(count, [&](int64_t i) { return k + slots.slot(first + from + i) * k_stride; }, own_keys.get());
-    return (const char*)own_keys.get();
+    pack_keys(count, [&](int64_t i) { return k + slots.slot(first + from + i) * k_stride; }, own_keys);
+    return (const char*)&own_keys[0];
   }
   const char* own_value_tiles(const Seen& slots, int64_t from, int64_t count) {
     pack_values(count, [&](int64_t i) { return v + slots.slot(first + from + i) * v_stride; },
-                own_values.get());
+                own_values);
     const int64_t end = (count + W - 1) / W, rest = tile_words<Values>(end) - end;
     for (int64_t d = 0; d < padded && rest; d += BLOCK)
       std::fill_n(&own_values[(d / BLOCK * VALUE_WORDS + end) * BLOCK], rest * BLOCK, 0);
-    return (const char*)own_values.get();
+    return (const char*)&own_values[0];
   }
 
   // LANES words of a row from the w-th on.

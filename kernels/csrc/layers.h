@@ -1,30 +1,10 @@
 // The kernels, put together from products, attention and norms. Included once for each dtype.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <type_traits>
-#include <vector>
-
 #include "attention.h"
-#include "kernels.h"
 #include "linear.h"
-#include "norm.h"
-#include "products.h"
-#include "team.h"
-#include "vectors.h"
 
 namespace eagle {
-
-// Room for values of E that is not set to anything.
-template <class E>
-struct Room {
-  std::unique_ptr<Value<E>[]> data;
-  explicit Room(int64_t size) : data(new Value<E>[size]) {}
-  operator Value<E>*() const { return data.get(); }
-};
 
 // Rows of x [M, K] as products read them. Then all have met.
 template <class E>
@@ -43,9 +23,7 @@ auto attention_over(const Cache& cache) {
 }
 
 template <class E>
-int64_t Kernels<E>::inputs(const Weight& w) {
-  return inputs_of<Read<E>>(w);
-}
+int64_t Kernels<E>::inputs(const Weight& w) { return inputs_of<Read<E>>(w); }
 
 template <class E>
 void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, const void* residual, Gate gate,
@@ -54,7 +32,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
   constexpr bool widen = !std::is_same_v<X, E>;
   const int64_t K = inputs_of<X>(w);
   const auto* from = static_cast<const Value<E>*>(x);
-  const Room<X> wide(widen ? M * K : 0);
+  const Room<Value<X>> wide(widen ? M * K : 0);
   Rounded rounded(w.rounds() ? M : 0, K);
   Team::run(threads, [&](const Team& team) {
     const Value<X>* input;
@@ -73,7 +51,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
 template <class E>
 void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const Attending& layer, void* out) {
   Pass pass(rows);
-  const Room<E> rotated(rows.B * rows.T * rows.heads * rows.hd);
+  const Room<Value<E>> rotated(rows.B * rows.T * rows.heads * rows.hd);
   Team::run(threads, [&](const Team& team) {
     pass.read_mask(team);  // `attention_part` meets before it is used
     attention_over<E, E>(layer.k)(team, pass, static_cast<const Value<E>*>(qkv), layer, rotated,
@@ -82,10 +60,12 @@ void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const At
 }
 
 template <class E>
-void Kernels<E>::rms_norm(const void* x, const float* weight, int64_t M, int64_t H, float eps, void* out) {
-  const auto* from = static_cast<const Value<E>*>(x);
+void Kernels<E>::rms_norm(const void* x, const float* weight, int64_t M, int64_t H, float eps, void* out,
+                          int64_t stride) {
+  auto *from = static_cast<const Value<E>*>(x);
+  auto *to = static_cast<Value<E>*>(out);
   // One thread: waking the others takes longer than a few rows do.
-  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, weight, H, eps, static_cast<Value<E>*>(out) + m * H);
+  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, weight, H, eps, to + m * stride);
 }
 
 template <class E>
@@ -94,40 +74,29 @@ void Kernels<E>::scale(float factor, int64_t count, void* x) {
   for (int64_t i = 0; i < count; i += LANES) E::put(values + i, E::get(values + i, count - i) * factor, count - i);
 }
 
-template <class E>
-void Kernels<E>::beside(const int64_t* ids, const void* table, const float* table_norm, int64_t S, const void* x,
-                        const float* x_norm, int64_t M, int64_t H, float eps, void* out) {
-  const auto *rows = static_cast<const Value<E>*>(table), *from = static_cast<const Value<E>*>(x);
-  for (int64_t m = 0; m < M; m++) {
-    auto* to = static_cast<Value<E>*>(out) + m * (S + H);
-    norm_row<E>(rows + ids[m] * S, table_norm, S, eps, to);
-    norm_row<E>(from + m * H, x_norm, H, eps, to + S);
-  }
-}
-
 // The MLP of a mixture. Each expert's weights are read once, for all rows that chose it: these are copied side by side,
 // from the beginning of a tile on. A row's sum runs over its experts in the order of their scores.
 template <class E>
 struct Experts {
   using X = Read<E>;
   const int64_t M, H, used, rows;  // rows: of all portions, with what is empty between them
-  const Room<E> scores;
-  const Room<X> chosen_rows;
-  const Room<Fp32> out, shares;
-  const std::unique_ptr<int32_t[]> chosen;
+  const Room<Value<E>> scores;
+  const Room<Value<X>> chosen_rows;
+  const Room<Value<Fp32>> out, shares;
+  const Room<int32_t> chosen;
 
   static int64_t room(const Mixture& mixture, int64_t M) {
     return M * mixture.used + std::min(mixture.experts, M * mixture.used) * (Rounded::TALL - 1);
   }
   Experts(const Mixture& mixture, int64_t M, int64_t H)
       : M(M), H(H), used(mixture.used), rows(room(mixture, M)), scores(M * mixture.experts), chosen_rows(rows * H),
-        out(rows * H), shares(M * used), chosen(new int32_t[M * used]) {}
+        out(rows * H), shares(M * used), chosen(M * used) {}
 
   // The experts of row m, best first and of equal ones the first, and their shares.
   void choose(const Mixture& mixture, int64_t m) const {
     std::vector<Best> order(mixture.experts);
     for (int64_t e = 0; e < mixture.experts; e++) order[e] = {E::get(scores + m * mixture.experts + e, 1)[0], e};
-    std::partial_sort(order.begin(), order.begin() + used, order.end(), Best::first);
+    std::partial_sort(order.begin(), order.begin() + used, order.end());
     float total = 0;
     for (int64_t e = 0; e < (mixture.renormalise ? used : mixture.experts); e++)
       total += std::exp(order[e].value - order[0].value);
@@ -184,7 +153,7 @@ void Kernels<E>::experts(int threads, const void* x, int64_t M, int64_t H, const
   const Experts<E> experts(layer.mixture, M, H);
   const int64_t inner = inputs_of<X>(layer.down), most = std::max(M, experts.rows);
   Rounded rounded(layer.down.rounds() ? most : 0, std::max(H, inner));
-  const Room<X> read(M * H), gated(most * inner);
+  const Room<Value<X>> read(M * H), gated(most * inner);
   Team::run(threads, [&](const Team& team) {
     as_read<E>(team, static_cast<const Value<E>*>(x), M, H, read);
     experts.add(team, layer, read, inner, rounded, gated, static_cast<Value<E>*>(stream));
@@ -204,10 +173,10 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const int64_t most = std::max(M, experts.rows);
   const bool rounds = down.rounds() || layers[0].wqkv.rounds();  // experts may be of another format
   Rounded rounded(rounds ? most : 0, std::max({first, inside, inner}));
-  const Room<E> qkv(M * width), rotated(M * inside);
-  const Room<X> normed(M * first), attended(M * inside), gated(most * inner);
+  const Room<Value<E>> qkv(M * width), rotated(M * inside);
+  const Room<Value<X>> normed(M * first), attended(M * inside), gated(most * inner);
   const Portions all{{0, M, 0}};
-  const Room<E> added(layers[0].wo_norm ? M * H : 0);  // an output that is to be normed
+  const Room<Value<E>> added(layers[0].wo_norm ? M * H : 0);  // an output that is to be normed
   auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);
   const auto norm = [&](const Team& team, const float* weight) {
     team.share(M, [&](int64_t m) { norm_row<E, X>(stream + m * H, weight, H, eps, normed + m * H); });

@@ -1,15 +1,7 @@
 // A linear layer: its blocks dealt out to threads, and what follows the product of one.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <type_traits>
-
 #include "amx_products.h"
-#include "kernels.h"
-#include "products.h"
-#include "team.h"
-#include "vectors.h"
 
 namespace eagle {
 

@@ -1,17 +1,7 @@
 // What the layers of a pass share: which slots each row sees, how rows are grouped, and the sums of softmax.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-#include "kernels.h"
-#include "products.h"
-#include "team.h"
 #include "tiles.h"
-#include "vectors.h"
 
 namespace eagle {
 
@@ -108,11 +98,11 @@ struct Sums {
 struct Pass : Rows {
   Groups groups;
   std::vector<Seen> seen;         // [B, T]
-  Lines<float> sums;  // room for those of all units, blocks and groups; few are used
+  Room<float> sums;  // room for those of all units, blocks and groups; few are used
 
   explicit Pass(const Rows& rows)
       : Rows(rows), groups(heads / kv_heads, T), seen(B * T),
-        sums(lines<float>(B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * Sums::size(padded()))) {}
+        sums(B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * Sums::size(padded())) {}
 
   int64_t padded() const { return (hd + BLOCK - 1) / BLOCK * BLOCK; }  // a head's values in sums: whole tiles
   Sums sums_of(int64_t item, int64_t group) const {

@@ -14,20 +14,11 @@ inline Floats fma(Floats a, Floats b, Floats c) {  // never a mixture of one rou
   return a * b + c;
 #endif
 }
-template <class Vector, class From>
-inline Vector convert(const void* from) {
-  From values[LANES];
-  std::memcpy(values, from, sizeof values);
-  Vector x;
-  for (int l = 0; l < LANES; l++) x[l] = values[l];
-  return x;
-}
-template <class To, class Vector>
-inline void convert_to(void* to, Vector x) {
-  To values[LANES];
-  for (int l = 0; l < LANES; l++) values[l] = To(x[l]);
-  std::memcpy(to, values, sizeof values);
-}
+template <class T> struct Lanes { typedef T Vector __attribute__((vector_size(sizeof(T) * LANES))); };
+template <class To, class From>
+inline To convert(const void* from) { return __builtin_convertvector(load<typename Lanes<From>::Vector>(from), To); }
+template <class To, class From>
+inline void convert_to(void* to, From x) { store(to, __builtin_convertvector(x, typename Lanes<To>::Vector)); }
 inline Floats floats_of_bytes(const void* from) { return convert<Floats, int8_t>(from); }
 inline Words words_of_bytes(const void* from) { return convert<Words, uint8_t>(from); }
 inline Words words_of_shorts(const void* from) { return convert<Words, uint16_t>(from); }
@@ -42,10 +33,8 @@ inline int32_t sum_of_lanes(Ints x) { return x[0] + x[1] + x[2] + x[3]; }
 
 constexpr int BYTES_PER_WORD = 2, NIBBLES_PER_WORD = 2, BYTE_OFFSET = 0;
 inline Words load_weight_bytes(const void* from) {  // bytes to pairs of 16-bit values
-  int8_t bytes[2 * LANES];
   int16_t values[2 * LANES];
-  std::memcpy(bytes, from, sizeof bytes);
-  for (int i = 0; i < 2 * LANES; i++) values[i] = bytes[i];
+  for (int i = 0; i < 2 * LANES; i++) values[i] = static_cast<const int8_t*>(from)[i];
   return load<Words>(values);
 }
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {

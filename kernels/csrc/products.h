@@ -4,30 +4,32 @@
 // A row's sums run over the inputs in ascending order, whatever rows and threads there are.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <type_traits>
-
-#include "blocks.h"
-#include "kernels.h"
 #include "rounded.h"
-#include "vectors.h"
 
 namespace eagle {
 
 // How the columns of a block are stored: in BYTES for each step over the inputs, which is STEP words of x, and
-// unpacked to vectors for the i-th of these words. X is what x is read as. If SCALED, the v-th vector of `scale` is that
-// of a block's columns over a group of inputs.
-template <class X> struct Whole {
-  static constexpr bool SCALED = false;
-  static constexpr int64_t BYTES = VECTORS * sizeof(Words);
-  static constexpr int STEP = 1;
-  static void unpack(const char* p, int, Words* columns) {
-    for (int v = 0; v < VECTORS; v++) columns[v] = load<Words>(p + v * sizeof(Words));
+// unpacked to vectors for the i-th of these words. X is what x is read as. Where weights have scales, the v-th vector of
+// `scale` is that of a block's columns over a group of inputs.
+struct OfColumns {
+  static Floats scale(const Weight& w, int64_t b, int64_t, int v) {
+    return load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
   }
 };
+struct OfGroups {
+  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
+    return Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
+  }
+};
+struct PowersOfGroups {  // as the exponents of floats
+  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
+    const auto* exponents = static_cast<const uint8_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES;
+    return (Floats)(words_of_bytes(exponents) << 23);
+  }
+};
+
+template <class X> struct Whole : Vectors<4, load<Words>> {};
 template <> struct Whole<Widened> {  // pairs of bfloat16
-  static constexpr bool SCALED = false;
   static constexpr int64_t BYTES = VECTORS * sizeof(Words);
   static constexpr int STEP = 2;
   static void unpack(const char* p, int i, Words* columns) {
@@ -37,76 +39,25 @@ template <> struct Whole<Widened> {  // pairs of bfloat16
     }
   }
 };
-
-struct OfColumns {
-  static constexpr bool SCALED = true;
-  static Floats scale(const Weight& w, int64_t b, int64_t, int v) {
-    return load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
-  }
-};
-struct OfGroups {
-  static constexpr bool SCALED = true;
-  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
-    return Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
-  }
-};
-struct PowersOfGroups {  // as the exponents of floats
-  static constexpr bool SCALED = true;
-  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
-    const auto* exponents = static_cast<const uint8_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES;
-    return (Floats)(words_of_bytes(exponents) << 23);
-  }
-};
-
-template <class X> struct Int8 : OfColumns {
-  static constexpr int64_t BYTES = BLOCK;
-  static constexpr int STEP = 1;
-  static void unpack(const char* p, int, Words* columns) {
-    for (int v = 0; v < VECTORS; v++) columns[v] = (Words)floats_of_bytes(p + v * LANES);
-  }
-};
-// Four bits each, 8 more than the value: a byte has columns c and c + BLOCK / 2.
-template <class X> struct Int4 : OfGroups {
-  static constexpr int64_t BYTES = BLOCK / 2;
-  static constexpr int STEP = 1;
-  static void unpack(const char* p, int, Words* columns) {
-    for (int v = 0; v < VECTORS / 2; v++) {
-      const Words both = words_of_bytes(p + v * LANES);
-      columns[v] = (Words)(to_floats((Ints)(both & 15u)) - 8.0f);
-      columns[v + VECTORS / 2] = (Words)(to_floats((Ints)(both >> 4)) - 8.0f);
-    }
-  }
-};
-template <class X> struct Mxfp4 : PowersOfGroups {  // e2m1 in four bits, stored as Int4
-  static constexpr int64_t BYTES = BLOCK / 2;
-  static constexpr int STEP = 1;
-  static void unpack(const char* p, int, Words* columns) {
-    for (int v = 0; v < VECTORS / 2; v++) {
-      const Words both = words_of_bytes(p + v * LANES);
-      columns[v] = (Words)floats_of_e2m1(both & 15u);
-      columns[v + VECTORS / 2] = (Words)floats_of_e2m1(both >> 4);
-    }
-  }
-};
-#ifdef BF16_DOT
-template <> struct Int8<Bf16> : OfColumns {  // pairs
-  static constexpr int64_t BYTES = 2 * BLOCK;
-  static constexpr int STEP = 1;
-  static void unpack(const char* p, int, Words* columns) {
-    for (int v = 0; v < VECTORS; v++) columns[v] = pairs_of_bytes(p + v * 2 * LANES);
-  }
-};
-template <const uint16_t* VALUES> struct NibblePairs {
-  static constexpr int64_t BYTES = BLOCK;
-  static constexpr int STEP = 1;
-  static void unpack(const char* p, int, Words* columns) {
-    for (int v = 0; v < VECTORS / 2; v++)
-      pairs_of_nibbles(VALUES, p + v * 2 * LANES, columns[v], columns[v + VECTORS / 2]);
-  }
-};
-template <> struct Int4<Bf16> : NibblePairs<INTEGERS>, OfGroups {};
-template <> struct Mxfp4<Bf16> : NibblePairs<E2M1>, PowersOfGroups {};
+template <class X> struct Int8 : OfColumns, Vectors<1, floats_of_bytes> {};
+// Four bits each: of int4 8 more than the value, of mxfp4 e2m1.
+inline void floats_of_int4(const void* from, Words& low, Words& high) {
+  const Words both = words_of_bytes(from);
+  low = (Words)(to_floats((Ints)(both & 15u)) - 8.0f), high = (Words)(to_floats((Ints)(both >> 4)) - 8.0f);
+}
+inline void floats_of_mxfp4(const void* from, Words& low, Words& high) {
+  const Words both = words_of_bytes(from);
+  low = (Words)floats_of_e2m1(both & 15u), high = (Words)floats_of_e2m1(both >> 4);
+}
+template <class X> struct Int4 : OfGroups, Halves<1, floats_of_int4> {};
+template <class X> struct Mxfp4 : PowersOfGroups, Halves<1, floats_of_mxfp4> {};
+#ifdef BF16_DOT  // all in pairs
+template <> struct Int8<Bf16> : OfColumns, Vectors<2, pairs_of_bytes> {};
+template <> struct Int4<Bf16> : OfGroups, Halves<2, pairs_of_nibbles<INTEGERS>> {};
+template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_nibbles<E2M1>> {};
 #endif
+
+template <class W> constexpr bool SCALED = requires { W::scale; };
 
 // The values of a row of x, which is read as X, that w is multiplied by.
 template <class X> inline int64_t inputs_of(const Weight& w) {
@@ -133,22 +84,17 @@ template <class X, template <class> class Weights, int R>
       for (int i = 0; i < W::STEP; i++) {
         Words columns[VECTORS];
         W::unpack(p, i, columns);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-          const Words value = broadcast(row[r][k + i]);
-#pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; v++) sum[r][v] = X::dot(sum[r][v], columns[v], value);
-        }
+        multiply(sum, columns, [&row, at = k + i](int r) { return row[r][at]; }, X::dot);
       }
     }
 #pragma GCC unroll 4  // Clang keeps sums in memory if it does not know every index
     for (int v = 0; v < VECTORS; v++) {
       Floats scale = {};
-      if constexpr (W::SCALED) scale = W::scale(w, b, g, v);
+      if constexpr (SCALED<W>) scale = W::scale(w, b, g, v);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         float* to = sums + r * BLOCK + v * LANES;
-        if constexpr (W::SCALED) sum[r][v] = fma(sum[r][v], scale, g ? load<Floats>(to) : Floats{});
+        if constexpr (SCALED<W>) sum[r][v] = fma(sum[r][v], scale, g ? load<Floats>(to) : Floats{});
         store(to, sum[r][v]);
       }
     }

@@ -1,16 +1,8 @@
 // x rounded to bytes, and products with them: w8a8, w4a8.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
-
 #include "blocks.h"
-#include "kernels.h"
 #include "team.h"
-#include "vectors.h"
 
 namespace eagle {
 
@@ -112,25 +104,14 @@ struct Rounded {
   }
 };
 
-// The columns of a weight that rounded rows are multiplied by: in BYTES for each step over the inputs, a word of x.
-struct Bytes {
-  static constexpr int64_t BYTES = VECTORS * LANES * BYTES_PER_WORD;
-  static void load(const char* p, Words* columns) {
-    for (int v = 0; v < VECTORS; v++) columns[v] = load_weight_bytes(p + v * LANES * BYTES_PER_WORD);
-  }
-};
-struct Nibbles {  // 8 more than the value: a byte has one of the block's first half and one of its second
-  static constexpr int64_t BYTES = VECTORS / 2 * LANES * NIBBLES_PER_WORD;
-  static constexpr uint32_t LOW = NIBBLES_PER_WORD == 4 ? 0x0F0F0F0Fu : 0x000F000Fu;
-  static void load(const char* p, Words* columns) {
-    for (int v = 0; v < VECTORS / 2; v++) {
-      const char* at = p + v * LANES * NIBBLES_PER_WORD;
-      const Words both = NIBBLES_PER_WORD == 4 ? eagle::load<Words>(at) : load_weight_bytes(at);
-      columns[v] = both & LOW;
-      columns[v + VECTORS / 2] = (both >> 4) & LOW;
-    }
-  }
-};
+// The columns of a weight that rounded rows are multiplied by.
+struct Bytes : Vectors<BYTES_PER_WORD, load_weight_bytes> {};
+inline void words_of_nibbles(const void* from, Words& low, Words& high) {  // 8 more than the value
+  constexpr uint32_t LOW = NIBBLES_PER_WORD == 4 ? 0x0F0F0F0Fu : 0x000F000Fu;
+  const Words both = NIBBLES_PER_WORD == 4 ? load<Words>(from) : load_weight_bytes(from);
+  low = both & LOW, high = (both >> 4) & LOW;
+}
+struct Nibbles : Halves<NIBBLES_PER_WORD, words_of_nibbles> {};
 
 // The sums of R rounded rows over the steps from p to `end`. They are exact, so it is all one in which order they
 // are added.
@@ -141,13 +122,8 @@ inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, N
   for (; p < end; p += Columns::BYTES, value += R) {
     Words columns[VECTORS];
     next.step<Columns::BYTES, LIGHT>(p);
-    Columns::load(p, columns);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const Words one = broadcast(value[r]);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = dot_bytes(sum[r][v], columns[v], one);
-    }
+    Columns::unpack(p, 0, columns);
+    multiply(sum, columns, [&](int r) { return value[r]; }, dot_bytes);
   }
 }
 
@@ -162,13 +138,8 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
     for (const char* part = p + SHORT_SUMS * Nibbles::BYTES; p < part; p += Nibbles::BYTES, value += R) {
       Words columns[VECTORS];
       next.step<Nibbles::BYTES>();
-      Nibbles::load(p, columns);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        const Words one = broadcast(value[r]);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) shorts[r][v] = add_nibbles(shorts[r][v], columns[v], one);
-      }
+      Nibbles::unpack(p, 0, columns);
+      multiply(shorts, columns, [&](int r) { return value[r]; }, add_nibbles);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -193,7 +164,7 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
     next.step<Columns::BYTES>(), next.step<Columns::BYTES>();
 #pragma GCC unroll 3
     for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + R + first(i));
-    Columns::load(p, words), Columns::load(p + Columns::BYTES, more);
+    Columns::unpack(p, 0, words), Columns::unpack(p + Columns::BYTES, 0, more);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       const Words columns[2] = {first_two(words[v], more[v]), last_two(words[v], more[v])};

@@ -7,14 +7,12 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdint>
-#include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
+
+#include "kernels.h"
 
 namespace eagle {
 

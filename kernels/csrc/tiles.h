@@ -1,15 +1,7 @@
 // Products with tiles that are made while a pass runs, and what brings vectors to the layout of a tile.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <type_traits>
-#include <utility>
-
 #include "products.h"
-#include "vectors.h"
 
 namespace eagle {
 
@@ -17,11 +9,13 @@ namespace eagle {
 struct Free {
   void operator()(void* room) const { std::free(room); }
 };
-template <class T> using Lines = std::unique_ptr<T[], Free>;
 template <class T>
-inline Lines<T> lines(int64_t count) {
-  return Lines<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
-}
+struct Room {
+  std::unique_ptr<T[], Free> data;
+  explicit Room(int64_t count)
+      : data(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64))) {}
+  operator T*() const { return data.get(); }
+};
 
 // The memory that is read next, fetched a little at a time.
 struct Ahead {
@@ -35,15 +29,10 @@ struct Ahead {
 // TILE_WORDS words, or a multiple of it, with zeros at the end.
 template <class X> constexpr bool TILED = TILE_ROWS && std::is_same_v<X, Bf16>;
 template <class X>
-constexpr int64_t tile_words(int64_t words) {
-  return TILED<X> ? whole_tiles(words) : words;
-}
+constexpr int64_t tile_words(int64_t words) { return TILED<X> ? whole_tiles(words) : words; }
 
-// How a tile is stored that X multiplies: BYTES for each word of its columns.
-template <class X> struct Columns {
-  static constexpr int64_t BYTES = BLOCK * sizeof(uint32_t);
-  static Words load(const char* p, int v) { return eagle::load<Words>(p + v * sizeof(Words)); }
-};
+// How a tile is stored that X multiplies.
+template <class X> struct Columns : Vectors<4, load<Words>> {};
 
 // Rows of a, word k of row r at a[r * ROW + k * STEP], times a tile b [words, BLOCK] -> sums [rows, BLOCK],
 // `stride` apart, or added to them. Up to R rows; those from `rows` on are read and not kept. A sum runs over
@@ -62,14 +51,8 @@ template <class X, int ROW, int STEP, int R>
   for (const char* end = b + words * BYTES; b < end; b += BYTES, a += STEP) {
     here.step();
     Words columns[VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) columns[v] = Columns<X>::load(b, v);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const Words value = broadcast(a[r * ROW]);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = X::dot(sum[r][v], columns[v], value);
-    }
+    Columns<X>::unpack(b, 0, columns);
+    multiply(sum, columns, [&](int r) { return a[r * ROW]; }, X::dot);
   }
   ahead = here;
 #pragma GCC unroll 12

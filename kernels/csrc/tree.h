@@ -3,15 +3,6 @@
 // Outputs are made here; inputs that are not contiguous are copied.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <tuple>
-#include <vector>
-
-#include "kernels.h"
 #include "tensors.h"
 
 namespace eagle {
@@ -19,24 +10,21 @@ namespace eagle {
 // The k best children of a beam, whose scores and tokens are [B, R * k] and which saw [B, R, seen], become the next:
 // scores, tokens, places among all candidates [B, k], what they see [B, k, seen + k], the row each came from [B, k].
 // `size` candidates came before the children.
-using Beam = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-Beam advance(const Tensor& scores, const Tensor& tokens, const Tensor& sees, int64_t size) {
-  const Longs t(tokens);
-  const Of<float> s(scores);
-  const Of<bool> before(sees);
-  const int64_t B = before.size(0), R = before.size(1), seen = before.size(2), count = s.size(1), k = count / R;
-  New<float> best({B, k});
-  New<int64_t> token({B, k}), flat({B, k}), row({B, k});
-  New<bool> now({B, k, seen + k});
+std::tuple<Numbers, Longs, Longs, Flags, Longs> advance(const Numbers& scores, const Longs& tokens, const Flags& sees,
+                                                        int64_t size) {
+  const int64_t B = sees.size(0), R = sees.size(1), seen = sees.size(2), count = scores.size(1), k = count / R;
+  const Numbers best({B, k});
+  const Longs token({B, k}), flat({B, k}), row({B, k});
+  const Flags now({B, k, seen + k});
   std::vector<Best> order(count);
   for (int64_t b = 0; b < B; b++) {
-    for (int64_t i = 0; i < count; i++) order[i] = {s[b * count + i], i};
-    std::partial_sort(order.begin(), order.begin() + k, order.end(), Best::first);
+    for (int64_t i = 0; i < count; i++) order[i] = {scores[b * count + i], i};
+    std::partial_sort(order.begin(), order.begin() + k, order.end());
     for (int64_t i = 0; i < k; i++) {
       const int64_t at = b * k + i, child = order[i].id;
-      best[at] = order[i].value, token[at] = t[b * count + child], flat[at] = size + child, row[at] = child / k;
+      best[at] = order[i].value, token[at] = tokens[b * count + child], flat[at] = size + child, row[at] = child / k;
       bool* mine = &now[at * (seen + k)];
-      std::memcpy(mine, &before[(b * R + child / k) * seen], seen);
+      std::memcpy(mine, &sees[(b * R + child / k) * seen], seen);
       std::memset(mine + seen, 0, k);
       mine[seen + i] = true;
     }
@@ -45,30 +33,29 @@ Beam advance(const Tensor& scores, const Tensor& tokens, const Tensor& sees, int
 }
 
 // Which of n slots each row sees [B, T, n]: the first `length` [B], and after them as local [B, T, M] says.
-Tensor see(const Tensor& length, const Tensor& local, int64_t n) {
-  const Longs l(length);
-  const Of<bool> in(local);
-  const int64_t B = in.size(0), T = in.size(1), M = in.size(2);
-  New<bool> out({B, T, n});
+Flags see(const Longs& length, const Flags& local, int64_t n) {
+  const int64_t B = local.size(0), T = local.size(1), M = local.size(2);
+  const Flags out({B, T, n});
   for (int64_t row = 0; row < B * T; row++) {
     bool* sees = &out[row * n];
-    const int64_t prefix = std::clamp<int64_t>(l[row / T], 0, n), more = std::min(M, n - prefix);
+    const int64_t prefix = std::clamp<int64_t>(length[row / T], 0, n), more = std::min(M, n - prefix);
     std::memset(sees, 1, prefix);
-    std::memcpy(sees + prefix, &in[row * M], more);
+    std::memcpy(sees + prefix, &local[row * M], more);
     std::memset(sees + prefix + more, 0, n - prefix - more);
   }
   return out;
 }
 
-struct TreeOut {  // B trees of T nodes, the fields of tree.py: Tree
-  int64_t T;
-  New<int64_t> tokens, parent, depth;
-  New<bool> ancestors;
-  New<float> scores;
+using TreeFields = std::tuple<Longs, Longs, Longs, Flags, Numbers>;  // of tree.py: Tree
+struct TreeOut {  // B trees of T nodes
+  const int64_t T;
+  const Longs tokens, parent, depth;
+  const Flags ancestors;
+  const Numbers scores;
 
   TreeOut(int64_t B, int64_t T)
       : T(T), tokens({B, T}), parent({B, T}), depth({B, T}), ancestors({B, T, T}), scores({B, T}) {}
-  Beam fields() const { return {tokens, parent, depth, ancestors, scores}; }
+  TreeFields fields() const { return {tokens, parent, depth, ancestors, scores}; }
 
   // Node i of text b, those before it written: 0 is the root.
   void put(int64_t b, int64_t i, int64_t token, int64_t above, float score) {
@@ -93,35 +80,30 @@ void best_places(std::vector<int64_t>& order, int64_t n, const Score& score) {
 }
 
 // The tree of the T - 1 best of candidates below root [B]. scores, tokens, parents [B, count].
-Beam prune(const Tensor& scores, const Tensor& tokens, const Tensor& parents, const Tensor& root, int64_t T) {
-  const Of<float> score(scores);
-  const Longs t(tokens), p(parents), r(root);
-  const int64_t B = score.size(0), count = score.size(1);
+TreeFields prune(const Numbers& scores, const Longs& tokens, const Longs& parents, const Longs& root, int64_t T) {
+  const int64_t B = scores.size(0), count = scores.size(1);
   TreeOut tree(B, T);
   std::vector<int64_t> order(count);
   for (int64_t b = 0; b < B; b++) {
     for (int64_t i = 0; i < count; i++) order[i] = i;
-    best_places(order, T - 1, [&](int64_t i) { return score[b * count + i]; });
-    tree.put(b, 0, r[b], 0, 0);
+    best_places(order, T - 1, [&](int64_t i) { return scores[b * count + i]; });
+    tree.put(b, 0, root[b], 0, 0);
     for (int64_t i = 1; i < T; i++) {
-      const int64_t from = b * count + order[i - 1], above = p[from];
+      const int64_t from = b * count + order[i - 1], above = parents[from];
       const auto place = std::lower_bound(order.begin(), order.begin() + T - 1, above) - order.begin();
-      tree.put(b, i, t[from], above < 0 ? 0 : place + 1, score[from]);
+      tree.put(b, i, tokens[from], above < 0 ? 0 : place + 1, scores[from]);
     }
   }
   return tree.fields();
 }
 
 // The tree of the T most likely nodes of two with one root. See tree.py: join.
-Beam join(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& other_tokens,
-          const Tensor& other_parents, const Tensor& other_scores, int64_t T) {
+TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, const Longs& more, const Longs& above,
+                const Numbers& others, int64_t T) {
   struct Node {  // of two trees
     int64_t token, parent;  // parent: a place among all nodes, 0 the root
     float score;
   };
-  constexpr float LEAST = -std::numeric_limits<float>::infinity();
-  const Longs token(tokens), parent(parents), more(other_tokens), above(other_parents);
-  const Of<float> score(scores), others(other_scores);
   const int64_t B = token.size(0), one = token.size(1), other = more.size(1), count = one + other - 1;
   TreeOut tree(B, T);
   std::vector<Node> nodes(count);
@@ -163,20 +145,17 @@ Beam join(const Tensor& tokens, const Tensor& parents, const Tensor& scores, con
 // What followed the last tokens up to `length` [B] before, in the first n of text [B, N] -> tokens, likely [B, T].
 // Of each drafted node [T - 1], its chain and how far after the match it stands; first, further [longest + 1]: how
 // likely what follows a match of so many tokens is.
-std::tuple<Tensor, Tensor> follow(const Tensor& texts, const Tensor& length, int64_t n, const Tensor& chain,
-                                  const Tensor& ahead, const Tensor& first, const Tensor& further,
-                                  int64_t shortest) {
+std::tuple<Longs, Numbers> follow(const Longs& texts, const Longs& length, int64_t n, const Longs& chain,
+                                  const Longs& ahead, const Numbers& first, const Numbers& further, int64_t shortest) {
   struct Match {  // of a text's last tokens with those up to a slot
     int64_t tokens, at;  // how many; -1: there is none
   };
-  const Longs in(texts), l(length), of(chain), far(ahead);
-  const Of<float> once(first), again(further);
-  const int64_t B = in.size(0), T = of.size(0) + 1, longest = once.size(0) - 1;
-  New<int64_t> tokens({B, T});
-  New<float> likely({B, T});
-  std::vector<Match> matches, best(T > 1 ? *std::max_element(&of[0], &of[0] + T - 1) + 1 : 0);
+  const int64_t B = texts.size(0), T = chain.size(0) + 1, longest = first.size(0) - 1;
+  const Longs tokens({B, T});
+  const Numbers likely({B, T});
+  std::vector<Match> matches, best(T > 1 ? *std::max_element(&chain[0], &chain[T - 1]) + 1 : 0);
   for (int64_t b = 0; b < B; b++) {
-    const int64_t *text = &in[b * in.size(1)], end = l[b];
+    const int64_t *text = &texts[b * texts.size(1)], end = length[b];
     const auto alike = [&](int64_t at) {  // how many tokens up to slot `at` equal the last ones
       int64_t same = 0;
       while (same < longest && same <= at && text[at - same] == text[end - same]) same++;
@@ -196,21 +175,20 @@ std::tuple<Tensor, Tensor> follow(const Tensor& texts, const Tensor& length, int
     float* share = &likely[b * T];
     token[0] = text[end], share[0] = 0;
     for (int64_t i = 1; i < T; i++) {
-      const Match match = best[of[i - 1]];
-      const int64_t after = far[i - 1];
+      const Match match = best[chain[i - 1]];
+      const int64_t after = ahead[i - 1];
       token[i] = match.at < 0 ? text[end] : text[match.at + 1 + (after - 1) % (end - match.at)];
-      share[i] = match.at < 0 ? -std::numeric_limits<float>::infinity() : (after == 1 ? once : again)[match.tokens];
+      share[i] = match.at < 0 ? LEAST : (after == 1 ? first : further)[match.tokens];
     }
   }
   return {tokens, likely};
 }
 
 // The deepest path [B, W] on which chosen [B, T] agrees with the tree, its count [B], and what was chosen on it [B, W].
-std::tuple<Tensor, Tensor, Tensor> accept(const Tensor& tokens, const Tensor& parents, const Tensor& depths,
-                                  const Tensor& chosen, int64_t W) {
-  const Longs token(tokens), parent(parents), depth(depths), drawn(chosen);
+std::tuple<Longs, Longs, Longs> accept(const Longs& token, const Longs& parent, const Longs& depth, const Longs& chosen,
+                                       int64_t W) {
   const int64_t B = token.size(0), T = token.size(1);
-  New<int64_t> path({B, W}), count({B}), taken({B, W});
+  const Longs path({B, W}), count({B}), taken({B, W});
   std::vector<char> accepted(T);
   for (int64_t b = 0; b < B; b++) {
     const int64_t at = b * T;
@@ -218,40 +196,39 @@ std::tuple<Tensor, Tensor, Tensor> accept(const Tensor& tokens, const Tensor& pa
     accepted[0] = true;
     for (int64_t i = 1; i < T; i++) {
       const int64_t above = parent[at + i];
-      accepted[i] = accepted[above] && token[at + i] == drawn[at + above];
+      accepted[i] = accepted[above] && token[at + i] == chosen[at + above];
       if (accepted[i] && depth[at + i] > depth[at + last]) last = i;
     }
     count[b] = depth[at + last] + 1;
     std::fill(&path[b * W], &path[b * W] + W, 0);
     for (int64_t d = count[b] - 1; d > 0; d--, last = parent[at + last]) path[b * W + d] = last;
-    for (int64_t i = 0; i < W; i++) taken[b * W + i] = drawn[at + path[b * W + i]];
+    for (int64_t i = 0; i < W; i++) taken[b * W + i] = chosen[at + path[b * W + i]];
   }
   return {path, count, taken};
 }
 
 // Append the first `count` [B] of tokens [B, W] to a state's buffers, cut at stop ids and the limit; how many were
 // appended [B].
-Tensor emit(const Tensor& tokens, const Tensor& count, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
-            const Tensor& limit, const Tensor& stop_ids) {
-  const Longs in(tokens), c(count);
-  const int64_t B = in.size(0), W = in.size(1), room = text.size(1), window = out.size(1) - 3;
-  const int64_t *most = longs(limit), *stops = longs(stop_ids), *end = stops + stop_ids.size(0);
+Longs emit(const Longs& tokens, const Longs& count, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
+           const Longs& limit, const Longs& stops) {
+  const int64_t B = tokens.size(0), W = tokens.size(1), room = text.size(1), window = out.size(1) - 3;
+  const int64_t *first = stops.values, *end = first + stops.size(0);
   int64_t *texts = text.mutable_data_ptr<int64_t>(), *at = length.mutable_data_ptr<int64_t>();
   bool* over = done.mutable_data_ptr<bool>();
-  New<int64_t> appended({B});
+  const Longs appended({B});
   for (int64_t b = 0; b < B; b++) {
-    const int64_t* token = &in[b * W];
-    int64_t n = over[b] ? 0 : std::min(c[b], most[b] - at[b]);
+    const int64_t* token = &tokens[b * W];
+    int64_t n = over[b] ? 0 : std::min(count[b], limit[b] - at[b]);
     bool stopped = false;
     for (int64_t i = 0; i < n && !stopped; i++)
-      if (std::find(stops, end, token[i]) != end) n = i + 1, stopped = true;
+      if (std::find(first, end, token[i]) != end) n = i + 1, stopped = true;
     if (n > 0) std::copy(token, token + n, texts + b * room + at[b] + 1);
     at[b] += n;
-    over[b] |= stopped || at[b] >= most[b];
+    over[b] |= stopped || at[b] >= limit[b];
     int64_t* to = out.mutable_data_ptr<int64_t>() + b * (window + 3);
     std::fill(std::copy(token, token + W, to), to + window, 0);
     to[window] = appended[b] = n;
-    to[window + 1] = std::max<int64_t>(std::min(c[b] - 1, n), 0);
+    to[window + 1] = std::max<int64_t>(std::min(count[b] - 1, n), 0);
     to[window + 2] = over[b];
   }
   return appended;
@@ -259,21 +236,18 @@ Tensor emit(const Tensor& tokens, const Tensor& count, Tensor& text, Tensor& len
 
 // Rows path [B, W] of features [B, T], the first count [B] of them, become unread [B, R] where `moving` [B]; `more`:
 // after those that are.
-void hand_over(const Maybe& features, const Tensor& path, const Tensor& count, const Tensor& moving, bool more,
+void hand_over(const Maybe& features, const Longs& path, const Longs& count, const Flags& moving, bool more,
                Tensor& unread, Tensor& unread_count) {
-  const Maybe in = whole(features);
-  const Longs p(path), c(count);
-  const Of<bool> moves(moving);
-  const int64_t R = unread.size(1), W = p.size(1), size = unread.size(2) * int64_t(unread.element_size());
-  const auto* from = static_cast<const char*>(data(in));
+  const int64_t R = unread.size(1), W = path.size(1), size = unread.size(2) * int64_t(unread.element_size());
+  const auto* from = static_cast<const char*>(data(features));
   auto* to = static_cast<char*>(unread.mutable_data_ptr());
   auto* known = unread_count.mutable_data_ptr<int64_t>();
-  for (int64_t b = 0; b < p.size(0); b++) {
-    if (!moves[b]) continue;
-    const int64_t first = more ? known[b] : 0, n = std::min(c[b], R - first);
+  for (int64_t b = 0; b < path.size(0); b++) {
+    if (!moving[b]) continue;
+    const int64_t first = more ? known[b] : 0, n = std::min(count[b], R - first);
     for (int64_t i = 0; from && i < n; i++)
-      std::memcpy(to + (b * R + first + i) * size, from + (b * in->size(1) + p[b * W + i]) * size, size);
-    known[b] = first + c[b];
+      std::memcpy(to + (b * R + first + i) * size, from + (b * features->size(1) + path[b * W + i]) * size, size);
+    known[b] = first + count[b];
   }
 }
 

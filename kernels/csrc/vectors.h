@@ -5,9 +5,7 @@
 // numbers must get the same bits.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+#include "kernels.h"
 
 namespace eagle {
 
@@ -45,10 +43,8 @@ inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 #if defined(PORTABLE)
 #include "portable.h"
-#elif defined(__AVX512F__)
-#include "avx512.h"
 #elif defined(__AVX2__)
-#include "avx2.h"
+#include "x86.h"
 #elif defined(__aarch64__)
 #include "neon.h"
 #else
@@ -166,5 +162,20 @@ inline Floats clamped_swiglu(Floats gate, Floats up) {
 inline Floats silu(Floats x) { return swish(x, x); }
 // GELU by its tanh: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 inline Floats gelu(Floats x) { return swish(x, (x * x * 0.044715f + 1.0f) * x * 1.59576912f); }
+
+// Row [size] over its root mean square, times weight [size], into `out`, through floats only.
+template <class E, class Out = E>
+inline void norm_row(const Value<E>* row, const float* weight, int64_t size, float eps, Value<Out>* out) {
+  Floats part = {};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Floats x = E::get(row + i, size - i);
+    part = fma(x, x, part);
+  }
+  float sum = 0;
+  for (int l = 0; l < LANES; l++) sum += part[l];
+  const float share = 1.0f / std::sqrt(sum / float(size) + eps);
+  for (int64_t i = 0; i < size; i += LANES)
+    Out::put(out + i, E::get(row + i, size - i) * share * Fp32::get(weight + i, size - i), size - i);
+}
 
 }  // namespace eagle

@@ -5,7 +5,7 @@ import shutil
 import bench
 import pytest
 
-from engine.autotune import TEMPERATURES, Calibration
+from checkpoint.calibration import TEMPERATURES, Calibration
 from tree import TreeShape
 
 SHAPE = TreeShape(3, 1, 1)

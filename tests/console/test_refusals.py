@@ -47,7 +47,7 @@ REFUSED = (
     (f"{PROMPT} --max-seq-len 5000", "--max-seq-len 5000: must be 2 to 1024, the model's maximum"),
     (f"--prompt {'x' * 50} --max-seq-len 20", "the prompt has "),
     (f"{PROMPT} --num-samples 100000 --batch-size 100000", "the caches of 100000 x "),
-    (f"{PROMPT} --logit-bias 5=nan", "logit_bias: 5: nan: a token id is not negative, a bias -100 to 100"),
+    (f"{PROMPT} --logit-bias 5=nan", "--logit-bias[0][1] is nan; expected a finite number"),
     (f"{PROMPT} --logit-bias 99999999=1", "logit_bias holds token id 99999999, the vocabulary is 0..319"),
     ("--prompt-ids 1,320", "the prompt holds token id 320, the vocabulary is 0..319"),
     *((f"--prompt-ids {ids}", f"--prompt-ids '{ids}': expected numbers separated by commas")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
+from checkpoint.calibration import Calibration
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from common.tree_shapes import TreeShape
 from demo import fetch as demo
-from engine.autotune import Calibration
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from helpers.states import paths
 from checkpoint.convert import convert
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.block import BlockDrafter, DFlash, PEagle
+from drafters.block import BlockDrafter, PEagle
 from engine.engine import Engine
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
@@ -29,7 +29,7 @@ def converted(label: str, golden, target, folder, sharp: bool = False, **more):
 
 
 def drafter_of(head, shape: TreeShape) -> BlockDrafter:
-    return (PEagle if isinstance(head, PEagleHead) else DFlash)(head, shape)
+    return (PEagle if isinstance(head, PEagleHead) else BlockDrafter)(head, shape)
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))

@@ -92,12 +92,3 @@ def test_every_position_of_a_residual_chain_has_the_targets_distribution():
         common = expected > 20
         statistic = chi_square(seen[common].double(), expected[common].double())
         assert statistic < chi_square_limit(int(common.sum())) and here.sum() > 5000
-
-
-def test_residual_acceptance_of_the_target_itself(models):
-    """p is q: everything is accepted, whatever is drawn. Greedily it is plain decoding."""
-    same = engine_of(models[0], models[0], CHAIN, "residual")
-    lengths = same.generate([PROMPTS[0]], Sampling(100, 1.0, seed=3))[0].accept_lengths
-    assert sum(n == CHAIN.window for n in lengths[:-1]) >= len(lengths) - 2  # p and q round apart
-    greedy = engine_of(models[0], smaller(models[0]), CHAIN, "residual")
-    assert ids(greedy, PROMPTS[1:2], Sampling(60)) == ids(plain(models), PROMPTS[1:2], Sampling(60))

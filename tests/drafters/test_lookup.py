@@ -71,8 +71,4 @@ def test_without_a_match_the_step_is_a_plain_one(models):
     """On a CPU the tree is not even verified; the golden target repeats itself, and is drafted then."""
     engine = Engine(models[0], Lookup(shortest=4), compile=False, max_seq_len=200)
     sizes = {len(draft.tokens) for draft in drafts(engine, list(b"abcdefgh"), Sampling(40))}
-    assert 1 in sizes and sizes <= {1, 12}
-    request, = Engine(models[0], Lookup(), compile=False, max_seq_len=200).generate(
-        [list(b"abcabcabcabc")], Sampling(60)
-    )
-    assert request.tau > 1.2
+    assert sizes == {1, 12}

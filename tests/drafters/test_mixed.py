@@ -4,9 +4,9 @@ import torch
 from helpers.decoding import drafts
 from helpers.states import paths, random_tree
 
-from drafters.base import Confidence, Drafter, Proposal
+from checkpoint.calibration import Confidence
+from drafters.base import Drafter, Proposal
 from drafters.eagle import Eagle
-from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from engine.calibrate import fit_confidence
 from engine.engine import Engine
@@ -41,9 +41,9 @@ def test_the_best_of_both_are_joined(seed):
 class Fixed(Drafter):
     """Proposes two children of the root, with these scores."""
 
-    def __init__(self, tokens: list[int], scores: list[float]):
+    def __init__(self, tokens: list[int], scores: list[float], confidence: Confidence):
         super().__init__(TreeShape(3, 0, 2))
-        self.tokens, self.scores = tokens, scores
+        self.tokens, self.scores, self.confidence = tokens, scores, confidence
 
     def propose(self, state, slots, noise):
         B = state.length.shape[0]
@@ -55,8 +55,8 @@ class Fixed(Drafter):
 
 @pytest.mark.parametrize("temperature,kept", ((0.0, {1, 3}), (1.0, {3, 4}), (0.2, {1, 3})))
 def test_confidences_are_those_of_the_temperature(models, temperature, kept):
-    mixed = Mixed(Fixed([1, 2], [-0.5, -1.0]), Fixed([3, 4], [-0.6, -0.9]), nodes=3)
-    mixed.believe([Confidence((1.0, 0.0), (3.0, 0.0)), Confidence((1.0, 0.0), (1.0, 0.0))])
+    one, other = Confidence((1.0, 0.0), (3.0, 0.0)), Confidence((1.0, 0.0), (1.0, 0.0))
+    mixed = Mixed(Fixed([1, 2], [-0.5, -1.0], one), Fixed([3, 4], [-0.6, -0.9], other), nodes=3)
     engine = Engine(models[0], mixed, max_seq_len=60, compile=False)
     seen = drafts(engine, [104, 105], Sampling(4, temperature))
     assert seen and all(set(draft.tokens[1:]) == kept for draft in seen)
@@ -71,13 +71,12 @@ def test_a_confidence_is_found_again():
     assert slope == pytest.approx(0.8, abs=0.04) and shift == pytest.approx(-0.2, abs=0.03)
 
 
-def test_where_one_has_nothing_the_other_drafts_alone(models):
-    """Lookup without a match leaves its rows to the head, and gets none of its own."""
-    target, head = models
-    torch.manual_seed(0)
-    prompt, sampling = torch.randperm(256)[:24].tolist(), Sampling(16, temperature=1.0, seed=3)
-    lengths, eagle = [], Eagle(head, TreeShape(12, 3, 4))
-    for drafter in (eagle, Mixed(Lookup(shortest=4), Eagle(head, TreeShape(12, 3, 4)))):
-        request, = Engine(target, drafter, max_seq_len=100, compile=False).generate([prompt], sampling)
-        lengths.append(request.accept_lengths)
-    assert lengths[0] == lengths[1] and max(lengths[0]) > 1
+def test_a_drafter_reads_the_features_of_its_own_layers(models):
+    """Of those that two drafters need, side by side."""
+    one, other = Eagle(models[1], TreeShape(8, 2, 3)), Drafter()
+    other.aux_layers = (*one.aux_layers[1:], 99)
+    mixed = Mixed(one, other)
+    each = {layer: torch.full((1, 2, 4), layer) for layer in mixed.aux_layers}
+    every = torch.cat([each[layer] for layer in mixed.aux_layers], -1)
+    for part in one, other:
+        assert torch.equal(part.own_features(every), torch.cat([each[i] for i in part.aux_layers], -1))

@@ -26,14 +26,14 @@ TREE, DEEP = TreeShape(8, 2, 3), PathTree(tuple((0,) * n for n in range(1, 5)))
 
 def heads(guesses: int, vocabulary: int):
     """What a drafter reads of Medusa or Hydra heads before it uses them."""
-    return SimpleNamespace(args=SimpleNamespace(guesses=guesses, draft_vocab_size=vocabulary))
+    return SimpleNamespace(args=SimpleNamespace(drafts=guesses, draft_vocab_size=vocabulary, aux_layers=()))
 
 
 @pytest.mark.parametrize("make, words", [
     (lambda *_: Lookahead(9, level=1000), "13986 rows a pass, at most 1024"),
     (lambda *_: Lookup(()), "each needs at least"), (lambda *_: Lookup((3, 0)), "each needs at least one"),
-    (lambda *_: Hydra(heads(2, 99), likely_tree(8, 3)), "3 levels, and heads for 2"),
-    (lambda *_: Medusa(heads(2, 3), PathTree(((0,), (3,)))), "width 4 exceeds the heads' vocabulary of 3"),
+    (lambda *_: Hydra(heads(2, 99), likely_tree(8, 3)), "3 levels below its root, the head drafts 2"),
+    (lambda *_: Medusa(heads(2, 3), PathTree(((0,), (3,)))), "width 4 exceeds the head's vocabulary of 3"),
     (lambda target, head: Eagle(head, TreeShape(60, 2, 97)), "width 97 exceeds the head's vocabulary of 96"),
     (lambda target, head: DraftModel(target, TreeShape(60, 2, 321)), "width 321 exceeds the head's"),
     (lambda target, head: DraftModel(target, TREE, rule="residual"), "needs a chain.* not 8,2,3"),
@@ -51,7 +51,7 @@ def test_impossible_sizes(models, make, words):
       for method in (*sorted(METHODS.keys() - {"draft-model"}), "lookup+draft-model")),
     ({"method": "eagle3", "accept": "some"}, "--accept some: unknown; choose from equal,"),
     ({"method": "lookup", "flags": {"level": 4}}, "--level belongs to --speculate lookahead"),
-    ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': is not of type int"),
+    ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': must be 1 to 1,024"),
 ], ids=str)
 def test_draftings_that_cannot_be(options, words):
     """What no flag of a command can say, or not in these words; flags are in test_mistakes.py."""

@@ -9,15 +9,13 @@ from helpers.drafters import make_drafter
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
-from drafters.network import HeadDrafter
+from drafters.network import HeadDrafter, KeptTokens
 from engine.engine import Engine
-from engine.state import State
-from kernels.backend import TORCH
 from sampling.options import Sampling
 from tree import TreeShape
 
 KINDS = ("eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark")
-SHAPE, ROOM = TreeShape(8, 2, 3), 24
+SHAPE = TreeShape(8, 2, 3)
 PROMPTS = prompts(2, seed=3, shortest=30, longest=90)
 
 
@@ -56,48 +54,13 @@ def test_the_ring_holds_the_last_tokens(models, make, reach):
                 torch.testing.assert_close(some[b.place, last % reach], every[a.place, last])
 
 
-def drafted(drafter: HeadDrafter, tokens, features, n_new: int):
-    """(Tokens, scores) of the tree after a text of which all is read but `n_new` tokens."""
-    N, W = tokens.shape[1] - 1, drafter.shape.window
-    drafter.allocate(1, 200, ROOM, torch.float32, "cpu")
-    state = State(1, 200, W, features.shape[2], (), torch.float32, "cpu", vocabulary=320)
-    state.tokens[0, : N + 1], state.done[0], slots = tokens[0], False, torch.arange(200)
-    state.length.fill_(N - n_new)
-    for start in range(0, N - n_new, 16):
-        chunk = start + torch.arange(16)[None]
-        some = torch.nn.functional.pad(features, (0, 0, 0, 16))[:, start : start + 16]
-        drafter.read(state, some, chunk, TORCH.visible_before(slots, chunk[:, 0], 16))
-    state.length.fill_(N), state.n_new.fill_(n_new)
-    state.features[:, :n_new] = features[:, N - n_new : N]
-    with torch.no_grad():
-        tree = drafter.propose(state, slots, None).tree
-    return tree.tokens.tolist(), tree.scores
-
-
-def test_what_stands_before_the_window_is_not_seen(make, n_new=3):
-    """Other tokens and features there change nothing; one later they do, and without a window."""
-    g = torch.Generator().manual_seed(1)
-    windowed, whole = make(20), make(0)
-    tokens = torch.randint(320, (1, 91), generator=g)
-    width = len(windowed.aux_layers) * windowed.head.args.target_hidden_size
-    features = torch.randn(1, 90, width, generator=g)
-
-    def changed(until: int) -> list[torch.Tensor]:
-        """Text and features, other ones at the first positions, each a feature and the token after it."""
-        others = [tokens.clone(), features.clone()]
-        others[0][:, : until + 1] = torch.randint(320, (1, until + 1), generator=g)
-        others[1][:, :until] = torch.randn(1, until, width, generator=g)
-        return others
-
-    before = 90 - n_new - 20  # tokens before those that the catch-up sees
-    expected, scores = drafted(windowed, tokens, features, n_new)
-    found, others = drafted(windowed, *changed(before), n_new)
-    if windowed.head.args.num_layers == 1:  # deeper layers have seen what their windows had
-        assert found == expected
-        torch.testing.assert_close(others, scores)
-    assert not torch.equal(drafted(windowed, *changed(before + 3), n_new)[1], scores)
-    _, scores = drafted(whole, tokens, features, n_new)
-    assert not torch.equal(drafted(whole, *changed(before), n_new)[1], scores)
+def test_a_window_as_long_as_the_text_changes_no_draft(models, make):
+    """Each row sees then what it sees without a window; of a longer text, all slots of the ring."""
+    engines = [engine_of(models[0], make(reach), batch=1) for reach in (0, 250)]
+    whole, windowed = ([draft[:3] for draft in drafts(e, PROMPTS[0], Sampling(30))] for e in engines)
+    assert whole == windowed and any(len(draft[2]) > 1 for draft in whole)
+    ring = KeptTokens(5)
+    assert ring.first(torch.tensor([3, 5, 9])).tolist() == [3, 5, 5] and ring.count(99, 7) == 5 + 7 + 1
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from engine.autotune import FIRST_REST, FRESH, REHEARSED, TEMPERATURES, Calibration, Far, Times, Tuner
+from checkpoint.calibration import TEMPERATURES, Calibration, Far
+from engine.autotune import FIRST_REST, FRESH, REHEARSED, Times, Tuner
 from engine.request import Request
 from sampling.options import Sampling
 from tree import TreeShape

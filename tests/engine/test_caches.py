@@ -11,7 +11,7 @@ from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
 from kernels.packed import ByteCaches
-from model import KVCaches, ModelArgs
+from model import KVCaches, ModelArgs, buffer_bytes
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -108,9 +108,7 @@ def test_each_thing_that_is_done_with_a_cache(on_gpu):
         for to, kept in zip(caches.sequence(0, 21), caches.sequence(1, 21)):
             to.copy_(kept)
     assert same(*both)
-    size = kind.bytes(ARGS, 2, 40, torch.float32)
-    assert 4 * size == KVCaches.bytes(ARGS, 2, 40, torch.float32)
-    assert size == sum(b.nbytes for b in ours.buffers())
+    assert 4 * buffer_bytes(ours) == buffer_bytes(filled(KVCaches))
 
 
 def test_what_is_too_large_is_the_largest():

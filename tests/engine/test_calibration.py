@@ -4,9 +4,9 @@ import json
 import pytest
 import torch
 
+from checkpoint.calibration import Calibration, Far
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.autotune import Calibration, Far
 from engine.calibrate import DEEPEST, Recorder, calibrate, count_accepted
 from engine.engine import Engine
 from sampling.options import Sampling

@@ -21,9 +21,10 @@ from helpers.decoding import (
 )
 from helpers.drafters import make_drafter
 
+from checkpoint.calibration import TEMPERATURES, Calibration
 from drafters.eagle import Eagle
 from engine import passes
-from engine.autotune import TEMPERATURES, Calibration, Tuner
+from engine.autotune import Tuner
 from engine.engine import Engine
 from engine.request import Request
 from sampling.options import Sampling

@@ -4,10 +4,11 @@ import random
 import pytest
 from helpers.decoding import ids, plain, prompts
 
+from checkpoint.calibration import TEMPERATURES, Calibration
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
-from engine.autotune import TEMPERATURES, Calibration, Tuner
+from engine.autotune import Tuner
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 import evaluate
-from engine.autotune import Calibration
+from checkpoint.calibration import Calibration
 from evaluation import session
 from evaluation.answers import Answer
 from tree import TreeShape

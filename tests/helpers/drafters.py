@@ -6,7 +6,7 @@ import torch
 
 from checkpoint.folder import check_args
 from drafters.base import Drafter
-from drafters.block import DFlash, PEagle
+from drafters.block import BlockDrafter, PEagle
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookahead import Lookahead
@@ -111,8 +111,8 @@ def make_drafter(
         "eagle2": lambda: Eagle(eagle1, TreeShape(8, 2, 3)),
         "eagle1": lambda: StaticEagle(eagle1, EAGLE1_TREE),
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
-        "dflash": lambda: DFlash(block("dflash"), TreeShape(10, 3, 4)),
-        "dspark": lambda: DFlash(block("dspark", markov_rank=8), TreeShape(10, 3, 3)),
+        "dflash": lambda: BlockDrafter(block("dflash"), TreeShape(10, 3, 4)),
+        "dspark": lambda: BlockDrafter(block("dspark", markov_rank=8), TreeShape(10, 3, 3)),
         "medusa": lambda: Medusa(guessing("medusa", False), likely_tree(12, 3)),
         "hydra": lambda: Hydra(guessing("hydra", False), likely_tree(12, 3)),
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
@@ -121,13 +121,13 @@ def make_drafter(
         "lookup+eagle3": lambda: Mixed(Lookup(), Eagle(eagle3, TreeShape(8, 2, 3))),
         "eagle1+dspark": lambda: Mixed(
             StaticEagle(eagle1, EAGLE1_TREE),
-            DFlash(block("dspark", markov_rank=8), TreeShape(10, 3, 3)), 12
+            BlockDrafter(block("dspark", markov_rank=8), TreeShape(10, 3, 3)), 12
         ),
         "lookahead+hydra++": lambda: Mixed(
             Lookahead(target.args.vocab_size, 3, 3, 3), Hydra(guessing("hydra", True), likely_tree(12, 3))
         ),
         "eagle3 window": lambda: Eagle(eagle3, TreeShape(8, 2, 3), reach=12),
-        "dspark window": lambda: DFlash(block("dspark", markov_rank=8), TreeShape(10, 3, 3), reach=12),
+        "dspark window": lambda: BlockDrafter(block("dspark", markov_rank=8), TreeShape(10, 3, 3), reach=12),
         "lookahead": lambda: Lookahead(target.args.vocab_size, 3, 3, 3),
         "lookup": Lookup,
         "rest": rest,

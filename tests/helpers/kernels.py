@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from kernels import isa
+from model import KVCache
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
 USUAL = {isa.available()[0], "avx2"}
@@ -25,3 +26,24 @@ def close(found, expected, dtype):
 def same(found, expected):
     """Compare tensors, or collections of them, bit for bit; print the first difference."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Written(KVCache):
+    """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
+
+    def __init__(self, k, v, keep=lambda x: x):
+        torch.nn.Module.__init__(self)
+        self.k, self.v, self.keep = keep(k), keep(v), keep
+
+    def write(self, k, v, slots):
+        rows = torch.arange(len(slots))[:, None]
+        self.k[rows, slots], self.v[rows, slots] = self.keep(k), self.keep(v)
+
+    def live(self, count, dtype):
+        return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
+
+
+def round_heads(x):
+    """Each head of x [..., hd] in steps of its largest / 127."""
+    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / step).round() * step

@@ -4,10 +4,10 @@ A row's result never depends on its company, nor on where its slots lie.
 """
 import pytest
 import torch
-from helpers.kernels import DTYPES, ERROR, close, draws, same
+from helpers.kernels import DTYPES, ERROR, Written, close, draws, round_heads, same
 
 from kernels.packed import ByteCaches
-from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
+from model import ModelArgs, Pass, Transformer, inverse_frequencies
 
 pytestmark = pytest.mark.kernels
 
@@ -56,27 +56,6 @@ SHAPES = pytest.mark.parametrize("shape", (
     # With sinks.
     (2, 5, 8, 2, 64, 140, False, 0, True), (1, 3, 6, 3, 20, 430, False, 150, True),
 ))
-
-
-class Written(KVCache):
-    """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
-
-    def __init__(self, k, v, keep=lambda x: x):
-        torch.nn.Module.__init__(self)
-        self.k, self.v, self.keep = keep(k), keep(v), keep
-
-    def write(self, k, v, slots):
-        rows = torch.arange(len(slots))[:, None]
-        self.k[rows, slots], self.v[rows, slots] = self.keep(k), self.keep(v)
-
-    def live(self, count, dtype):
-        return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
-
-
-def round_heads(x):
-    """Each head of x [..., hd] in steps of its largest / 127."""
-    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    return (x / step).round() * step
 
 
 @pytest.mark.parametrize("stored", (in_dtype, in_bytes))
@@ -158,26 +137,6 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, windo
             angles = cos[:, row], sin[:, row]
             alone = attend(each_isa, qkv[:, row], *angles, keys, values, slot, seen, window=window)
         same(alone[0, 0], found[0][0, path[-1]])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_before_or_after_slots(each_isa, dtype):
-    """In memory, as a cache's strides say: attention and moves are the same."""
-    args, qkv, k, v, slots, visible, _ = attend_case(dtype, 2, 5, 6, 2, 32, 150, False)
-    shared = Pass(args, inverse_frequencies(args), slots, slots, visible)
-    source, target = torch.tensor([[3, 9, 4], [7, 8, 0]]), torch.tensor([[9, 1, 2], [8, 7, 5]])
-    found = []
-    for caches in ([k.clone(), v.clone()], [c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v)]):
-        attended = attend(each_isa, qkv, *shared.angles(), *caches, slots, visible)
-        before = [c.clone() for c in caches]
-        each_isa.ops.move(caches[:1], caches[1:], 32, source, target)
-        for cache, old in zip(caches, before):
-            expected = old.clone()
-            for b in range(2):
-                expected[b, target[b]] = old[b, source[b]]
-            same(cache, expected)
-        found.append((attended, *caches))
-    same(*found)
 
 
 @pytest.mark.parametrize("hd", (6, 20, 64))

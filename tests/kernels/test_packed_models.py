@@ -156,7 +156,7 @@ def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
     """The bits of its parts one after the other, in its caches too. One variant stays in parts."""
     target, head = tiny(dtype, of_head=of_head)
     choose_backend("cpu").prepare(target, head)
-    assert (head.packed_weights is not None) == whole and head.scores_at_once
+    assert (head.packed_weights is not None) == whole
     feature = torch.randn(2, 5, 64).to(dtype)
     tokens, positions = torch.randint(0, 160, (2, 5)), torch.arange(10).view(2, 5) % 7
     slots = torch.arange(5).expand(2, -1)

@@ -64,6 +64,10 @@ def test_every_node_is_the_end_of_its_path():
                 torch.testing.assert_close(found[b, t], torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 
+def test_a_bias_is_pairs_of_numbers():
+    assert Sampling(logit_bias={"5": 1, 3: -2.5}).logit_bias == ((3, -2.5), (5, 1.0))
+
+
 def test_nothing_asked_for_changes_no_bit():
     logits, tokens = torch.randn(1, 3, V), torch.tensor([[1, 2, 3]])
     by = adjustments([[1]], [[1, 1]], [Sampling()])

@@ -123,20 +123,19 @@ def reference_restrict(logits, temperature, top_k, top_p):
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
 def test_restrict_equals_sorting(top_k, top_p):
     torch.manual_seed(0)
-    logits = torch.randn(2, 3, 300) * 4
+    logits = torch.randn(3, 3, 300) * 4
     logits[0, 0, :7] = logits[0, 0].max()  # ties
-    temperature = torch.tensor([0.7, 1.3])
-    got = restrict(logits, temperature, torch.full((2,), top_k), torch.full((2,), top_p))
-    for b in range(2):
+    temperature = torch.tensor([0.7, 1.3, 0.0])
+    got = restrict(logits, temperature, torch.full((3,), top_k), torch.full((3,), top_p))
+    for b in range(3):
         for t in range(3):
             want = reference_restrict(logits[b, t], float(temperature[b]), top_k, top_p)
             assert torch.equal(got[b, t], want)
 
 
-def test_restrict_leaves_greedy_alone():
-    logits = torch.randn(2, 1, 50)
-    got = restrict(logits, torch.tensor([0.0, 1.0]), torch.tensor([1, 1]), torch.tensor([0.1, 0.1]))
-    assert torch.equal(got[0], logits[0]) and (got[1] > -math.inf).sum() == 1
+def test_the_token_that_reaches_top_p_exactly_is_the_last():
+    kept = restrict(torch.tensor([[[2.0, 1.0, 1.0]]]).log(), *map(torch.tensor, ([1.0], [0], [0.5])))
+    assert (kept > -math.inf).tolist() == [[[True, False, False]]]
 
 
 @pytest.mark.parametrize(

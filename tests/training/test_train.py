@@ -9,9 +9,9 @@ from helpers.training import log_of, loss_on, options
 from safetensors.torch import load_file, save_file
 
 import train
+from checkpoint.calibration import Calibration
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
-from engine.autotune import Calibration
 from engine.engine import Engine
 from sampling.options import Sampling
 from training import data

@@ -10,12 +10,6 @@
 
 namespace eagle {
 
-struct TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
 struct SoftwareTile {
   int rows = 0, words = 0;
   uint32_t at[16][16] = {};

@@ -1,0 +1,71 @@
+// Packing: weights in the order in which products read them, see kernels/packed.py: pack.
+#pragma once
+
+#include "team.h"
+#include "tensors.h"
+
+namespace eagle {
+
+// body(block, row_of) for each block of `columns` of the rows of a weight, by threads. row_of(column): the row that it is
+// of; -1: there is none. paired: half of a block's columns are of the first half of the rows (gate), the others of the
+// second (up).
+template <class Body>
+void by_blocks(const Dense& weight, int64_t columns, bool paired, const Body& body) {
+  const int64_t rows = weight.size(0) / (paired ? 2 : 1), width = columns / (paired ? 2 : 1);
+  Team::run(threads(), [&](const Team& team) {
+    team.share((rows + width - 1) / width, [&](int64_t b) {
+      body(b, [=](int64_t column) {
+        const int64_t row = b * width + column % width;
+        return row < rows ? column / width * rows + row : -1;
+      });
+    });
+  });
+}
+
+// Rows [N, words * per_word] -> out [blocks, words, columns, per_word], zeros for the rows that are missing, each byte with
+// the bits of `flip` flipped.
+void pack(const Dense& weight, bool paired, int64_t flip, Tensor& out) {
+  const int64_t words = out.size(1), columns = out.size(2), size = out.size(3) * weight.element_size();
+  const auto run = [&](auto word) {
+    using Word = decltype(word);
+    constexpr int64_t TILE = 16;  // words of every row, whose cache lines stay
+    const auto* from = static_cast<const Word*>(data(weight));
+    auto* to = static_cast<Word*>(out.mutable_data_ptr());
+    const Word flips = Word(flip * 0x01010101u);
+    by_blocks(weight, columns, paired, [&](int64_t b, const auto& row_of) {
+      Word* block = to + b * words * columns;
+      for (int64_t first = 0; first < words; first += TILE)
+        for (int64_t c = 0; c < columns; c++) {
+          const int64_t row = row_of(c), end = std::min(words, first + TILE);
+          for (int64_t k = first; k < end; k++) block[k * columns + c] = (row < 0 ? 0 : from[row * words + k]) ^ flips;
+        }
+    });
+  };
+  if (size == 1) run(uint8_t());
+  else if (size == 2) run(uint16_t());
+  else run(uint32_t());
+}
+
+// Rows of values in 4 bits, 8 more than the value and two in a byte, as kernels/quantized.py stores them -> out [blocks,
+// words, columns / 2, per_word] bytes, each with a value of the first half of the columns, and in its high bits one of the
+// second; 8 for the rows that are missing.
+void pack_nibbles(const Of<uint8_t>& weight, bool paired, Tensor& out) {
+  constexpr int64_t TILE = 64;  // bytes of every row
+  const int64_t bytes = weight.size(1), half = out.size(2), per_word = out.size(3), step = half * per_word;
+  auto* to = out.mutable_data_ptr<uint8_t>();
+  by_blocks(weight, 2 * half, paired, [&](int64_t b, const auto& row_of) {
+    uint8_t* block = to + b * 2 * bytes * half;
+    for (int64_t first = 0; first < bytes; first += TILE)
+      for (int64_t c = 0; c < half; c++) {
+        const int64_t low = row_of(c), high = row_of(c + half), end = std::min(bytes, first + TILE);
+        for (int64_t j = first; j < end; j++) {
+          const int l = low < 0 ? 0x88 : weight[low * bytes + j], h = high < 0 ? 0x88 : weight[high * bytes + j];
+          const int64_t k = 2 * j, next = k + 1;
+          block[k / per_word * step + c * per_word + k % per_word] = uint8_t((l & 15) | (h & 15) << 4);
+          block[next / per_word * step + c * per_word + next % per_word] = uint8_t(l >> 4 | (h & 0xF0));
+        }
+      }
+  });
+}
+
+}  // namespace eagle

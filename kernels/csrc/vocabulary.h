@@ -1,0 +1,236 @@
+// The parts of a step over a vocabulary: noise, top-k and top-p, the likeliest tokens. sampling/noise.py,
+// sampling/restrict.py and kernels/backend.py define them. Sums run over chunks of fixed size, added in order, or are of
+// integers: the threads change nothing.
+#pragma once
+
+#include "team.h"
+#include "tensors.h"
+#include "vectors.h"
+
+namespace eagle {
+
+constexpr int64_t CHUNK = 4096;  // of a vocabulary, that a thread takes at a time
+
+inline int64_t chunks_of(int64_t V) { return (V + CHUNK - 1) / CHUNK; }
+
+// body(row, chunk, first, end): chunks of all rows, side by side. Then all have met.
+template <class Body>
+void by_chunks(int64_t rows, int64_t V, const Body& body) {
+  const int64_t chunks = chunks_of(V);
+  Team::run(threads(), [&](const Team& team) {
+    team.share(rows * chunks, [&](int64_t i) {
+      body(i / chunks, i % chunks, i % chunks * CHUNK, std::min(V, (i % chunks + 1) * CHUNK));
+    });
+  });
+}
+
+inline Floats shifted(const float* logits, const float* noise, int64_t i, int64_t rest) {
+  const Floats x = Fp32::get(logits + i, rest);
+  return noise ? x + Fp32::get(noise + i, rest) : x;
+}
+
+// ln x for x > 0, to a relative 2e-7: x is 2^n * m with m in [sqrt(1/2), sqrt(2)).
+inline Floats logarithm(Floats x) {
+  const Ints bits = (Ints)x - 0x3F3504F3;
+  const Ints n = bits >> 23;
+  const Floats m = (Floats)((bits & 0x7FFFFF) + 0x3F3504F3) - 1.0f;
+  Floats p = broadcast(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = fma(p, m, broadcast(c));
+  const Floats square = m * m, e = to_floats(n);
+  const Floats low = fma(e, broadcast(-2.12194440e-4f), p * m * square) - 0.5f * square;
+  return fma(e, broadcast(0.693359375f), m + low);
+}
+
+inline Words mixed(Words x) {
+  x = (x ^ (x >> 16)) * 0x21F0AAADu;
+  x = (x ^ (x >> 15)) * 0x735A2D97u;
+  return x ^ (x >> 15);
+}
+inline uint32_t mixed(uint32_t x) { return mixed(broadcast(x))[0]; }
+
+// temperature [B] times standard Gumbel noise for key [B, 2] and positions [B, W] -> [B, W, V].
+Numbers gumbel(const Longs& key, const Longs& positions, const Numbers& temperature, int64_t V) {
+  const int64_t B = positions.size(0), W = positions.size(1);
+  const Numbers out({B, W, V});
+  by_chunks(B * W, V, [&](int64_t row, int64_t, int64_t first, int64_t end) {
+    const uint32_t low = key[row / W * 2], high = key[row / W * 2 + 1], position = positions[row];
+    const uint32_t a = mixed(mixed(position + low) ^ high), b = mixed(mixed(position ^ high) + 0x5851F42Du + low);
+    const float scale = temperature[row / W];
+    Words lanes{};
+    for (int l = 0; l < LANES; l++) lanes[l] = l;
+    for (int64_t i = first; i < end; i += LANES) {
+      const Words bits = mixed(mixed((lanes + uint32_t(i)) * 0x1E3779B9u + a) ^ b);
+      // Halves are exact as floats; of their sum, as of the whole number, the nearest float is taken.
+      const Floats whole = to_floats((Ints)(bits >> 16)) * 65536.0f + to_floats((Ints)(bits & 0xFFFFu));
+      Floats u = (whole + 0.5f) * 0x1p-32f;
+      u = u < 1 - 0x1p-24f ? u : broadcast(1 - 0x1p-24f);
+      // ln(1 - u) where 1 - u is rounded: scaled by what u was rounded to.
+      const Floats rest = 1.0f - u, kept = 1.0f - rest;
+      const Floats ratio = u / (kept > 0.0f ? kept : u);
+      const Floats minus_log = kept > 0.0f ? -logarithm(rest) * ratio : u;
+      Fp32::put(&out[row * V + i], -logarithm(minus_log) * scale, end - i);
+    }
+  });
+  return out;
+}
+
+// The largest of logits [B, T, V] plus, if there is noise [B, W, V], that of a row's depth [B, T] (0 without it)
+// -> ids [B, T].
+Longs draw(const Numbers& logits, const Maybe& noise, const Maybe& depth) {
+  const int64_t B = logits.size(0), T = logits.size(1), V = logits.size(2), chunks = chunks_of(V);
+  const int64_t W = noise ? noise->size(1) : 0, *depths = longs(depth);
+  const float* shifts = floats(noise);
+  const Longs out({B, T});
+  std::vector<Best> found(B * T * chunks);
+  by_chunks(B * T, V, [&](int64_t row, int64_t chunk, int64_t first, int64_t end) {
+    const float* shift = shifts ? shifts + (row / T * W + (depths ? depths[row] : 0)) * V : nullptr;
+    Floats most = broadcast(LEAST);
+    Ints at = Ints{} + int32_t(first);
+    for (int64_t i = first; i < end; i += LANES) {
+      Floats x = shifted(&logits[row * V], shift, i, end - i);
+      if (end - i < LANES)
+        for (int64_t l = end - i; l < LANES; l++) x[l] = LEAST;
+      at = x > most ? Ints{} + int32_t(i) : at;
+      most = x > most ? x : most;
+    }
+    Best best{LEAST, first};
+    for (int l = 0; l < LANES; l++) {
+      const Best one{most[l], at[l] + (most[l] > LEAST ? l : 0)};
+      if (one < best) best = one;
+    }
+    found[row * chunks + chunk] = best;
+  });
+  for (int64_t row = 0; row < B * T; row++)
+    out[row] = std::min_element(&found[row * chunks], &found[row * chunks] + chunks)->id;
+  return out;
+}
+
+// The k best of logits [B, R, V] plus noise [B, R or 1, V], if there is any, best first -> log-probabilities, ids
+// [B, R, k]. names [V]: what stands for an id, if not it itself.
+std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64_t k, const Maybe& names) {
+  const int64_t B = logits.size(0), R = logits.size(1), V = logits.size(2), rows = B * R;
+  const int64_t shared = noise ? R / noise->size(1) : 1, *named = longs(names);
+  const float* shifts = floats(noise);
+  const Numbers scores({B, R, k});
+  const Longs ids({B, R, k});
+  struct Chunk {
+    float most, sum;
+    std::vector<Best> best;  // k at most, in order
+  };
+  const int64_t chunks = chunks_of(V);
+  std::vector<Chunk> found(rows * chunks);
+  by_chunks(rows, V, [&](int64_t row, int64_t chunk, int64_t first, int64_t end) {
+    const float *from = &logits[row * V], *shift = shifts ? shifts + row / shared * V : nullptr;
+    Chunk& mine = found[row * chunks + chunk];
+    std::vector<Best>& best = mine.best;
+    float least = LEAST;  // of the k best so far
+    for (int64_t i = first; i < end; i += LANES) {
+      const Floats x = shifted(from, shift, i, end - i);
+      const Ints larger = x > least;
+      int any = 0;
+      for (int l = 0; l < LANES; l++) any |= larger[l];
+      if (!any && int64_t(best.size()) == k) continue;
+      for (int64_t l = 0; l < std::min<int64_t>(LANES, end - i); l++) {
+        const Best one{x[l], i + l};
+        if (int64_t(best.size()) == k) {
+          if (!(one < best.back())) continue;
+          best.pop_back();
+        }
+        best.insert(std::upper_bound(best.begin(), best.end(), one), one);
+      }
+      least = int64_t(best.size()) == k ? best.back().value : LEAST;
+    }
+    mine.most = best.front().value;
+    Floats sum{};
+    for (int64_t i = first; i < end; i += LANES) {
+      Floats e = exponential(shifted(from, shift, i, end - i) - mine.most);
+      if (end - i < LANES)
+        for (int64_t l = end - i; l < LANES; l++) e[l] = 0;
+      sum += e;
+    }
+    mine.sum = 0;
+    for (int l = 0; l < LANES; l++) mine.sum += sum[l];
+  });
+  for (int64_t row = 0; row < rows; row++) {
+    const Chunk* of_row = &found[row * chunks];
+    std::vector<Best> best;
+    float most = LEAST;
+    double sum = 0;
+    for (int64_t c = 0; c < chunks; c++) {
+      best.insert(best.end(), of_row[c].best.begin(), of_row[c].best.end());
+      most = std::max(most, of_row[c].most);
+    }
+    for (int64_t c = 0; c < chunks; c++) sum += of_row[c].sum * std::exp(double(of_row[c].most) - most);
+    std::partial_sort(best.begin(), best.begin() + k, best.end());
+    const float all = most + float(std::log(sum));
+    for (int64_t i = 0; i < k; i++) {
+      scores[row * k + i] = best[i].value - all;
+      ids[row * k + i] = named ? named[best[i].id] : best[i].id;
+    }
+  }
+  return {scores, ids};
+}
+
+// The largest t for which the weights of keys >= t sum up to at least `need`: digit by digit, from the top.
+template <class WeightOf>
+uint32_t highest_threshold(const std::vector<uint32_t>& keys, uint64_t need, const WeightOf& weight_of) {
+  uint32_t found = 0;
+  uint64_t above = 0;  // weight of keys whose digits so far are larger
+  for (const int shift : {21, 10, 0}) {
+    const int bits = shift ? 11 : 10;
+    uint64_t sums[2048] = {};
+    for (size_t i = 0; i < keys.size(); i++)
+      if (shift == 21 || keys[i] >> (shift + bits) == found >> (shift + bits))
+        sums[keys[i] >> shift & ((1u << bits) - 1)] += weight_of(i);
+    uint32_t digit = (1u << bits) - 1;
+    while (digit && above + sums[digit] < need) above += sums[digit--];
+    found |= digit << shift;
+  }
+  return found;
+}
+
+inline void restrict_row(const float* logits, int64_t V, float temperature, int64_t top_k, float top_p, float* out) {
+  std::vector<uint32_t> keys(V);
+  for (int64_t i = 0; i < V; i++) keys[i] = ordered(logits[i] + 0.0f);  // -0 and 0 are tied
+  uint32_t least = 0;
+  if (top_k > 0 && top_k < V) least = highest_threshold(keys, top_k, [](size_t) { return 1; });
+  if (top_p < 1) {
+    // In whole 2^-32 of the likeliest token's weight: such sums do not depend on the order.
+    float most = LEAST;
+    for (int64_t i = 0; i < V; i++) most = std::max(most, logits[i] / temperature);
+    std::vector<uint64_t> mass(V);
+    uint64_t total = 0;
+    for (int64_t i = 0; i < V; i += LANES) {
+      const int64_t rest = V - i;
+      alignas(64) float weights[LANES];
+      store(weights, exponential(Fp32::get(logits + i, rest) / temperature - most) * 4294967296.0f);
+      for (int64_t l = 0; l < std::min<int64_t>(LANES, rest); l++)
+        if (keys[i + l] >= least) total += mass[i + l] = uint64_t(weights[l]);
+    }
+    const auto need = uint64_t(std::ceil(double(total) * double(top_p)));
+    least = std::max(least, highest_threshold(keys, need, [&](size_t i) { return mass[i]; }));
+  }
+  for (int64_t i = 0; i < V; i++)
+    out[i] = keys[i] >= least ? logits[i] : LEAST;
+}
+
+// Logits [B, T, V] outside top-k (0: off), then outside top-p (1: off) of what remains, become -infinity, where
+// the temperature is above 0: temperature, top_k and top_p are [B]. No sort, exact ties.
+Numbers restrict(const Numbers& logits, const Numbers& temperature, const Longs& top_k, const Numbers& top_p) {
+  const int64_t B = logits.size(0), T = logits.size(1), V = logits.size(2);
+  const Numbers out({B, T, V});
+  Team::run(threads(), [&](const Team& team) {
+    team.share(B * T, [&](int64_t row) {
+      const int64_t b = row / T;
+      const float* from = &logits[row * V];
+      if (temperature[b] > 0 && (top_k[b] > 0 || top_p[b] < 1))
+        restrict_row(from, V, temperature[b], top_k[b], top_p[b], &out[row * V]);
+      else std::copy(from, from + V, &out[row * V]);
+    });
+  });
+  return out;
+}
+
+}  // namespace eagle
