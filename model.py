@@ -673,7 +673,9 @@ class Transformer(nn.Module):
         if length <= self.args.short_length:
             return self
         turning = inverse_frequencies(self.args, length).to(self.inv_freq.device)
-        return with_buffers(self, self._buffers | {"inv_freq": turning})
+        other = copy.copy(self)
+        other._buffers = self._buffers | {"inv_freq": turning}
+        return other
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the first residual stream [B, T, H]."""
