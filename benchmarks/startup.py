@@ -25,6 +25,7 @@ PARTS = {
     "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",
     "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
     "compile step": r"^compiling the step.* took ([\d.]+) s",
+    "compile commit": r"^compiling the commit.* took ([\d.]+) s",
 }
 READY = r"^ready ([\d.]+) s"
 

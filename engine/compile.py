@@ -2,7 +2,7 @@
 
 A compiled step is called thousands of times with the same modules and buffers. At every call torch.compile
 looks up, guards and unpacks hundreds of tensors, which takes as long as a layer; tracing takes seconds in
-every process. `CompiledFunction` does each once: it saves a `SavedGraph` and calls that. On CUDA
+every process. `CompiledFunction` does each once: it saves the graph and calls that. On CUDA
 `CapturedCalls` then replays the call.
 
 Saved graphs are made and loaded by torch's `aot_compile`, without its guards: some of them cannot be saved,
@@ -23,6 +23,7 @@ import platform
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
 from common.files import atomic_path
@@ -74,10 +76,11 @@ def compile_graph(function: Callable, **options) -> Callable:
 class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
-    Arguments are those modules, tensors (of one shape, except dimensions marked dynamic) and constants. Each
-    combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
-    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
-    Modules that are alike, as the views of two places of a batch are, share one graph, which is loaded once.
+    Arguments are those modules, tensors (of one shape, except dimensions marked dynamic), tuples of them and
+    constants. Each combination of modules, shapes and constants is compiled by its first call, which `say`
+    announces. Later calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for
+    the next process. Modules that are alike, as the views of two places of a batch are, share one graph,
+    which is loaded once.
     If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
     """
 
@@ -92,12 +95,12 @@ class CompiledFunction:
     def __call__(self, *args):
         key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
         if key in self.variants:
-            return self.variants[key](args)
+            return self.variants[key](*args)
         places = saved_places(self.function, args)
         for place in places:
-            if graph := self.loaded.get(place) or SavedGraph.find(place):
+            if graph := self.loaded.get(place) or find_graph(place):
                 try:
-                    result = graph(args)
+                    result = graph(*args)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as e:  # made on a machine that seemed the same
@@ -110,17 +113,14 @@ class CompiledFunction:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         try:
-            graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
+            graph = retry_broken_library(lambda: make_graph(self.function, args, places[0]))
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of any of torch's compilers
             self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
-
-            def graph(args: tuple):
-                return self.function(*args)
-
+            graph = self.function
         self.variants[key] = self.loaded[places[0]] = graph
-        result = graph(args)
+        result = graph(*args)
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
         return result
 
@@ -132,7 +132,8 @@ def retry_broken_library(compile: Callable):
             return compile()
         except Exception as e:  # torch wraps what it meets
             broken = re.search(
-                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)", _chain(e)
+                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)",
+                "".join(traceback.format_exception(e)),
             )
             if not broken or not Path(broken[1]).is_file():
                 raise
@@ -140,59 +141,40 @@ def retry_broken_library(compile: Callable):
             _dynamo().reset()
 
 
-def _chain(error: BaseException | None) -> str:
-    """The messages of an error and of those that led to it."""
-    lines = []
-    while error is not None:
-        lines.append(str(error))
-        error = error.__cause__ or error.__context__
-    return "\n".join(lines)
-
-
 # -- graphs on disk --------------------------------------------------------------------------------
 
 
-class SavedGraph:
-    """A compiled graph that is called without torch.compile. The caller promises that the arguments fit."""
+def make_graph(function: Callable, args: tuple, path: Path) -> Callable:
+    """Compile `function` for these arguments, and save the graph at `path`. The caller promises that the
+    arguments of its calls fit.
 
-    def __init__(self, compiled):
-        self.call = compiled.fn  # not `compiled` itself, which would check the guards
-
-    def __call__(self, args: tuple):
-        return self.call(*args)
-
-    @classmethod
-    def make(cls, function: Callable, args: tuple, path: Path) -> SavedGraph:
-        """Compile `function` for these arguments and save the graph at `path`.
-
-        If it cannot be written, the next process compiles again.
-        """
-        # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
-        settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
-        no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-        with settings:
-            compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
-        header = _digests(compiled, args)
-        if header is None:
-            return cls(compiled)
+    If it cannot be written, the next process compiles again.
+    """
+    # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
+    settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
+    no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    with settings:
+        compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
+    header = _digests(compiled, args)
+    if header is not None:
         with contextlib.suppress(OSError, RuntimeError, AttributeError, pickle.PicklingError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as part:
                 compiled.save_compiled_function(str(part))
                 part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
-        return cls(compiled)
+    return compiled.fn  # not `compiled` itself, which would check the guards
 
-    @classmethod
-    def find(cls, path: Path) -> SavedGraph | None:
-        """The graph that `make` saved, or None if there is none, or none that can be used any more."""
-        try:
-            with open(path, "rb") as file:
-                digests = json.loads(file.readline())
-                if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
-                    return None
-                return cls(torch.compiler.load_compiled_function(file))
-        except Exception:  # not there, or damaged in whatever way: it is a cache, and made again
-            return None
+
+def find_graph(path: Path) -> Callable | None:
+    """Return the graph that `make_graph` saved; None if there is none, or none that can still be used."""
+    try:
+        with open(path, "rb") as file:
+            digests = json.loads(file.readline())
+            if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
+                return None
+            return torch.compiler.load_compiled_function(file).fn
+    except Exception:  # not there, or damaged in whatever way: it is a cache, and made again
+        return None
 
 
 def _digests(compiled, args: tuple) -> dict[str, str] | None:
@@ -277,6 +259,9 @@ def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
         elif isinstance(arg, nn.Module):
             for named in (arg.named_parameters, arg.named_buffers):
                 tensors |= {(i, name): tensor for name, tensor in named(remove_duplicate=False)}
+        elif isinstance(arg, tuple):
+            given = enumerate(tree_leaves(arg))
+            tensors |= {(i, str(number)): x for number, x in given if isinstance(x, Tensor)}
     return tensors
 
 
@@ -299,7 +284,9 @@ def _described(args: tuple) -> Iterator[tuple]:
 
 
 def variant_of(arg) -> object:
-    """Describe an argument: a tensor's dtype and shape (None: dynamic), or a constant."""
+    """Describe an argument: a tensor's dtype and shape (None: dynamic), a tuple of them, or a constant."""
+    if isinstance(arg, tuple):
+        return tuple(map(variant_of, arg))
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())
@@ -356,15 +343,12 @@ class CapturedCalls:
     call is made each time.
     """
 
-    def __init__(self, device: torch.device, failed: Callable[[str], None] = lambda line: None):
+    def __init__(self, device: torch.device, failed: Callable[[str], None]):
         self.device, self.failed = device, failed
         self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
         self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
-    def __call__(
-        self, key: tuple, call: Callable,
-        still: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    ):
+    def __call__(self, key: tuple, call: Callable, still: Callable[[], contextlib.AbstractContextManager]):
         """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart.
 
         still: gives a context that keeps a call from changing any sequence.

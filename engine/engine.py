@@ -320,7 +320,7 @@ class Engine:
         for group in (DRAFTED, PLAIN):
             if self._sizes[group]:
                 self._launch(group)
-                keep = 0 if self._modes[group].guided else self.lag
+                keep = 0 if any(r.guide for r in self._members(group)) else self.lag
                 events += self._read(keep)
         return events if keep else events + self._read(0)
 
@@ -361,21 +361,17 @@ class Engine:
                 self.leave(request)
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(),
-        ended: Callable[[int, Request], None] = lambda number, request: None, **options,
+        self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(), **options
     ) -> list[Request]:
         """Decode any number of prompts to their end; see `run`.
 
-        ended: called with the number of a prompt and its request as soon as that has ended. Raises ValueError
-        as `admit` does, and if a JSON schema cannot be followed to its end.
+        Raises ValueError as `admit` does, and if a JSON schema cannot be followed to its end.
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         requests: list[Request] = []
         for event in self.run(prompts, samplings, requests, **options):
             if event.finish == "error":
                 raise ValueError(event.request.error)
-            if event.finish:
-                ended(requests.index(event.request), event.request)
         return requests
 
     def _members(self, group: int) -> list[Request]:
@@ -392,7 +388,7 @@ class Engine:
         if not alone or any(r.prompt_scores is not None for r in reading):
             reading = [min(reading, key=lambda r: self._used[r.place])]
         rows = passes.rows(reading[0].place, len(reading))
-        if passes.compiled and len(reading) > 1:  # each number of sequences would be compiled
+        if passes.prepared and len(reading) > 1:  # passes exist for one sequence and for all
             rows = passes.rows(0, self.batch)
         size = passes.chunk_size(max(len(r.prompt) - r.read for r in reading))
         starts = [len(kept) for kept in self._kept]  # keep the tokens of a free place
@@ -404,13 +400,13 @@ class Engine:
                 self.state.done[r.place] = False
         starts = starts[rows.first : rows.first + rows.count]
         rows.chunk_start.copy_(torch.tensor(starts))
-        modes = Modes.of([r.sampling for r in reading], few=passes.compiled)
+        modes = Modes.of([r.sampling for r in ending if r]) if any(ending) else None
         x = passes.prefill(rows, passes.span(max(starts) + size), size, modes)
         if reading[0].prompt_scores is not None:
             self._score_prompt(reading[0], x)
         for r in reading:
             r.read = min(r.read + size, len(r.prompt))
-        if not any(ending):
+        if modes is None:
             return False
         self._pending.append(Pending(ending, passes.to_host(rows.state, modes.scored)))
         for r in filter(None, ending):
@@ -432,8 +428,9 @@ class Engine:
     def _launch(self, group: int) -> None:
         """Launch one step of a group that decodes."""
         requests, first = self._members(group), sum(self._sizes[:group])
-        count = next(c for c in self.step_counts if c >= len(requests))
-        rows = self.passes.rows(min(first, self.batch - count), count)
+        before = first if self.passes.captured else 0  # captured steps begin with the batch's first row
+        count = next(c for c in self.step_counts if c >= before + len(requests))
+        rows = self.passes.rows(min(first - before, self.batch - count), count)
         offset = first - rows.first  # of the group's requests in those rows
         context = max(r.length for r in requests)
         span = self.passes.span(context + len(self._pending) * self.window + self.passes.extra)
@@ -442,7 +439,7 @@ class Engine:
         modes = self._modes[group]
         choice, drafter = self._choose(group, rows, span, requests)
         began = time.perf_counter()
-        guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide}
+        guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
             tree, path = self.passes.step(rows, span, drafter, modes, guides)
         self.bytes_read += self._step_bytes(drafter)
@@ -498,14 +495,17 @@ class Engine:
         return shape, drafter
 
     def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
-        """Let the head read what it must of each request: where a call costs little, no more than that."""
-        if self.device.type == "cpu":
-            for r in requests:
-                r.unread = self.passes.keep_up(self.passes.rows(r.place, 1), span, drafter, r.unread)
-            return
-        unread = self.passes.keep_up(rows, span, drafter, max(r.unread for r in requests))
-        for r in requests:
-            r.unread = unread
+        """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
+        call costs little, it reads no more than that.
+        """
+        passes, alone, committed = self.passes, self.device.type == "cpu", drafter.shape.window
+        for some in [[r] for r in requests] if alone else [requests]:
+            unread = max(r.unread for r in some)
+            if unread > self.window if drafter.reads else unread + committed > passes.unread:
+                passes.read_behind(passes.rows(some[0].place, 1) if alone else rows, span, unread)
+                unread = 1
+            for r in some:
+                r.unread = self.window if drafter.reads else unread + committed
 
     def _read(self, keep: int) -> list[Event]:
         """Read what passes have emitted, oldest first, until only `keep` are unread."""
@@ -560,7 +560,8 @@ class Engine:
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and time the tuner's trees.
 
-        Default: greedy. every_length: also what prompts and texts of every length need, in every place.
+        Default: greedy. every_length: also what prompts and texts of every length need, in every place, with
+        all other options: after that nothing is compiled or captured.
         """
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
@@ -572,8 +573,8 @@ class Engine:
                     self.generate([prompt], replace(sampling, max_new_tokens=2))
                 if self.tuner:
                     self._rehearse(sampling)
-                if self.passes.compiled or self.passes.captured:
-                    self._launch_all(Modes.of([sampling], few=self.passes.compiled), every_length)
+                if self.passes.prepared:
+                    self._launch_all(Modes.of([sampling]), every_length)
         finally:
             self.state.stop_ids.copy_(stop_ids)
 
@@ -604,17 +605,24 @@ class Engine:
         needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
         spans = {span.shape[0]: span for span in map(passes.span, needs)}
         kinds = dict.fromkeys((passes.plain, *(passes.trees.values() or (self.drafter,))))
+        rare = Modes(modes.noisy, modes.noisy, modes.noisy, True, True, True)
         with passes.still():
-            for span in spans.values():
+            for number, span in enumerate(spans.values()):
                 for count in self.step_counts:
+                    rows = passes.rows(0, count)
                     for drafter in kinds:
-                        passes.step(passes.rows(0, count), span, drafter, modes)
+                        passes.step(rows, span, drafter, modes)
+                        if every_length:
+                            passes.step(rows, span, drafter, rare)
+                            passes.step(rows, span, drafter, rare, {})
+                    for unread in passes.chunks if every_length and passes.unread else ():
+                        passes.read_behind(rows, span, min(unread, passes.unread))
                 # Prompts are read in each place alone, and in all of them together.
-                places = {(place, 1) for place in range(self.batch if len(spans) == 1 else 1)}
+                places = {(place, 1) for place in range(1 if number else self.batch)}
                 for size in passes.chunks if every_length else ():
                     for first, count in sorted(places | {(0, self.batch)}):
                         if size <= span.shape[0]:
-                            passes.prefill(passes.rows(first, count), span, size, modes)
+                            passes.prefill(passes.rows(first, count), span, size, rare)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

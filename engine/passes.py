@@ -21,7 +21,7 @@ from engine.compile import CapturedCalls, CompiledFunction
 from engine.memory import free_memory
 from engine.request import Score
 from engine.state import State
-from engine.step import commit, prefill, step, verify
+from engine.step import begin, commit, read, verify
 from kernels.backend import backend_of
 from model import Transformer
 from sampling.options import Modes
@@ -58,18 +58,18 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
-class Rows:
-    """The sequences first ... first + count - 1 of the batch: views of the state and of all caches."""
+class Rows(NamedTuple):
+    """The sequences first ... first + count - 1 of the batch: views of the state and of all caches.
 
-    def __init__(self, passes: Passes, first: int, count: int):
-        self.first, self.count = first, count
-        self.chunk_start = passes.chunk_start[first : first + count]
-        whole = count == passes.batch
-        self.state: State = passes.state if whole else passes.state.rows(first, count)
-        self.caches = passes.caches if whole else passes.caches.rows(first, count)
-        self.drafter: Callable[[Drafter], Drafter] = (
-            (lambda drafter: drafter) if whole else cache(lambda drafter: drafter.rows(first, count))
-        )
+    drafter(drafter): the view of one.
+    """
+
+    first: int
+    count: int
+    chunk_start: Tensor
+    state: State
+    caches: nn.ModuleList
+    drafter: Callable[[Drafter], Drafter]
 
 
 class Passes:
@@ -139,8 +139,8 @@ class Passes:
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
         compiling = partial(CompiledFunction, say=say, failed=fell_back)
         made = compiling if self.compiled else (lambda function, what: function)
-        self._step, self._verify = made(step, "step"), made(verify, "guided step")
-        self._prefill = made(prefill, "prefill")
+        self._read, self._verify = made(read, "prefill"), made(verify, "step")
+        self._commit = made(commit, "commit")
         captures = compile and self.on_cuda and "captured step" not in failures
         self.captured = CapturedCalls(self.device, fell_back) if captures else None
         # Nothing here refers back to the passes: their memory is free as soon as their owner is.
@@ -148,9 +148,20 @@ class Passes:
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the sequences first ... first + count - 1: the same object each time."""
-        if (first, count) not in self._rows:
-            self._rows[first, count] = Rows(self, first, count)
-        return self._rows[first, count]
+        where = first, count
+        if where not in self._rows:
+            start, parts = self.chunk_start[first : first + count], (self.state, self.caches)
+            if count == self.batch:
+                self._rows[where] = Rows(*where, start, *parts, lambda drafter: drafter)
+            else:
+                views = (part.rows(*where) for part in parts)
+                self._rows[where] = Rows(*where, start, *views, cache(lambda drafter: drafter.rows(*where)))
+        return self._rows[where]
+
+    @property
+    def prepared(self) -> bool:
+        """True if passes are compiled or captured, for few numbers of sequences."""
+        return self.compiled or self.captured is not None
 
     def _without_head(self, drafter: Drafter, follows: bool) -> Drafter:
         """A drafter whose steps leave features for the head to read later."""
@@ -200,55 +211,54 @@ class Passes:
     ) -> tuple[Tree, Tensor]:
         """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
 
-        drafter: `self.drafter`, `plain`, `headless` or one of `trees`. guides: those of rows, by row.
+        drafter: `self.drafter`, `plain`, `headless` or one of `trees`. guides: those of rows, by row;
+        None: no row has one.
         """
-        key = (drafter, span.shape[0], rows.first, rows.count, *modes)
+        key, committing = (drafter, span.shape[0]), self._commit
         arguments = self.target, rows.caches, rows.drafter(drafter), rows.state
-        if not modes.guided:
-            return self.run(("step", *key), partial(self._step, *arguments, span, *modes))
-        # The host says what may follow each node. What comes after that is neither compiled nor captured.
-        verified = self.run(("verify", *key), partial(self._verify, *arguments, span, *modes))
-        tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
-        for i, guide in (guides or {}).items():
-            mask(rows.state.allowed[i], guide, tokens[i], parent[i])
+        verifying = partial(self._verify, *arguments, span, modes.noisy)
+        if guides is None:
+            return self.run(rows, ("step", *key, *modes), lambda: committing(*arguments, verifying(), *modes))
         with self.here():
-            return commit(*arguments, verified, *modes)
+            verified = self.run(rows, ("verify", *key, modes.noisy), verifying)
+            # The host says what may follow each node.
+            tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
+            for i, guide in guides.items():
+                mask(rows.state.allowed[i], guide, tokens[i], parent[i])
+            return committing(*arguments, verified, *modes)
 
-    def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes) -> Tensor:
-        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on; see `prefill`."""
+    def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes | None) -> Tensor:
+        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on.
+
+        modes: of prompts that end there; None: none does. Returns the last states [B, size, H].
+        """
         chunk = self.chunk_ids[size]
         if self.compiled:
             torch._dynamo.mark_static(chunk, 0)
         arguments = self.target, rows.caches, rows.drafter(self.drafter), rows.state, span, rows.chunk_start
-        key = "prefill", size, span.shape[0], rows.first, rows.count, *modes
-        return self.run(key, partial(self._prefill, *arguments, chunk, *modes))
-
-    def keep_up(self, rows: Rows, span: Tensor, drafter: Drafter, unread: int) -> int:
-        """Before a step with this drafter: let the head read what it must, of at most `unread` tokens.
-
-        Returns how many there may be after the step.
-        """
-        committed = drafter.shape.window
-        if unread > self.window if drafter.reads else unread + committed > self.unread:
-            self.read_behind(rows, span, unread)
-            unread = 1
-        return self.window if drafter.reads else unread + committed
+        x, features = self.run(rows, ("prefill", size, span.shape[0]), partial(self._read, *arguments, chunk))
+        if modes is not None:
+            with self.here():
+                begin(self.target, rows.state, rows.chunk_start, x, features, modes)
+        return x
 
     def read_behind(self, rows: Rows, span: Tensor, unread: int) -> None:
         """Let the drafter read what plain steps have committed, at most `unread` tokens, except the last."""
         first = 0
         while first < unread:
             size = self.chunk_size(unread - first)
-            key = "behind", first, size, span.shape[0], rows.first, rows.count
             drafter, own = rows.drafter(self.drafter), self.slot_ids[:size]
-            self.run(key, partial(read_behind, drafter, rows.state, span, first, own))
+            call = partial(read_behind, drafter, rows.state, span, first, own)
+            self.run(rows, ("behind", first, size, span.shape[0]), call)
             first += size
-        self.run(("read", rows.first, rows.count), rows.state.keep_last_unread)
+        self.run(rows, ("read",), rows.state.keep_last_unread)
 
-    def run(self, key: tuple, call: Callable):
-        """Call, on CUDA as a captured graph. key: calls of one key do the same."""
-        if self.captured:
-            return self.captured(key, call, self.still)
+    def run(self, rows: Rows, key: tuple, call: Callable):
+        """Call, on CUDA as a captured graph if the rows begin with the batch's first: else there would be one
+        for each place. key: calls of one key do the same to their rows.
+        """
+        if self.captured and rows.first == 0:
+            return self.captured((*key, rows.count), call, self.still)
         with self.here():
             return call()
 

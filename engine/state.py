@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 
 import torch
 import torch.nn as nn
@@ -47,7 +48,11 @@ class State(nn.Module):
         self.window, self.backend = window, backend
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
-            self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device), persistent=False)
+            """Rows begin at multiples of 16 bytes: compiled code for one place then serves all."""
+            size, aligned = prod(shape[1:]), 16 // dtype.itemsize
+            room = -(-size // aligned) * aligned if shape[1:] else size
+            rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
+            self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)
 
         buffer("tokens", batch, slots)
         buffer("length", batch)
@@ -56,7 +61,7 @@ class State(nn.Module):
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
         buffer("n_new", batch)
-        buffer("out", batch, window + 3 + (window + 1) % 2)  # so that rows begin at multiples of 16 bytes
+        buffer("out", batch, window + 3 + (window + 1) % 2)  # kernels take it to be contiguous
         buffer("zero", batch, 1)
         buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)

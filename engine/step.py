@@ -1,4 +1,4 @@
-"""The two passes of decoding: the step (draft, verify, accept, commit), and reading a chunk of prompts."""
+"""The two passes of decoding: the step (`verify`, `commit`), and that over prompts (`read`, `begin`)."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from kernels.tp import Part, agreed, logits_of
+from kernels.tp import Part, agreed, logits_of, own_logits
 from model import KVCaches, Transformer
 from sampling.acceptance import accept_residual
 from sampling.adjust import adjust, allow, floor
@@ -36,11 +36,6 @@ def shape_logits(
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits
 
 
-def needs_all(modes: Modes) -> bool:
-    """Return whether a step needs the logits of all tokens, and not only the best with its noise."""
-    return any(modes[1:])
-
-
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
     """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
     positions = state.length[:, None] + 1 + torch.arange(count, device=state.length.device)
@@ -52,30 +47,20 @@ class Verified(NamedTuple):
 
     tree: Tree
     distribution: Tensor | None  # see `drafters.base.Proposal`
-    logits: Tensor | Part  # [B, T, V], the target's at each node
+    logits: Tensor  # [B, T, V], the target's at each node; see `kernels.tp.own_logits`
     features: Tensor | None  # [B, T, F]
     noise: Tensor | None  # [B, W, V]
 
 
-def step(
-    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
-) -> tuple[Tree, Tensor]:
-    """Draft, verify, accept, commit: the whole of decoding, one graph.
-
-    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. modes: those of
-    `sampling.options.Modes`. Plain decoding is this step with a tree of one node. Emitted tokens are in
-    `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root first.
-    """
-    verified = verify(target, caches, drafter, state, slots, *modes)
-    return commit(target, caches, drafter, state, verified, *modes)
-
-
 def verify(
-    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
+    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, noisy: bool
 ) -> Verified:
-    """Run the first half of `step`: draft a tree, and let the target read it."""
-    modes, window = Modes(*modes), drafter.shape.window
-    noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
+    """Draft a tree, and let the target read it: the first half of a step of decoding.
+
+    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. noisy: a request samples.
+    Plain decoding has a tree of one node.
+    """
+    noise = noise_ahead(state, drafter.shape.window, target.args.vocab_size) if noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
     tree, distribution = agreed(target, tree, distribution)
 
@@ -90,24 +75,27 @@ def verify(
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
-    whole = needs_all(modes) or (modes.noisy and drafter.rule != "equal")
-    return Verified(tree, distribution, logits_of(target, x, whole), features, noise)
+    return Verified(tree, distribution, own_logits(target, x), features, noise)
 
 
 def commit(
     target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: Verified,
     *modes: bool,
 ) -> tuple[Tree, Tensor]:
-    """Run the second half of `step`: draw tokens; accept, keep and emit a path.
+    """Draw tokens; accept, keep and emit a path: the second half of a step.
 
-    With a grammar, the host has filled `state.allowed` in between.
+    modes: those of `sampling.options.Modes`. With a grammar, the host has filled `state.allowed` in between.
+    Emitted tokens are in `state.out`. Returns, for traces, the tree and the path [B, W] taken through it,
+    root first.
     """
     backend, modes, window = state.backend, Modes(*modes), drafter.shape.window
-    tree, distribution, raw, features, noise = verified
+    tree, distribution, own, features, noise = verified
+    residual = modes.noisy and drafter.rule != "equal"
+    raw = logits_of(target, own, modes.rare or residual)
     logits = shape_logits(raw, state, modes, tree.tokens, tree.ancestors)
     chosen = backend.draw(logits, noise, tree.depth)
 
-    if modes.noisy and drafter.rule != "equal":
+    if residual:
         noise = pick(noise, tree.depth)
         path, count, tokens = accept_residual(tree, distribution, logits, noise, chosen, state)
     else:
@@ -122,29 +110,36 @@ def commit(
     return tree, path
 
 
-def prefill(
+def read(
     target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
-    chunk: Tensor, *modes: bool,
-) -> Tensor:
+    chunk: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """Read one chunk of every prompt: positions start [B] + chunk [C].
 
-    A prompt that ends in it gets its first token. modes: those of `sampling.options.Modes`.
-    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a
-    prompt's end compute nothing anyone sees: their slots are overwritten before they become visible. Returns
-    the last states [B, C, H].
+    Rows after a prompt's end compute nothing anyone sees: their slots are overwritten before they become
+    visible. Returns the last states [B, C, H], and the features [B, C, F].
     """
-    backend, modes, positions = state.backend, Modes(*modes), start[:, None] + chunk
-    visible = backend.visible_before(slots, start, chunk.shape[0])
+    positions = start[:, None] + chunk
+    visible = state.backend.visible_before(slots, start, chunk.shape[0])
     x, features = target(
         state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
     )
     drafter.read(state, features, positions, visible)
+    return x, features
 
-    last = state.length - start
-    ends = state.reading & (last < chunk.shape[0])
-    row = last.clamp(0, chunk.shape[0] - 1)[:, None]
+
+def begin(
+    target: Transformer, state: State, start: Tensor, x: Tensor, features: Tensor | None, modes: Modes
+) -> None:
+    """Give prompts that end in a chunk at start [B] their first token. x, features: what `read` returned.
+
+    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1).
+    """
+    backend, last = state.backend, state.length - start
+    ends = state.reading & (last < x.shape[1])
+    row = last.clamp(0, x.shape[1] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
-    raw = logits_of(target, pick(x, row), needs_all(modes))
+    raw = logits_of(target, own_logits(target, pick(x, row)), modes.rare)
     chosen = backend.draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:
@@ -152,4 +147,3 @@ def prefill(
     count = backend.commit(state, chosen, ends.long(), row, features, where=ends)
     if modes.adjusted:
         state.count(chosen, count)
-    return x

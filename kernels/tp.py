@@ -377,10 +377,6 @@ class DealtHead(nn.Module):
         """x [..., H] -> float32 logits of all tokens [..., V], on every rank."""
         return self.ranks.join(self.layer.logits(x), self.tokens)
 
-    def part(self, x: Tensor) -> Part:
-        """x [..., H] -> the float32 logits of this rank's own tokens."""
-        return Part(self.layer.logits(x), self.before, self.ranks)
-
 
 def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
     """Let a target, or a head, compute with the other ranks, in place. It has this rank's weights.
@@ -405,11 +401,17 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
         model.lm_head = DealtHead(model.lm_head, tuple(span.count for span in tokens), ranks)
 
 
-def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:
-    """`Transformer.logits` of x [..., H]; of a target that is dealt, unless `whole`, this rank's part."""
-    if whole or target.ranks is None:
-        return target.logits(x)
-    return target.lm_head.part(target.norm(x))
+def own_logits(target: Transformer, x: Tensor) -> Tensor:
+    """`Transformer.logits` of x [..., H]; of a target that is dealt, those of this rank's tokens."""
+    return target.logits(x) if target.ranks is None else target.lm_head.layer.logits(target.norm(x))
+
+
+def logits_of(target: Transformer, own: Tensor, whole: bool) -> Tensor | Part:
+    """The logits of all tokens, of `own_logits`; of a target that is dealt, unless `whole`, a `Part`."""
+    if target.ranks is None:
+        return own
+    head = target.lm_head
+    return target.ranks.join(own, head.tokens) if whole else Part(own, head.before, target.ranks)
 
 
 def agreed(target: Transformer, tree: Tree, distribution: Tensor | None) -> tuple[Tree, Tensor | None]:

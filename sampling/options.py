@@ -88,6 +88,11 @@ class Modes(NamedTuple):
     scored: bool = False  # gives log-probabilities
     guided: bool = False  # by a grammar, which the host looks after
 
+    @property
+    def rare(self) -> bool:
+        """True if more is needed than the best token with its noise."""
+        return any(self[1:])
+
     @classmethod
     def of(cls, samplings: Iterable[Sampling], few: bool = False) -> Modes:
         """Return the modes for these requests. few: switch all rare modes on if any is, as where each
@@ -101,6 +106,4 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.json_schema is not None for s in samplings),
         )
-        if few and any(modes[2:5]):
-            return cls(noisy, noisy, noisy, True, True, modes.guided)
-        return modes
+        return cls(noisy, noisy, noisy, True, True, True) if few and modes.rare else modes

@@ -33,7 +33,7 @@ class CudaBackend(TorchBackend):
     def without(self, failures: dict[str, str]) -> CudaBackend:
         """Return a backend that computes these parts by their definitions.
 
-        failures: lines about them, by names of `kernels.gpu.check.PARTS`; others change nothing.
+        failures: lines about them, by names of `kernels.gpu.cases.PARTS`; others change nothing.
         """
         if not failures:
             return self

@@ -139,11 +139,11 @@ def test_old_times_follow_the_fresh_ones_and_unknown_ones_the_rows():
     assert times.of(1, False, (None, SMALL), 4000) == {None: 13.5, SMALL: 9.0}
     alone = Times()
     for shape, seconds in ((None, 1.0), (SMALL, 2.0)):  # four rows for two: a row more is a third
-        alone.add(1, False, shape, 10, seconds)
-    guess = alone.of(2, True, (None, SMALL), 10)
+        alone.add(2, False, shape, 10, seconds)
+    guess = alone.of(4, True, (None, SMALL), 10)
     assert guess == {None: pytest.approx(4 / 3), SMALL: pytest.approx(10 / 3)}
-    alone.add(3, False, None, 10, 5.0)
-    assert alone.of(2, False, (None,), 10) == {None: 3.0}  # between one sequence and three
+    alone.add(6, False, None, 10, 5.0)
+    assert alone.of(4, False, (None,), 10) == {None: 3.0}  # between two sequences and six
 
 
 def test_tau_between_temperatures_and_contexts():

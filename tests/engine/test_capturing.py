@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import weakref
+from itertools import cycle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.decoding import ids
 from helpers.drafters import make_drafter
 from shapes import random_models
 
+from drafters.eagle import Eagle
 from engine import compile as compiling
 from engine.compile import CapturedCalls, CompiledFunction
 from engine.engine import Engine
@@ -16,6 +18,7 @@ from engine.memory import free_memory
 from engine.passes import CUBLAS_WORKSPACE
 from kernels.backend import TORCH
 from sampling.options import Sampling
+from tree import TreeShape
 
 GPU = torch.device("cuda:1")
 
@@ -74,7 +77,7 @@ def test_a_capture_keeps_its_inputs_and_nothing_collects_during_it(cuda):
         return x + 1
 
     for _ in range(3):
-        found = calls(("step",), call)
+        found = calls(("step",), call, contextlib.nullcontext)
     del call, held
     assert found.tolist() == [2.0] * 3 and seen() is not None, "a replay reads memory that was given away"
     assert cuda.collecting == [False] and gc.isenabled() and not lines
@@ -82,8 +85,8 @@ def test_a_capture_keeps_its_inputs_and_nothing_collects_during_it(cuda):
 
 def test_one_stream_for_each_device(cuda):
     for _ in range(3):
-        CapturedCalls(GPU)(("step",), lambda: None)
-    CapturedCalls(torch.device("cuda:0"))
+        CapturedCalls(GPU, print)(("step",), lambda: None, contextlib.nullcontext)
+    CapturedCalls(torch.device("cuda:0"), print)
     assert cuda.streams == [GPU, torch.device("cuda:0")]
 
 
@@ -106,16 +109,49 @@ def test_what_cannot_be_captured_is_called(cuda):
     cuda.fails = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         calls(("prefill", 1), lambda: None, held)
-    assert still[-1] is True or ("prefill", 1) not in calls.graphs
+    assert ("prefill", 1) not in calls.graphs and gc.isenabled()
+
+
+def test_texts_go_on_after_a_capture_that_fails(models):
+    state = (engine := Engine(models[0], batch=2, max_seq_len=80, compile=False)).state
+    engine.admit([1, 2], Sampling(4))
+    before = state.done.tolist(), state.reading.tolist()
+    with pytest.raises(torch.OutOfMemoryError), engine.passes.still():
+        assert state.done.all() and not state.reading.any()
+        raise torch.OutOfMemoryError("no room")
+    assert before == (state.done.tolist(), state.reading.tolist()) and any(before[1])
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     lines = []
-    monkeypatch.setattr(compiling.SavedGraph, "make", lambda *a: 1 / 0)
+    monkeypatch.setattr(compiling, "make_graph", lambda *a: 1 / 0)
     monkeypatch.setattr(compiling, "saved_places", lambda *a: ("nowhere",))
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 3
+
+
+def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
+    """One of a machine that seemed the same: its file goes, and the next process compiles."""
+    lines, file = [], tmp_path / "double.graph"
+    file.write_text("broken")
+    monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
+    monkeypatch.setattr(compiling, "find_graph", lambda place: lambda *args: 1 / 0)
+    monkeypatch.setattr(compiling, "make_graph", lambda made, args, place: made)
+    double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
+    assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert lines[:2] == ["a saved graph of the double fails (division by zero) and is made again",
+                         "compiling the double ..."] and len(lines) == 3 and not file.exists()
+
+
+def test_an_exchange_of_places_holds_one_layer_at_a_time(models, monkeypatch):
+    """All layers of two long texts would be gigabytes."""
+    engine, sizes, clone = Engine(models[0], batch=2, max_seq_len=80, compile=False), [], torch.Tensor.clone
+    ids(engine, [[1] * 40, [2] * 40], Sampling(8))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda x: sizes.append(x.nbytes) or clone(x))
+    engine._exchange(0, 1)
+    layer = engine.passes.caches.sequence(0, 48)[0].nbytes
+    assert max(sizes) <= layer and sum(sizes) > layer
 
 
 def test_caches_are_free_when_nobody_holds_the_engine():
@@ -135,42 +171,91 @@ def test_caches_are_free_when_nobody_holds_the_engine():
 
 
 class Replays:
-    """Calls as `CapturedCalls` makes them, of which only the keys count."""
+    """Stands in for `CapturedCalls`: of each key the first call is made again."""
 
     def __init__(self):
-        self.keys = set()
+        self.calls = {}
 
     def __call__(self, key, call, still):
-        self.keys.add(key)
-        return call()
+        return self.calls.setdefault(key, call)()
+
+
+OPTIONS = {  # all that changes a step, and ways to decode
+    "greedy": {}, "temperature": {"temperature": 1.0}, "top-k": {"temperature": 1.0, "top_k": 5},
+    "top-p": {"temperature": 0.5, "top_p": 0.9}, "min-p": {"temperature": 1.0, "min_p": 0.1},
+    "penalties": {"presence_penalty": 1.0, "repetition_penalty": 1.1}, "bias": {"logit_bias": {3: 1.0}},
+    "logprobs": {"logprobs": 2}, "schema": {"json_schema": "{}"},
+    "all": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1, "logprobs": 0, "frequency_penalty": 1.0},
+}
+WAYS = ({}, {"plain": True}, {"score_prompt": True}, {"watch": True})
+
+
+class Free:
+    """A grammar that allows everything."""
+
+    error = None
+
+    def take(self, ids): ...
+    def mask(self, tokens, parent, into): ...
 
 
 def test_ready_is_ready(monkeypatch):
-    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing."""
+    """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing:
+    with any option, beside a text with other ones.
+    """
     target, head = random_models("tiny", torch.float32, "cpu", None)
-    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
+    drafter = Eagle(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
     monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
-    engine = Engine(target, drafter, batch=2, max_seq_len=200, chunks=(64, 128))
+    engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), counts=(1, 2, 3))
+    engine.guide = lambda schema: Free()
     engine.passes.captured, made = Replays(), []
 
     def make(function, args, path):
         made.append("make")
-        return lambda args: function(*args)
+        return function
 
-    monkeypatch.setattr(compiling.SavedGraph, "find", lambda path: made.append("find"))
-    monkeypatch.setattr(compiling.SavedGraph, "make", make)
-    engine.warm_up(Sampling(), every_length=True)
-    assert made.count("make") == 8, made  # with and without drafts, each chunk: for one sequence and for two
+    monkeypatch.setattr(compiling, "find_graph", lambda path: made.append("find"))
+    monkeypatch.setattr(compiling, "make_graph", make)
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
+    # For one to three texts, with drafts and without, drawn and not: verify, and commit in two modes. For
+    # prompts each chunk, of one and of three.
+    assert made.count("make") == 3 * 2 * 2 * (1 + 2) + 2 * 2, made
     made.clear()
-    known = set(engine.passes.captured.keys)
-    first = engine.admit([1, 2, 3], Sampling(30))
-    while not first.ids:
+    known, compiled = set(engine.passes.captured.calls), [engine.passes._read, engine.passes._verify]
+    variants = [len(function.variants) for function in compiled]
+    plain = engine.admit([1, 2, 3], Sampling(40), plain=True)
+    while plain.here:
         engine.step()
-    second = engine.admit(list(range(1, 66)), Sampling(4))
-    assert second.place == 1
-    while second.here:
+    engine.generate([plain.tokens], Sampling(4))  # the head has not read them
+    assert not made and set(engine.passes.captured.calls) == known
+    for (name, options), way in zip(OPTIONS.items(), cycle(WAYS)):
+        drafted = engine.admit([1, 2, 3], Sampling(12, temperature=1.0), plain=name == "bias")
+        while not drafted.ids:
+            engine.step()
+        second = engine.admit(list(range(1, 66)), Sampling(4, **options), **way)
+        assert second.place == 1
+        while second.here or drafted.here:
+            engine.step()
+        assert not made and set(engine.passes.captured.calls) == known, (name, way)
+        assert [len(function.variants) for function in compiled] == variants, (name, way)
+
+
+@pytest.mark.parametrize("other", (True, False))
+def test_texts_without_drafts_beside_drafted_ones(models, other):
+    """Steps as captured ones begin with the first row; the texts are those of each alone."""
+    drafter, given = make_drafter("eagle3", *models, models[1], lambda heads: None), [[1, 2, 3], [4, 5], [6]]
+    engine = Engine(models[0], drafter, batch=4, max_seq_len=200, compile=False, counts=(1, 2, 4))
+    alone = [ids(engine, [prompt], Sampling(12))[0] for prompt in given]
+    engine.passes.captured = Replays()
+    requests = []
+    for i, prompt in enumerate(given):  # each is read alone, in the next place
+        requests.append(engine.admit(prompt, Sampling(12), plain=(i > 0) == other))
+        while not requests[-1].ids:
+            engine.step()
+    while engine.busy:
         engine.step()
-    assert not made and engine.passes.captured.keys == known
+    assert [request.ids for request in requests] == alone
+    assert {key[-1] for key in engine.passes.captured.calls} <= {1, 2, 4}
 
 
 def test_memory_that_torch_holds_in_reserve_is_free(monkeypatch):

@@ -14,7 +14,7 @@ from engine.compile import CompiledFunction, compile_graph, saved_places
 from engine.engine import Engine
 from engine.passes import SPAN
 from engine.state import State
-from engine.step import step
+from engine.step import commit, verify
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -176,18 +176,23 @@ def test_a_span_may_be_all_slots(whole_first, name):
     passes.state.limit.fill_(299)
     passes.state.done.fill_(False)
     torch._dynamo.reset()
-    graph, spans = compile_graph(step, backend="aot_eager"), [2 * SPAN, passes.slots]
+    graph, spans = compile_graph(verify, backend="aot_eager"), [2 * SPAN, passes.slots]
+    arguments = target, passes.caches, passes.drafter, passes.state
     for i, size in enumerate(reversed(spans) if whole_first else spans):
         slots = passes.slot_ids[:size]
         torch._dynamo.mark_dynamic(slots, 0)
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
-            graph(target, passes.caches, passes.drafter, passes.state, slots, False, False)
+            commit(*arguments, graph(*arguments, slots, False), False)
     assert all(length >= 32 for length in passes.state.length.tolist())
 
 
-@pytest.mark.parametrize("vocabulary, same", ((16, True), (5, False)))
-def test_places_of_another_alignment_have_another_graph(cache, vocabulary, same):
-    """Reading 16 bytes from the middle of them is an error on a GPU."""
-    state = State(3, 40, 4, 0, [], torch.float32, "cpu", vocabulary=vocabulary)
-    one, other = (saved_places(add, (state.rows(place, 1),)) for place in (0, 1))
-    assert (one == other) == same
+def test_places_share_a_graph_but_for_their_alignment(cache):
+    """Reading 16 bytes from the middle of them is an error on a GPU. Rows of the state begin at 16 bytes."""
+    def where(rows):
+        return saved_places(add, (rows,))
+
+    for vocabulary, window in ((16, 4), (5, 9), (32003, 7)):
+        state = State(3, 40, window, 6, [], torch.bfloat16, "cpu", vocabulary=vocabulary, nodes=3)
+        assert where(state.rows(0, 1)) == where(state.rows(1, 1)) == where(state.rows(2, 1))
+    both = torch.zeros(2, 7)
+    assert where(both[:1]) != where(both[1:])

@@ -130,11 +130,11 @@ def test_modes(alone, between_two, name):
         assert alone["modes"][name] != alone["modes"]["min-p"]
 
 
-def test_a_step_is_one_graph_with_two_sums_a_layer(alone, between_two):
-    """As torch.compile traces it for GPUs: eight layers, the best token, the tree. Prefill has no tree."""
+def test_a_step_is_two_graphs_with_two_sums_a_layer(alone, between_two):
+    """As torch.compile traces it for GPUs: eight layers and the tree, the best token; for prompts no tree."""
     assert between_two["traced"]["text"] == alone["traced"]["text"] == alone["modes"]["greedy"]
     assert alone["traced"]["exchanges"] == [[0, 0]]
-    assert between_two["traced"]["exchanges"] == [[2 * 8 + 1, 0], [2 * 8 + 1, 1]]
+    assert between_two["traced"]["exchanges"] == [[1, 0], [2 * 8, 0], [2 * 8, 1]]
 
 
 def test_fp8(alone, dealt):

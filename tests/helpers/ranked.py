@@ -152,7 +152,7 @@ def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     target, _ = load_model(folder, ranks=ranks)
     drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
     engine = Engine(target, drafter, batch=2, max_seq_len=80, compile=False, counts=(2,))
-    for name in ("_step", "_prefill"):
+    for name in ("_verify", "_read", "_commit"):
         setattr(engine.passes, name, compile_graph(getattr(engine.passes, name), backend=count))
     text = [request.ids for request in engine.generate(PROMPTS, Sampling(TOKENS))]
     return {"text": text, "exchanges": [list(pair) for pair in sorted(set(map(tuple, found)))]}

@@ -5,7 +5,7 @@ from helpers.ahead_of_time import dear
 
 from kernels.backend import TORCH
 from kernels.float8 import Float8Caches
-from kernels.gpu import attention, check
+from kernels.gpu import attention, cases, check
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches, move_slots
 from kernels.gpu.launch import counters
 from model import KVCaches, ModelArgs
@@ -35,7 +35,14 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
 def made(device, monkeypatch):
     """made(dtype, sizes, float8): the case of these sizes; all counters are zeros after it."""
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
-    yield lambda dtype, sizes, float8=False: check.attention(device, dtype, *sizes, float8=float8)
+
+    def case(dtype, sizes, float8=False):
+        B, T, *heads, M, lengths, norm, window = sizes
+        name = str(dtype).removeprefix("torch.")
+        given = cases.Sizes(device, name, heads, norm, window, float8, 32, ())
+        return cases.attention(given, B, T, M, lengths)
+
+    yield case
     assert not counters(torch.empty(0, device=device).device, 1).any()
 
 
@@ -58,7 +65,7 @@ def test_attention_over_float8(made, backend, dtype, sizes):
     (found, held), (wanted, kept) = case.run(backend), case.run(TORCH)
     other = torch.cat([(a != b).float().flatten() for a, b in zip(held, kept)])
     assert other.mean() < 1e-3 and check.difference(held, kept, 0.13) is None
-    assert check.difference(found, wanted, 0.1 if other.any() else check.LIMITS[dtype]) is None
+    assert check.difference(found, wanted, 0.1 if other.any() else cases.LIMITS[dtype]) is None
     if dtype == torch.float32:  # its own keys are rounded, too
         assert check.difference(found, made(dtype, sizes).run(TORCH)[0], 1e-4) is not None
 

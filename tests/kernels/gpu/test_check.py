@@ -1,5 +1,4 @@
 """Kernels against their definitions, as a GPU checks itself; and that this check sees what is wrong."""
-import json
 import sys
 from functools import partial
 
@@ -8,15 +7,16 @@ import torch
 from helpers.ahead_of_time import dear
 
 from engine import check as steps
+from engine import compile as compiling
 from engine.check import STEPS
-from engine.compile import SavedGraph
 from kernels.backend import TORCH
 from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
-from kernels.gpu.check import PARTS, Sizes
+from kernels.gpu.cases import PARTS, Sizes
 from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
 from model import KVCaches, ModelArgs, Transformer
+from tree import TreeShape
 
 ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
 
@@ -26,16 +26,13 @@ def sizes(device, monkeypatch) -> Sizes:
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
     monkeypatch.setattr(sampling, "SORTED", 128)  # so that there are several chunks
     layers = ("int8", 0, 40, 256), ("int4", 64, 40, 256)
-    return Sizes(device, "float32", (4, 2, 16), True, 40, False, 300, layers, (20, 3, 4), ROWS, LENGTHS, 3)
+    return Sizes(device, "float32", (4, 2, 16), True, 40, False, 300, layers, (12, 3, 4), ROWS, LENGTHS, 3)
 
 
 def failed(sizes: Sizes, *names: str) -> dict[str, str]:
     """The errors of parts by name."""
-    lines: list[str] = []
-    check.run(sizes, {}, names, PARTS | STEPS, lines.append)
-    records = [json.loads(line) for line in lines]
-    assert records[-1] == {"ended": True}
-    return {record["part"]: record["error"] for record in records if "error" in record}
+    found = zip(names, check.errors(sizes, PARTS | STEPS, names, {}), strict=True)
+    return {part: error for part, error in found if error}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -60,6 +57,17 @@ def test_a_kernel_that_is_wrong_at_one_length(sizes, monkeypatch):
     assert error.startswith("1 x 1 rows of 1 after (64,) tokens: 64 of 64 numbers differ, by up to 0.1")
 
 
+def test_a_kernel_that_reads_a_slot_that_nobody_may_see(sizes, monkeypatch):
+    right = attention.attend
+
+    def wrong(*given):
+        kv, layer, length, local = given[6:10]
+        return right(*given) + 0 * kv[layer, 1, 0, 0, length.max() + local.shape[2], 0]
+
+    monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
+    assert failed(sizes, "attend")["attend"].endswith("64 of 64 numbers differ, by up to nan")
+
+
 def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
     right = growing.accept
 
@@ -69,7 +77,7 @@ def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
         return path, count
 
     monkeypatch.setattr(growing, "accept", wrong)
-    assert failed(sizes, "accept") == {"accept": "the tree 20/3/4: writes outside its results"}
+    assert failed(sizes, "accept") == {"accept": "the tree 12/3/4: writes outside its results"}
 
 
 def test_a_kernel_that_leaves_a_result_unwritten(sizes, monkeypatch):
@@ -87,7 +95,8 @@ def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
 def small(sizes, monkeypatch) -> Sizes:
     monkeypatch.setattr(steps, "VOCABULARY", 100)
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 1)
-    return sizes._replace(tree=(6, 2, 3))
+    monkeypatch.setattr(steps, "TREE", TreeShape(6, 2, 3))
+    return sizes
 
 
 @pytest.fixture
@@ -96,11 +105,11 @@ def compiled(monkeypatch) -> list:
     changes = []
 
     def make(function, args, path):
-        return lambda args: changes[0](function(*args)) if changes else function(*args)
+        return lambda *args: changes[0](function(*args)) if changes else function(*args)
 
     monkeypatch.setattr(steps, "REPLAYS", 2)
-    monkeypatch.setattr(SavedGraph, "make", make)
-    monkeypatch.setattr(SavedGraph, "find", lambda path: None)
+    monkeypatch.setattr(compiling, "make_graph", make)
+    monkeypatch.setattr(compiling, "find_graph", lambda path: None)
     return changes
 
 
@@ -125,7 +134,10 @@ def test_steps_are_right(small, compiled):
 
 
 def test_a_compiled_step_that_is_wrong(small, compiled):
-    compiled.append(lambda result: (result[0]._replace(tokens=result[0].tokens + 1), result[1]))
+    def change(result):  # of `commit`: the tree and the path
+        return result if len(result) > 2 else (result[0]._replace(tokens=result[0].tokens + 1), result[1])
+
+    compiled.append(change)
     assert "12 of 12 numbers differ, by up to 1" in failed(small, "compiled step")["compiled step"]
 
 
@@ -134,7 +146,7 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
     results = {}
 
     def replay(passes, key, call, still):
-        if key in results and results[key][0].scores is not None:  # not a plain step's
+        if key in results and key[0] == "step":
             results[key][0].scores.fill_(float("nan"))
             return results[key]
         return results.setdefault(key, call())
@@ -145,28 +157,33 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
 
 
 def test_a_step_that_cannot_be_captured(small, compiled, captured):
+    keys = []
+
     def refuse(passes, key, call, still):
         passes.fallbacks.append("the step cannot be captured")
+        keys.append(key[0])
         return call()
 
     captured(refuse)
     assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
+    assert keys == ["step", "scribble"] * steps.REPLAYS, "another graph writes between the replays"
 
 
 CHILD = """
 import json, os, sys
-sys.stdin.read()
+sizes, failed = json.load(sys.stdin)
+print('"started"', flush=True)
 for part in sys.argv[1:]:
-    print(json.dumps({"part": part}), flush=True)
+    error = '"it has rank in it"' if part == 'step' and 'rank' not in failed else '""'
     %s
-print(json.dumps({"ended": True}))
+    print(error, flush=True)
 """
 DEATHS = {
     "if part == 'rank': os.abort()": "the process died of SIGABRT",
     "if part == 'rank': sys.exit('CUDA error: an illegal address')":
         "the process ended: CUDA error: an illegal address",
     "if part == 'rank': import time; time.sleep(60)": "no end after 3 s",
-    "if part == 'rank': print(json.dumps({'part': part, 'error': '3 rows: wrong'}))": "3 rows: wrong",
+    "if part == 'rank': error = '\"3 rows: wrong\"'": "3 rows: wrong",
 }
 
 
@@ -179,9 +196,9 @@ def place(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("does, error", DEATHS.items())
 def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
-    """It is left out, the others are checked; the result is kept for the next process."""
+    """It is left out, the others are checked, the step without it. The result is kept."""
     lines: list[str] = []
-    asked = partial(check.failures, sizes, lines.append, ("move", "rank", "draw"))
+    asked = partial(check.failures, sizes, lines.append, [["move", "rank", "draw"], ["emit"], ["step"]])
     found = asked((sys.executable, "-c", CHILD % does))
     assert found == {"rank": f"the GPU path does without 'rank', which is slower: {error}"}
     assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
@@ -190,7 +207,7 @@ def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
 def test_a_check_that_does_not_start(sizes, place):
     """All parts are left out, and checked again by the next process."""
     command = sys.executable, "-c", "import sys; sys.exit('no memory')"
-    found = check.failures(sizes, lambda line: None, ("move", "rank"), command)
+    found = check.failures(sizes, lambda line: None, [["move"], ["rank"]], command)
     assert list(found) == ["move", "rank"] and not list(place.rglob("*.json"))
     assert "the check does not start (the process ended: no memory)" in found["move"]
 
@@ -199,8 +216,8 @@ def test_a_check_that_does_not_start(sizes, place):
 def test_a_target_is_checked(place, monkeypatch):
     """In a real process: at the target's sizes, whatever can be computed here."""
     monkeypatch.setattr(check, "SECONDS", 300)
-    monkeypatch.setattr(steps, "PARTS", ("advance", "accept", "unknown"))
-    monkeypatch.setattr(steps, "STEPS", ())
+    monkeypatch.setattr(steps, "PARTS", ("advance", "unknown"))
+    monkeypatch.setattr(steps, "STEPS", ("accept",))
     target, lines = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16)), []
     backend = steps.checked(CudaBackend(), target, False, lines.append)
     assert list(backend.failures) == ["unknown"] and backend.name == "cuda without unknown"
@@ -211,11 +228,23 @@ def test_a_target_is_checked(place, monkeypatch):
 
 
 def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
-    first = check.place_of(sizes)
-    others = [check.place_of(sizes._replace(dtype="bfloat16"))]
-    monkeypatch.setattr("triton.__version__", "0")
-    others.append(check.place_of(sizes))
-    assert check.place_of(sizes) == others[-1] and len({first, *others}) == 3
+    """So with another dtype, torch, triton and driver."""
+    sizes, driver, name = sizes._replace(device="cuda:0"), place / "version", "torch.cuda.get_device_name"
+    changes = (
+        (name, lambda device: "one"), (name, lambda device: "two"),
+        ("triton.__version__", "0"), ("torch.__version__", "0"), ("kernels.gpu.check.DRIVER", driver),
+        ("kernels.gpu.check.__file__", str(place / "check.py")),
+    )
+    found = []
+    for name, value in changes:
+        monkeypatch.setattr(name, value)
+        found.append(check.place_of(sizes))
+    driver.write_text("580")
+    found += [check.place_of(sizes), check.place_of(sizes._replace(dtype="bfloat16"))]
+    (place / "products.py").write_text("changed")
+    found.append(check.place_of(sizes))
+    assert len({*found}) == len(found) - 1, "a driver's file that is not there is as none"
+    assert check.place_of(sizes) == found[-1]
 
 
 @pytest.mark.parametrize("part", (*dear(*(set(PARTS) - {"rank", "attend"})), "rank", "attend"))
