@@ -95,6 +95,12 @@ class ModelArgs:
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         return keys + self.delta_heads * self.delta_value_dim
 
+    @property
+    def short_length(self) -> float:
+        """The longest text that longrope's short divisors are for; infinity without longrope."""
+        scaling = self.rope_scaling or {}
+        return scaling["original_max_position_embeddings"] if "long_divisors" in scaling else math.inf
+
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """The factor of embeddings, rounded to their dtype."""
         scale = self.hidden_size**0.5 if self.scaled_embedding else 1.0
@@ -141,13 +147,15 @@ def blank() -> Iterator[None]:
         yield
 
 
-def inverse_frequencies(args: ModelArgs) -> Tensor:
+def inverse_frequencies(args: ModelArgs, length: int = 0) -> Tensor:
     """RoPE inverse frequencies [hd/2], float32. A `local_rope_base` makes them [2, hd/2], its own second.
+
+    length: the most tokens of a text, for longrope.
 
     `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
     divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
     (arXiv 2309.00071); see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF
-    stores llama3 scaling (`rope_freqs.weight`).
+    stores llama3 scaling (`rope_freqs.weight`), or two, of longrope.
     """
     if args.local_rope_base is not None:
         usual = replace(args, local_rope_base=None)
@@ -166,7 +174,8 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
     if kind == "linear":
         return freq / float(scaling["factor"])
     if kind == "divisors":
-        return freq / torch.tensor(scaling["divisors"], dtype=torch.float32, device="cpu")
+        divisors = scaling["long_divisors" if length > args.short_length else "divisors"]
+        return freq / torch.tensor(divisors, dtype=torch.float32, device="cpu")
     if kind == "llama3":
         factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
         original = float(scaling["original_max_position_embeddings"])
@@ -321,6 +330,12 @@ class KVCaches(nn.ModuleList):
     def reusable(self, place: int, same: int) -> int:
         """Return how many of the first `same` tokens of a sequence need not be read again."""
         return same
+
+    def begin(self, place: int, length: int) -> None:
+        """Prepare a place for a text whose first `length` tokens are there."""
+
+    def keep(self, place: int) -> None:
+        """Remember what another text needs that begins like the one in a place does up to here."""
 
     def entries(self, slots: int) -> int:
         """Return how many entries of a buffer's second dimension hold `slots` slots."""
@@ -654,6 +669,15 @@ class Transformer(nn.Module):
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         return self.run_layers(self.embedded(tokens), caches, shared, aux_layers)
 
+    def reaching(self, length: int) -> Transformer:
+        """Return this target for texts of up to `length` tokens: all turn alike, see `short_length`."""
+        if length <= self.args.short_length:
+            return self
+        turning = inverse_frequencies(self.args, length).to(self.inv_freq.device)
+        other = copy.copy(self)
+        other._buffers = self._buffers | {"inv_freq": turning}
+        return other
+
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the first residual stream [B, T, H]."""
         x = self.embed(tokens)
@@ -692,7 +716,7 @@ class Transformer(nn.Module):
         """
         T = tokens.shape[1]
         at = torch.arange(T, device=tokens.device)
-        angles = rope_table(self.args, self.inv_freq, at[None])
+        angles = rope_table(self.args, self.reaching(T).inv_freq, at[None])
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
             heads = layer.heads(layer.project(x), *layer.own(angles))

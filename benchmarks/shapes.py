@@ -115,17 +115,22 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
 
 
 def write_gguf(name: str, out: Path) -> None:
-    """Write random weights of a LLaMA's or Qwen3-MoE's shape for llama-bench: Q4_0, embedding and lm_head in
-    Q6_K.
+    """Write random weights of a LLaMA's, Qwen3-MoE's or gpt-oss' shape for llama-bench.
 
-    Q6_K has blocks of 256 inputs; where these do not fit, it is Q4_0.
+    They are Q4_0, embedding and lm_head Q6_K; that has blocks of 256 inputs, where these do not fit it is
+    Q4_0. The experts of gpt-oss are MXFP4 and its rest Q8_0, as published.
     """
     import gguf
     import numpy as np
 
     a = shape_of(name)[0]
-    family, experts = "qwen3moe" if a.num_experts else "llama", a.num_experts
-    writer, kinds = gguf.GGUFWriter(out, family, use_temp_file=True), gguf.GGMLQuantizationType
+    experts, kinds, files = a.num_experts, gguf.GGMLQuantizationType, gguf.LlamaFileType
+    family, file, of_experts, of_table, usual = (
+        ("gpt-oss", files.MOSTLY_MXFP4_MOE, kinds.MXFP4, kinds.Q8_0, kinds.Q8_0) if a.sinks else
+        ("qwen3moe" if experts else "llama", files.MOSTLY_Q4_0, kinds.Q4_0,
+         kinds.Q4_0 if a.hidden_size % 256 else kinds.Q6_K, kinds.Q4_0)
+    )
+    writer = gguf.GGUFWriter(out, family, use_temp_file=True)
     q, kv, width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.hidden_size
     for add, value in (
         (writer.add_block_count, a.num_layers), (writer.add_context_length, a.max_seq_len),
@@ -134,26 +139,36 @@ def write_gguf(name: str, out: Path) -> None:
         (writer.add_key_length, a.head_dim), (writer.add_value_length, a.head_dim),
         (writer.add_rope_dimension_count, a.head_dim), (writer.add_layer_norm_rms_eps, a.norm_eps),
         (writer.add_rope_freq_base, a.rope_base), (writer.add_vocab_size, a.vocab_size),
-        (writer.add_tokenizer_model, "none"), (writer.add_file_type, gguf.LlamaFileType.MOSTLY_Q4_0),
+        (writer.add_tokenizer_model, "none"), (writer.add_file_type, file),
         (writer.add_quantization_version, gguf.GGML_QUANT_VERSION), (writer.add_expert_count, experts),
         (writer.add_expert_used_count, a.experts_per_token),
         (writer.add_expert_feed_forward_length, a.intermediate_size if experts else 0),
     ):
         add(value)
+    if a.sinks:
+        writer.add_sliding_window(max(a.windows))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(a.rope_scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(a.rope_scaling["original_max_position_embeddings"])
     draw = np.random.default_rng(0)
 
-    def add_matrix(key: str, *shape: int, kind=kinds.Q4_0) -> None:
+    def add_matrix(key: str, *shape: int, kind=usual) -> None:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         data = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
-        scale = slice(0, 2) if kind == kinds.Q4_0 else slice(size - 2, size)
-        data[..., scale] = np.frombuffer(np.float16(2.0**-8).tobytes(), np.uint8)
+        if kind == kinds.MXFP4:
+            data[..., 0] = 127 - 7
+        else:
+            scale = slice(size - 2, size) if kind == kinds.Q6_K else slice(0, 2)
+            data[..., scale] = np.frombuffer(np.float16(2.0**-8).tobytes(), np.uint8)
         writer.add_tensor(f"{key}.weight", data.reshape(*shape[:-1], -1), raw_dtype=kind)
+        if a.biases and key.startswith("blk."):
+            writer.add_tensor(f"{key}.bias", np.zeros(shape[:-1], np.float32))
 
     def add_norm(key: str, width: int = width) -> None:
         writer.add_tensor(f"{key}.weight", np.ones(width, np.float32))
 
     for key in ("token_embd", "output"):
-        add_matrix(key, a.vocab_size, width, kind=kinds.Q4_0 if width % 256 else kinds.Q6_K)
+        add_matrix(key, a.vocab_size, width, kind=of_table)
     add_norm("output_norm")
     for i in range(a.num_layers):
         many, each = ("_exps", (experts,)) if experts else ("", ())
@@ -163,8 +178,8 @@ def write_gguf(name: str, out: Path) -> None:
             (f"ffn_up{many}", *each, a.intermediate_size, width),
             (f"ffn_down{many}", *each, width, a.intermediate_size),
         ):
-            add_matrix(f"blk.{i}.{key}", *shape)
-        for key in ("attn_norm", "ffn_norm"):
+            add_matrix(f"blk.{i}.{key}", *shape, kind=of_experts if "_exps" in key else usual)
+        for key in ("attn_norm", "post_attention_norm" if a.sinks else "ffn_norm"):
             add_norm(f"blk.{i}.{key}")
         if a.qk_norm:
             for key in ("attn_q_norm", "attn_k_norm"):
@@ -172,6 +187,9 @@ def write_gguf(name: str, out: Path) -> None:
         if experts:
             router = draw.normal(0, 0.02, (experts, width)).astype(np.float32)
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
+        if a.sinks:
+            writer.add_tensor(f"blk.{i}.attn_sinks.weight", np.zeros(a.num_heads, np.float32))
+            writer.add_tensor(f"blk.{i}.ffn_gate_inp.bias", np.zeros(experts, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

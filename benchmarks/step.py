@@ -173,7 +173,7 @@ def action(o) -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_gguf(o.shape, Path(folder) / "shape.gguf")
             record["llama.cpp"] = llama_bench(o, Path(folder) / "shape.gguf")
-        print("llama.cpp Q4_0:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in record["llama.cpp"].items()))
+        print("llama.cpp:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in record["llama.cpp"].items()))
         bench.write(o.name, record | {"gigabytes_per_second": roof / 1e9, "rows": rows})
 
 

@@ -38,7 +38,8 @@ KEYS = {
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LONGROPE = Schema(TypedDict("Longrope", {
-    "short_factor": Divisors, "factor": NotRequired[Factor], "attention_factor": NotRequired[Factor],
+    "short_factor": Divisors, "long_factor": Divisors, "factor": NotRequired[Factor],
+    "attention_factor": NotRequired[Factor],
     "original_max_position_embeddings": NotRequired[number(2, 2**31)],
 }))
 SCALES = "layers.{i}.mlp.w_down.scale"  # in the tables whose files may hold experts in MXFP4
@@ -397,7 +398,7 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     scaling = {k: v for k, v in rope.items() if k not in others and v is not None}
     if kind in ("longrope", "su"):
-        return _short_rope(path, config, scaling, longest)
+        return _longrope(path, config, scaling, longest), longest
     key = "original_max_position_embeddings"
     given = scaling.get(key, config.get(key))
     # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
@@ -414,17 +415,16 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     return {name: value for name, value in scaling.items() if name in {"rope_type", *ROPE[kind]}}, longest
 
 
-def _short_rope(path: Path, config: dict, scaling: dict, longest: int) -> tuple[dict, int]:
-    """`_rope_scaling` of longrope: its short factors, for texts up to the length that they are for.
-
-    A longer text would turn all keys anew, those in the cache too.
-    """
+def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:
+    """The field rope_scaling of longrope."""
     with named(path):
         LONGROPE.check(scaling, "rope_scaling")
     original = config.get("original_max_position_embeddings") or longest
     original = scaling.get("original_max_position_embeddings", original)
     factor = scaling.get("factor") or longest / original
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    rope = {"rope_type": "divisors", "divisors": scaling["short_factor"],
-            "attention_factor": scaling.get("attention_factor") or stretched}
-    return rope, min(original, longest)
+    return {
+        "rope_type": "divisors", "divisors": scaling["short_factor"], "long_divisors": scaling["long_factor"],
+        "original_max_position_embeddings": original,
+        "attention_factor": scaling.get("attention_factor") or stretched,
+    }

@@ -68,7 +68,11 @@ ROPE = {
         **dict.fromkeys(("mscale", "mscale_all_dim"), NotRequired[number(0, 1e6) | None]),
         "truncate": NotRequired[Flag | None],
     },
-    "divisors": {"divisors": Divisors, "attention_factor": NotRequired[Factor | None]},
+    "divisors": {
+        "divisors": Divisors, "attention_factor": NotRequired[Factor | None],
+        # Of longrope: those for texts that are longer than the original length.
+        "long_divisors": NotRequired[Divisors], "original_max_position_embeddings": NotRequired[Length],
+    },
 }
 ROPE_SCHEMAS = {kind: Schema(TypedDict(f"Rope_{kind}", keys)) for kind, keys in ROPE.items()}
 
@@ -95,7 +99,8 @@ def check_args(args: ModelArgs) -> None:
 
 def _check_relations(a: ModelArgs) -> None:
     scaling, delta = a.rope_scaling or {}, any(a.delta_layers)
-    divisors, kind = scaling.get("divisors"), scaling.get("rope_type", scaling.get("type"))
+    divisors = [scaling[key] for key in ("divisors", "long_divisors") if key in scaling]
+    kind = scaling.get("rope_type", scaling.get("type"))
     if a.rope_scaling is not None:
         check_rope(a.rope_scaling)
     rules = [
@@ -104,7 +109,7 @@ def _check_relations(a: ModelArgs) -> None:
         ("head_dim", a.num_heads * a.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
         ("experts_per_token", not a.num_experts or 1 <= a.experts_per_token <= a.num_experts,
          f"1 to num_experts, {a.num_experts}"),
-        ("rope_scaling", divisors is None or len(divisors) == a.head_dim // 2,
+        ("rope_scaling", all(len(each) == a.head_dim // 2 for each in divisors),
          f"{a.head_dim // 2} divisors, half of head_dim"),
         ("windows", len(a.windows) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
         ("local_rope_base", a.local_rope_base is None or kind not in ("yarn", "divisors"),

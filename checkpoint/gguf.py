@@ -34,6 +34,8 @@ TOKENIZER = {
     "token_type": list[whole(0, 2**16)], "add_bos_token": Flag, "add_space_prefix": Flag,
     **{f"{name}_token_id": Token for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
+# Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
+DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
 # Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
 SAME = {
     "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
@@ -86,8 +88,9 @@ def open_gguf(path: Path) -> Source:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
     family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
     known = FAMILIES.get(family, Family({}))
-    short, _ = (stored.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long"))  # longrope's
-    config = _config(path, arch, fields, stored, stored.pop("rope_freqs.weight", short))
+    divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
+                if f"rope_{name}.weight" in stored}
+    config = _config(path, arch, fields, stored, divisors)
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.tensor_type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
@@ -183,7 +186,7 @@ def _read(path: Path) -> tuple[dict, dict]:
     return fields, tensors
 
 
-def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dict:
+def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors: dict) -> dict:
     """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
 
     def get(key: str, default=None):
@@ -222,21 +225,20 @@ def _shortest_decimal(value: float) -> float:
     return float(str(torch.tensor(value, dtype=torch.float32).numpy()))
 
 
-def _rope_scaling(path: Path, arch: str, get: Callable, divisors) -> dict | None:
+def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict | None:
     # As llama.cpp: a factor without a type is a linear one, and files of 2023 have an older key.
     factor = get("rope.scaling.factor") or get("rope.scale_linear")
     kind = get("rope.scaling.type") or "linear"
     if kind == "linear" and factor in (None, 1):
         kind = "none"
-    if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors is not None):
+    if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors):
         raise InputError(f"{path}: rope scaling of type {kind!r} is not supported")
-    if divisors is not None:  # llama3 scaling is stored as one divisor per frequency, longrope as two
-        numbers = _numbers(divisors.data, divisors).flatten().tolist()
-        if divisors.name == "rope_freqs.weight":
-            return {"rope_type": "divisors", "divisors": numbers}
+    if divisors:  # llama3 scaling is stored as one divisor per frequency, longrope as two
+        numbers = {key: _numbers(one.data, one).flatten().tolist() for key, one in divisors.items()}
+        if "divisors" in numbers:
+            return {"rope_type": "divisors", **numbers}
         return {
-            "rope_type": "longrope", "short_factor": numbers,
-            "attention_factor": get("rope.scaling.attn_factor"),
+            "rope_type": "longrope", **numbers, "attention_factor": get("rope.scaling.attn_factor"),
             "original_max_position_embeddings": get("rope.scaling.original_context_length"),
         }
     if kind == "none":

@@ -162,8 +162,6 @@ def shares_of(config: dict, count: int) -> list[Share]:
     Raises InputError, with the numbers, if `count` ranks cannot share it; every rank raises the same.
     """
     args = check_config(config)
-    if args.delta_layers:
-        raise InputError("gated delta nets cannot be dealt among ranks yet; run this model in one process")
     scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
     tokens = config.get("draft_vocab_size")
     return [Share.of(args, scheme, rank, count, tokens) for rank in range(count)]

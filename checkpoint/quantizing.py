@@ -35,11 +35,11 @@ from kernels.quantized import (
     dequantize,
     linear_names,
     pack_nibbles,
-    replace_all,
     scales,
     to_stored,
 )
-from model import KVCache, ModelArgs, Pass, TargetBlock, blank, inverse_frequencies
+from model import KVCache, Pass, inverse_frequencies
+from networks.hybrid import DeltaBlock, DeltaCache
 from tokens.tokenizer import Tokenizer
 
 
@@ -175,9 +175,8 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
     returned. Stacks of experts are rounded to nearest on the way, and not returned. Raises InputError on
     weights that are not finite.
     """
-    args = ModelArgs.from_config(config)
-    if args.delta_layers:
-        raise InputError(f"{source}: gated delta nets are not calibrated yet; give --method nearest")
+    model = build_module(config)
+    args = model.args
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     visible = positions[:, None] <= positions[:, :, None]
     shared = Pass(args, inverse_frequencies(args), positions, positions, visible)
@@ -194,11 +193,7 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
 
         embed = read("embed.weight")
         x = embed[ids].float() * args.embedding_scale(embed.dtype)
-        for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
-            with blank():
-                block = TargetBlock(args, i)
-                if "quantization" in config:  # of experts in MXFP4
-                    replace_all(block, Scheme.read(config["quantization"]))
+        for i, block in enumerate(tqdm(model.layers, desc="calibrating", disable=not sys.stderr.isatty())):
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
@@ -209,7 +204,9 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
             for name in linear_names(block, lm_head=False):
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
                 block.get_submodule(name).register_forward_pre_hook(partial(_quantize, group=group, put=put))
-            x = block(x, KVCache(*ids.shape, args, torch.float32, "cpu"), shared)
+            Cache = DeltaCache if isinstance(block, DeltaBlock) else KVCache
+            x = block(x, Cache(*ids.shape, args, torch.float32, "cpu"), shared)
+            block.to("meta")
     return layers
 
 

@@ -105,6 +105,7 @@ def build(setup: Setup) -> DraftModel:
     weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
+    model = model.reaching(setup.max_seq_len)
     chain = drafting.accept == "residual" and drafting.tree is None
     tree = TreeShape(6, 4, 1) if chain else setup.grown_tree
     return DraftModel(model, tree, drafting.coupled, drafting.accept)

@@ -78,7 +78,8 @@ class Engine:
         counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
         guide: Callable[[str], Guide] | None = None,
     ):
-        self.target, self.drafter, self.tuner = target, drafter or Drafter(), tuner
+        self.target = target = target.reaching(max_seq_len)
+        self.drafter, self.tuner = drafter or Drafter(), tuner
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
         self.passes = Passes(
@@ -174,6 +175,7 @@ class Engine:
         self._requests[request.place], self._kept[request.place] = request, []
         self._sizes[READING] += 1
         self._touch(request.place)
+        self.passes.caches.begin(request.place, request.cached)
         try:
             self.state.begin(request.place, prompt, sampling, self.max_seq_len)
             self.state.done[request.place] = True  # held still until its prompt is read
@@ -265,6 +267,7 @@ class Engine:
 
     def _decode(self, request: Request) -> None:
         """A request whose prompt has been read joins those that decode."""
+        self.passes.caches.keep(request.place)
         group = PLAIN if request.plain else DRAFTED
         for passed in range(READING, group, -1):
             self._exchange(request.place, sum(self._sizes[:passed]))

@@ -50,7 +50,9 @@ def load_target(
     runtime.prepare()
     if ranks is not None:
         check_ranks(checkpoint, runtime, say, ranks)
-    check_delta(checkpoint, runtime)
+    on_cpu = torch.device(runtime.device_name).type == "cpu"
+    if not on_cpu and read_config(checkpoint, "target").get("delta_layers"):
+        raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend = choose_backend(
         runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
@@ -76,15 +78,6 @@ def load_target(
     return target
 
 
-def check_delta(checkpoint: Path, runtime: Runtime) -> None:
-    """Raise InputError if a target has gated delta nets, and options ask for what these cannot do yet."""
-    if read_config(checkpoint, "target").get("delta_layers"):
-        if torch.device(runtime.device_name).type != "cpu":
-            raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
-        if runtime.kv != "auto":
-            raise InputError(f"--kv {runtime.kv}: not for targets with gated delta nets yet; leave it out")
-
-
 def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], ranks: Ranks) -> None:
     """Print what each rank will hold, before weights are read.
 
@@ -99,7 +92,8 @@ def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], 
     )
     shares = shares_of(config, ranks.count)
     total, most, whole = weigh(checkpoint, runtime.torch_dtype, shares)
-    cached = 2 * config["num_layers"] * max(share.keys.count for share in shares)
+    attending = config["num_layers"] - sum(config.get("delta_layers", ()))
+    cached = 2 * attending * max(share.keys.count for share in shares)
     line = (
         f"{ranks.count} ranks: each holds at most {most / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
         f" ({whole / 1e9:.2f} GB are whole on each), and caches {cached:,} numbers a token"
@@ -177,7 +171,8 @@ class Target:
         The caches of `batch` such texts take at most `COMFORTABLE` of the free memory. A shorter text has a
         power of two tokens, 2,048 or more: compiled graphs are kept by the size of the caches.
         """
-        device, longest = self.model.embed.weight.device, self.model.args.max_seq_len
+        device, args = self.model.embed.weight.device, self.model.args
+        longest = int(min(args.max_seq_len, args.short_length))
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
         most = COMFORTABLE * (free_memory(device) or 0) / ranks_sharing(device)

@@ -5,10 +5,10 @@ drafted tree, never anything of the host's. The operators are those that torch.c
 capture: NCCL on GPUs, gloo on CPUs.
 
 Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
-outputs of these two are parts of a sum, so each layer has two sums over the ranks. The lm_head is cut by
-tokens: a rank finds the best of its own, and sends the others that one. All else is whole on every rank:
-norms, routers of experts, the embedding table, which is looked up and not read, and, unless `Ranks.heads`,
-all that drafts.
+outputs of these two are parts of a sum, so each layer has two sums over the ranks. A gated delta net is cut
+by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank finds the best of its
+own, and sends the others that one. All else is whole on every rank: norms, routers of experts, the embedding
+table, which is looked up and not read, and, unless `Ranks.heads`, all that drafts.
 """
 from __future__ import annotations
 
@@ -38,19 +38,28 @@ from tree import Tree
 PATIENCE = timedelta(minutes=10)  # a rank may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
-# The text before and after a layer's name in a file, of targets and of heads.
-AROUND = re.compile(r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|\.(weight|bias|scale)$")
+# The text before, in and after a layer's name in a file, of targets and of heads.
+AROUND = re.compile(
+    r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|(?<=mlp\.)routed\.|\.(weight|bias|scale)$"
+)
 # A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
 PLAN = {
-    "wqkv": (OUTPUTS, ("queries", "keys", "keys")),  # keys, then values
+    "wqkv": (OUTPUTS, ("queries", "keys", "keys", "gate")),  # keys, then values
     "sinks": (INPUTS, ("queries",)),
     "wo": (INPUTS, ("queries",)),
     "mlp.gate_up_bias": (INPUTS, ("inner", "inner")),
     "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also the stacks of experts: each is dealt
     "mlp.w_down": (INPUTS, ("inner",)),
+    "mlp.shared.w_gate_up": (OUTPUTS, ("shared", "shared")),
+    "mlp.shared.w_down": (INPUTS, ("shared",)),
+    "w_in": (OUTPUTS, (*("delta_keys",) * 2, *("delta_values",) * 2, *("delta_heads",) * 2)),
+    "taps": (OUTPUTS, ("delta_keys", "delta_keys", "delta_values")),
+    "log_decay": (INPUTS, ("delta_heads",)),
+    "step_bias": (INPUTS, ("delta_heads",)),
+    "w_out": (INPUTS, ("delta_values",)),
     "lm_head": (OUTPUTS, ("tokens",)),
 }
-SUMMED = ("wo", "mlp")  # parts of a layer whose outputs are added over the ranks
+SUMMED = ("wo", "w_out", "mlp")  # parts of a layer whose outputs are added over the ranks
 ADDED_ONCE = "wo.bias", "mlp.w_down.bias", "mlp.down_bias"  # by the first rank
 
 
@@ -221,13 +230,20 @@ class Share:
     """One rank's parts of a target's queries, keys (or values), MLP's inner width, and tokens.
 
     A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
-    hold the same one.
+    hold the same one. Targets with delta nets also have a gate of attention's output, the inner width of the
+    expert that all rows use, and keys (or queries), values and heads of delta nets. Values stay with the keys
+    that they use. In other targets these are empty.
     """
 
     queries: Span
     keys: Span
     inner: Span
     tokens: Span
+    gate: Span
+    shared: Span
+    delta_keys: Span
+    delta_values: Span
+    delta_heads: Span
 
     @classmethod
     def of(
@@ -238,6 +254,7 @@ class Share:
         Raises InputError, with the numbers, if the target cannot be dealt to these ranks.
         """
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
+        nk, shared = args.delta_key_heads, args.shared_expert_size
         if nkv < ranks and (ranks % nkv or nh % ranks):
             raise InputError(
                 f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be dealt to at most {nkv}, or"
@@ -250,23 +267,31 @@ class Share:
         of_stacks = scheme.of("layers", stack=True)[1] if scheme and args.num_experts else 0
         pieces = max(unit, of_stacks) or 2 - inner % 2
         tokens = tokens or args.vocab_size
-        if inner % pieces or inner // pieces < ranks or tokens < ranks:
+        narrow = any(n % pieces or 0 < n // pieces < ranks for n in (inner, shared))
+        if narrow or tokens < ranks or 0 < nk < ranks:
+            of_all_rows = f", one of {shared} for all rows, {nk} key heads of delta nets" if nk else ""
             raise InputError(
-                f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together,"
-                f" and {tokens} tokens cannot be dealt to so many; choose another --nproc-per-node"
+                f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together"
+                f"{of_all_rows}, and {tokens} tokens cannot be dealt to so many; choose another"
+                " --nproc-per-node"
             )
         if nkv < ranks:
             head = nkv * rank // ranks
             queries, keys = _dealt(nh, hd, rank, ranks), Span(nkv * hd, head * hd, (head + 1) * hd)
         else:
             queries, keys = _dealt(nkv, nh // nkv * hd, rank, ranks), _dealt(nkv, hd, rank, ranks)
-        if unit and (queries.first % unit or queries.last % unit):
-            raise InputError(
-                f"{ranks} ranks: {mode} takes {unit} inputs together, rank {rank} would have the inputs"
-                f" {queries.first} to {queries.last} of attention's output; choose another --nproc-per-node"
-            )
+        each = args.delta_heads // max(nk, 1)
+        values = _dealt(nk, each * args.delta_value_dim, rank, ranks)
+        for what, span in (("attention", queries), ("a delta net", values)):
+            if unit and (span.first % unit or span.last % unit):
+                raise InputError(
+                    f"{ranks} ranks: {mode} takes {unit} inputs together, rank {rank} would have the inputs"
+                    f" {span.first} to {span.last} of {what}'s output; choose another --nproc-per-node"
+                )
         return cls(
-            queries, keys, _dealt(inner // pieces, pieces, rank, ranks), _dealt(tokens, 1, rank, ranks)
+            queries, keys, _dealt(inner // pieces, pieces, rank, ranks), _dealt(tokens, 1, rank, ranks),
+            queries if args.delta_layers else Span(0, 0, 0), _dealt(shared // pieces, pieces, rank, ranks),
+            _dealt(nk, args.delta_key_dim, rank, ranks), values, _dealt(nk, each, rank, ranks),
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
@@ -274,7 +299,9 @@ class Share:
         hd = whole.head_dim
         return replace(
             whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
-            intermediate_size=self.inner.count,
+            intermediate_size=self.inner.count, shared_expert_size=self.shared.count,
+            delta_key_heads=self.delta_keys.count // max(whole.delta_key_dim, 1),
+            delta_heads=self.delta_heads.count,
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
@@ -314,7 +341,7 @@ class Share:
             return file.get_tensor(name)  # a view of the file, whose memory the ranks of a machine share
         dimension, ranges = cut
         before = (slice(None),) * dimension
-        return torch.cat([stored[(*before, slice(a, b))] for a, b in ranges], dimension)
+        return torch.cat([stored[(*before, slice(a, b))] for a, b in ranges if a < b], dimension)
 
 
 class Summed(nn.Module):
@@ -361,8 +388,9 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
         for name, bias in layer.named_parameters() if ranks.rank else ():
             if name in ADDED_ONCE:
                 bias.data = torch.zeros_like(bias)
-        for name in SUMMED:
-            setattr(layer, name, Summed(getattr(layer, name), ranks))
+        for name, part in list(layer.named_children()):
+            if name in SUMMED:
+                setattr(layer, name, Summed(part, ranks))
     if isinstance(model, Transformer):
         model.ranks = ranks
         if model.lm_head is None:  # tied: a view of the table

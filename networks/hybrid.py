@@ -33,6 +33,7 @@ MOST_LEVELS = 16  # levels of a tree below its root: a row's boundary is as many
 MOST_ROWS = 96  # of a pass
 RING = 256  # tokens that a cache keeps: of two passes, and of those before them since a boundary
 OPEN = BLOCK + MOST_LEVELS  # more than the tokens of a text after a row's boundary
+RINGS = "inputs", "mixed", "rates"  # of a cache, for every one of these tokens
 WIDTH = 32  # numbers that PyTorch computes at once, at most
 
 
@@ -244,11 +245,12 @@ class DeltaCache(nn.Module):
     """State of one layer [B, nv, dk, dv] at boundary `start` [B] of each text, and a ring of what tokens
     computed since: inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
 
+    kept_...: the same at an earlier boundary, with the next `BLOCK` tokens only; see `HybridCaches.keep`.
     ops: our CPU operators (`kernels.cpu`), whose `delta` is what `_advanced` and `_outputs` define, or None.
     """
 
     def __init__(
-        self, batch: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str, ring: int, ops=None
+        self, batch: int, ring: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str, ops=None
     ):
         super().__init__()
         self.ops = ops
@@ -257,11 +259,12 @@ class DeltaCache(nn.Module):
             zeros = torch.zeros(batch, *shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
 
-        buffer("state", args.delta_heads, args.delta_key_dim, args.delta_value_dim)
-        buffer("start", dtype=torch.int64)
-        buffer("inputs", ring, args.delta_width, dtype=dtype)
-        buffer("mixed", ring, args.delta_width, dtype=dtype)
-        buffer("rates", ring, 2 * args.delta_heads)
+        for kept, tokens in ("", ring), ("kept_", BLOCK):
+            buffer(f"{kept}state", args.delta_heads, args.delta_key_dim, args.delta_value_dim)
+            buffer(f"{kept}start", dtype=torch.int64)
+            buffer(f"{kept}inputs", tokens, args.delta_width, dtype=dtype)
+            buffer(f"{kept}mixed", tokens, args.delta_width, dtype=dtype)
+            buffer(f"{kept}rates", tokens, 2 * args.delta_heads)
 
     def at(self, buffer: Tensor, slots: Tensor) -> Tensor:
         """Return the entries of a ring at slots [B, M]: [B, M, width]."""
@@ -275,12 +278,24 @@ class DeltaCache(nn.Module):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """As `KVCaches.move`."""
-        for ring in (self.inputs, self.mixed, self.rates):
+        for name in RINGS:
+            ring = getattr(self, name)
             self.put(ring, target, self.at(ring, source))
+
+    def keep(self, place: int, back: bool = False) -> None:
+        """Copy the state of a place and the tokens after it to `kept_...`; back: from there."""
+        start = int((self.kept_start if back else self.start)[place])
+        slots = torch.arange(start, start + BLOCK) % self.inputs.shape[1]
+        for name, where in {"state": ..., "start": ..., **dict.fromkeys(RINGS, slots)}.items():
+            own, kept = getattr(self, name)[place], getattr(self, f"kept_{name}")[place]
+            if back:
+                own[where] = kept
+            else:
+                kept.copy_(own[where])
 
     def attend(self, block: DeltaBlock, projected: Tensor, shared: Pass) -> Tensor:
         """Compute a layer's rows from outputs of `w_in` [B, T, ...] -> what `wo` reads [B, T, nv*dv]."""
-        if projected.shape[1] > MOST_ROWS and self.inputs.shape[1] == RING:
+        if MOST_ROWS < projected.shape[1] < self.inputs.shape[1]:  # a whole text is read from its beginning
             raise ValueError(f"a pass of {projected.shape[1]} rows over delta nets: at most {MOST_ROWS}")
         inputs, gate, step, decay = projected.split(block.widths, dim=-1)
         paths = shared.made("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
@@ -378,8 +393,25 @@ class HybridCaches(nn.Module):
 
     def reusable(self, place: int, same: int) -> int:
         """As `KVCaches.reusable`. A state that is beyond the next row's boundary is of no use."""
-        next_row = torch.tensor(same - 1)
-        return same if same > 1 and int(base(next_row)) >= int(self.deltas[0].start[place]) else 0
+        boundary = int(base(torch.tensor(same - 1)))
+        start, kept = (int(x[place]) for x in (self.deltas[0].start, self.deltas[0].kept_start))
+        if boundary >= start:
+            return same
+        return kept + BLOCK + 1 if boundary >= kept > 0 else 0
+
+    def begin(self, place: int, length: int) -> None:
+        """As `KVCaches.begin`."""
+        for cache in self.deltas:
+            if not length:
+                cache.kept_start[place] = 0
+            elif int(base(torch.tensor(length))) < int(cache.start[place]):
+                cache.keep(place, back=True)
+
+    def keep(self, place: int) -> None:
+        """As `KVCaches.keep`: the next question of a chat begins where its last prompt ended, not with the
+        thoughts that followed."""
+        for cache in self.deltas:
+            cache.keep(place)
 
 
 class Hybrid(Transformer):
@@ -401,12 +433,12 @@ class Hybrid(Transformer):
         args = replace(self.args, num_layers=len(self.layers) - count)  # of those with attention
         attention = self.Caches.of(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.whole else None
-        deltas = nn.ModuleList(DeltaCache(batch, self.args, *where, ring, ops) for _ in range(count))
+        deltas = nn.ModuleList(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(count))
         return HybridCaches(self.args, attention, deltas)
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         B, T = tokens.shape
         at = torch.arange(T, device=tokens.device).expand(B, T)
         visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
-        caches = self.caches(B, T, ring=RING + T)
+        caches = self.caches(B, T, ring=T)
         return self(tokens, at, at, visible, caches, aux_layers)

@@ -21,10 +21,13 @@ from checkpoint.huggingface import PUBLISHED
 from checkpoint.loading import load_head, load_model
 from checkpoint.source import Source
 from common.errors import InputError
+from drafters import Drafting
 from drafters.block import PEagle
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
 from engine.engine import Engine
+from engine.runtime import Runtime
+from engine.target import load_target
 from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
@@ -50,13 +53,19 @@ def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
 WINDOWED = [
     name for name in TARGETS if any(words in name for words in ("window", "Phi-3", "Gemma 3", "gpt-oss"))
 ]
-ON_KERNELS = [pytest.param(name, True, marks=pytest.mark.kernels) for name in WINDOWED]
+MIXTURES = "Mixtral", "Qwen3-MoE"
+ON_KERNELS = [pytest.param(name, True, marks=pytest.mark.kernels) for name in (*WINDOWED, *MIXTURES)]
+IN_PYTORCH = [  # one of each kind of windows; the others differ in what the kernels' rows show, too
+    pytest.param(name, False, marks=[pytest.mark.dear] * (
+        name in WINDOWED and name not in ("Mistral with its window", "Gemma 3", "gpt-oss")
+    )) for name in TARGETS
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, kernels", [*((name, False) for name in TARGETS), *ON_KERNELS])
+@pytest.mark.parametrize("name, kernels", [*IN_PYTORCH, *ON_KERNELS])
 def test_target(tmp_path, name, kernels):
-    """On the kernels heads have windows, too, and drafted text of a seed is the plain one."""
+    """Drafted text of a seed is the plain one. On the kernels heads have windows, too."""
     reference = make_target(tmp_path / "in", name)
     folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
     target, config = load_model(folder)
@@ -75,11 +84,31 @@ def test_target(tmp_path, name, kernels):
     decoders = decoders_of(tmp_path, folder, target, **{"sliding_window": 10} if kernels else {})
     for method, decoder in decoders.items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
-    if kernels:
-        assert decoders["eagle3"].passes.drafter.head.layer.window == 10
-        plain, *drafted = ([o.ids for o in decoder.generate(prompts, Sampling(64, 1.0, seed=4))]
-                           for decoder in decoders.values())
-        assert drafted == [plain] * len(drafted)
+    assert decoders["eagle3"].passes.drafter.head.layer.window == (10 if kernels else 0)
+    plain, *drafted = ([o.ids for o in decoder.generate(prompts, Sampling(16, 1.0, seed=4))]
+                       for decoder in decoders.values())
+    assert drafted == [plain] * len(drafted)
+
+
+@pytest.mark.kernels
+def test_longrope_beyond_its_original_length(tmp_path):
+    """Texts have the long factors from their first token on where there is room for more, which is asked for.
+    """
+    reference = make_target(tmp_path / "in", "Phi-3 with longrope")
+    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    loaded = load_target(folder, Runtime(device="cpu", compile=False))
+    target, original = loaded.model, 256
+    assert loaded.room(Drafting(), 1) == original and target.args.max_seq_len == 512
+    tokens = torch.randint(0, V, (1, original + 44), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = reference(tokens).logits, target.logits(target.causal(tokens)[0])
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    prompts = [tokens[0, :n].tolist() for n in (original - 50, original + 1)]
+    for room, prompt in zip((original, 2 * original), prompts):
+        text = greedy(reference, prompt, 30)
+        for drafter in None, Lookup():
+            engine = Engine(target, drafter, compile=False, max_seq_len=room)
+            assert engine.generate([prompt], Sampling(30))[0].ids == text, (room, drafter)
 
 
 @pytest.mark.kernels

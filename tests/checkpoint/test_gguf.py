@@ -196,7 +196,8 @@ OTHERS = {"name", "source", "sha256", "stop_ids", "bos_id", "query_scalar"}  # o
 def comparable(config: dict) -> dict:
     """What the configs of both must have in common, with the numbers of `rope_scaling` as a list."""
     rope = config["rope_scaling"] or {}
-    numbers = [*rope.get("divisors", ()), *(rope.get(key) or 1 for key in ROPE)]
+    divisors = *rope.get("divisors", ()), *rope.get("long_divisors", ())
+    numbers = [*divisors, *(rope.get(key) or 1 for key in ROPE)]
     scaling = rope and (rope["rope_type"], np.float32(numbers).tolist())  # float32 in a GGUF
     return {key: v for key, v in config.items() if key not in OTHERS} | {"rope_scaling": scaling}
 

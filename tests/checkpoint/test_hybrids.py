@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.decoding import alone, check_texts, decode, ids, requests
-from helpers.drafters import make_drafter
 from helpers.families import LAYERS, H, V, greedy
 from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model, shares_of
+from checkpoint.quantizing import Quantised, quantize_folder
 from common.errors import InputError
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
@@ -23,7 +23,10 @@ from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.choose import choose_backend
-from networks.hybrid import Hybrid
+from kernels.modes import BESIDE
+from kernels.packed import ByteCaches, CpuCaches
+from kernels.quantized import Scheme
+from networks.hybrid import RING, Hybrid
 from quantize import main as quantize
 from sampling.options import Sampling
 from tree import TreeShape
@@ -105,17 +108,50 @@ def test_the_definition_agrees_with_the_kernels(folder):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_text_that_goes_on_is_not_read_again(folder):
-    """A prompt that continues a free place's text begins there. One that leaves it before begins anew."""
+PROMPT = torch.randint(0, V, (141,), generator=torch.Generator().manual_seed(2)).tolist()
+KEPT = 112 + 16  # of the chunk from 128 on, after 64 and 64
+GOING_ON = {  # the tokens taken of the first prompt and its answer, what follows them, what is not read again
+    "the next turn": (181, [5, 6, 7], range(170, 182)),
+    "without the answer": (141, [9, 8] + [7] * 80, [KEPT]),
+    "the same prompt": (141, [], [KEPT]),
+    "most of it": (135, [3] * 150, [KEPT]),
+    "less than is kept": (KEPT, [9] * 20, [0]),
+}
+
+
+@pytest.mark.parametrize("case", GOING_ON)
+def test_a_text_that_goes_on_is_not_read_again(folder, case):
+    """A prompt that continues a free place's text begins there. One that leaves it after its prompt begins at
+    the state kept there, one that leaves it before begins anew: three times, as the state moves.
+    """
+    taken, more, cached = GOING_ON[case]
+    target, head = loaded(folder)
+    options = OPTIONS | {"max_seq_len": 450}
+    engine = Engine(target, Eagle(head, TreeShape(12, 3, 4)), batch=2, **options)
+    # After a long answer the ring holds nothing of the prompt.
+    first = engine.generate([PROMPT], Sampling(RING if case == "the same prompt" else 40))[0]
+    text = [*PROMPT, *first.ids][:taken] + more
+    request = engine.generate([text], Sampling(20))[0]
+    assert request.cached in cached
+    again = engine.generate([[*PROMPT, 1], [*text, 2]], Sampling(20))
+    for found in (request, *again):
+        assert found.ids == ids(Engine(target, **options), [found.prompt], Sampling(20))[0]
+
+
+def test_a_prompt_that_was_left_has_no_state(folder):
+    """The one that is kept belongs to the text before it."""
     target, _ = loaded(folder)
-    engine = Engine(target, Lookup(), **OPTIONS)
-    prompt = torch.randint(0, V, (50,), generator=torch.Generator().manual_seed(2)).tolist()
-    first = engine.generate([prompt], Sampling(30))[0]
-    longer = [*prompt, *first.ids, 5, 6, 7]
-    for text, cached in ((longer, 70), (prompt[:30] + [9] * 20, 0)):
-        request = engine.generate([text], Sampling(20))[0]
-        assert cached <= request.cached <= len(text) and (cached or not request.cached)
-        assert request.ids == ids(Engine(target, **OPTIONS), [text], Sampling(20))[0]
+    options = OPTIONS | {"max_seq_len": 400}
+    engine = Engine(target, **options)
+    engine.generate([PROMPT], Sampling(8))
+    other = [(7 * i) % V for i in range(300)]
+    left = engine.admit(other)
+    while left.read < 256:
+        engine.step()
+    engine.leave(left)
+    request = engine.generate([other[:150]], Sampling(8))[0]
+    assert not request.cached
+    assert request.ids == ids(Engine(target, **options), [other[:150]], Sampling(8))[0]
 
 
 def test_mtp_layer(folder, tmp_path):
@@ -162,26 +198,44 @@ def test_mtp_layer(folder, tmp_path):
     assert read_config(folder / "mtp")["aux_layers"] == [LAYERS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dflash", "dspark", "p-eagle", "medusa", "hydra++"])
-def test_text_with_other_heads(folder, name):
-    target, _ = load_model(folder)
-    drafter = make_drafter(name, target, None, None, lambda *models: None)
-    choose_backend("cpu").prepare(target, drafter.network)
-    made = requests(4, seed=5)
-    engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
-    check_texts(decode(engine, made, random.Random(1)), alone((target, None), made, max_seq_len=240), made)
+def off_by(folder, exact, layer: int) -> float:
+    """The relative error of the states entering a layer of a folder's target."""
+    tokens = torch.randint(0, V, (2, 90), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        found, expected = (t.causal(tokens, (layer,))[1] for t in (load_model(folder)[0], exact))
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("mode", ["int8", "w8a8"])
-def test_quantised_text(folder, tmp_path, mode):
-    """Drafted text is plain text; the MTP layer is quantised with its target."""
-    quantize(["--checkpoint", str(folder), "--out", str(tmp_path / mode), "--mode", mode])
-    target, head = loaded(tmp_path / mode)
-    made = requests(4, seed=5)
-    engine = Engine(target, Eagle(head, TreeShape(12, 3, 4)), batch=2, **OPTIONS | {"max_seq_len": 240})
-    check_texts(decode(engine, made, random.Random(1)), alone((target, None), made, max_seq_len=240), made)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mode, most", [
+    ("Qwen3.5", "int8", 0.04), ("Qwen3-Next", "w8a8", 0.12),
+    ("Qwen3.5", "int4", 0.5), ("Qwen3-Next", "w4a8", 0.6),
+])
+def test_quantised_text(tmp_path, name, mode, most):
+    """Drafted text is plain text, with caches in int8 too; the MTP layer is quantised with its target."""
+    make_hybrid(tmp_path / "in", name, mtp=True, wide=True)
+    source, out = convert(tmp_path / "in", tmp_path / "exact", quiet=True), tmp_path / mode
+    command = ["--group", "32", "--method", "nearest"] if mode in BESIDE else []
+    assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
+    exact, made = load_model(source)[0], requests(4, seed=5)
+    assert 0 < off_by(out, exact, 1) < most
+    if mode == "int4":  # by GPTQ, too
+        ids = torch.randint(0, V, (8, 128), generator=torch.Generator().manual_seed(3))
+        scheme = Scheme.read(read_config(out)["quantization"])
+        quantize_folder(Quantised.of(source, scheme), tmp_path / "gptq", ids)
+        for layer in 1, 4, LAYERS:
+            assert off_by(tmp_path / "gptq", exact, layer) < off_by(out, exact, layer)
+        (out / "mtp").rename(tmp_path / "gptq" / "mtp")
+        out = tmp_path / "gptq"
+    for kv, caches in (("auto", CpuCaches), ("int8", ByteCaches)):
+        target = load_target(out, Runtime(device="cpu", kv=kv)).model
+        head = load_head(out / "mtp", target, "mtp")
+        target.backend.prepare(head)
+        engine = Engine(target, Eagle(head, TreeShape(12, 3, 4)), batch=2, **OPTIONS | {"max_seq_len": 240})
+        assert type(engine.passes.caches.attention) is caches
+        plain = alone((target, None), made, max_seq_len=240)
+        check_texts(decode(engine, made, random.Random(1)), plain, made)
 
 
 def test_what_these_targets_do_not_do(folder):
@@ -191,8 +245,7 @@ def test_what_these_targets_do_not_do(folder):
         lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
         lambda: Engine(target, chunks=(128,), **OPTIONS): "at most 96",
         lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
-        lambda: shares_of(read_config(folder), 2): "cannot be dealt",
-        lambda: load_target(folder, Runtime(kv="int8")): "--kv int8",
+        lambda: shares_of(read_config(folder), 3): "3 ranks",
     }.items():
         with pytest.raises((ValueError, InputError), match=words):
             make()

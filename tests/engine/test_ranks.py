@@ -4,10 +4,12 @@ One group of two processes and one of four decode all cases; see `helpers.ranked
 """
 import functools
 import json
+import shutil
 
 import pytest
 from helpers.families import make_target
 from helpers.heads import make_head, write_head
+from helpers.hybrids import HYBRIDS, make_hybrid
 from helpers.launching import TORCHRUN, run
 from helpers.ranked import DRAFTERS, MODES, everything
 from helpers.sources import CONFIG, target_state, write_source
@@ -21,10 +23,10 @@ from kernels.quantized import Scheme
 
 pytestmark = pytest.mark.slow
 # Families that differ in what is dealt: a key/value head for each query, tied tables, biases, norms, experts,
-# windows and norms of sums; sinks, biases of sums and weights in MXFP4.
+# windows and norms of sums; sinks, biases of sums and weights in MXFP4; delta nets, gates and shared experts.
 DEALT = (
     "Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Qwen3-MoE", "Gemma 3", "gpt-oss",
-    "gpt-oss in MXFP4",
+    "gpt-oss in MXFP4", "Qwen3.5", "Qwen3-Next", "Qwen3-Next in w4a8",
 )
 # Rounded to fp8, a row's inputs depend on who has which of them: other roundings, other texts at times.
 EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
@@ -47,19 +49,26 @@ def folder(golden, tmp_path_factory):
     """
     made, work = tmp_path_factory.mktemp("dealt"), tmp_path_factory.mktemp("sources")
     for name in DEALT:
-        make_target(work / name, name)
-        with_heads(made / name, work / name)
+        family, _, mode = name.partition(" in w")
+        if family in HYBRIDS:
+            make_hybrid(work / name, family, mtp=True, wide=bool(mode))
+        else:
+            make_target(work / name, name)
+        folder = with_heads((work / "exact" if mode else made) / name, work / name)
+        if mode:
+            shutil.copytree(folder, made / name)
+            quantize_folder(Quantised.of(folder, Scheme("w" + mode, 32, "w8a8")), made / name)
     odd = CONFIG | {
         "num_attention_heads": 10, "num_key_value_heads": 5, "vocab_size": 97, "intermediate_size": 58,
         "torch_dtype": "float32",
     }
     convert(write_source(work / "odd", target_state(odd), odd), made / "odd", quiet=True)
     wide = CONFIG | {"intermediate_size": 256, "head_dim": 64, "torch_dtype": "float32"}
-    convert(write_source(work / "wide", target_state(wide), wide), work / "exact", quiet=True)
+    convert(write_source(work / "wide", target_state(wide), wide), work / "exact of wide", quiet=True)
     for mode in PRECISIONS:
         group = 32 if mode in FOUR_BITS else 0
         scheme = Scheme(mode, group, BESIDE.get(mode, mode))
-        quantize_folder(Quantised.of(work / "exact", scheme), made / mode)
+        quantize_folder(Quantised.of(work / "exact of wide", scheme), made / mode)
     (made / "golden").symlink_to(golden)
     return made
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.families import SIZES, H
+from helpers.families import SIZES, H, V
 
 DELTA = {
     "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
@@ -16,6 +16,12 @@ MIXTURE = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 24,
 }
+# Sizes that groups of 32 divide, and 64 between two ranks.
+WIDE = {
+    "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "linear_value_head_dim": 16,
+    "linear_num_value_heads": 8,
+}
+WIDE_MIXTURE = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 EYES = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
     "num_position_embeddings": 4,
@@ -30,17 +36,23 @@ HYBRIDS = {
 }
 
 
-def make_hybrid(folder: Path, name: str, mtp: bool = False):
-    """Write the named model as its publishers do -> the model of transformers. mtp: with an MTP layer."""
+def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False, vocabulary: int = V):
+    """Write the named model as its publishers do -> the model of transformers.
+
+    mtp: with an MTP layer. wide: of `WIDE` sizes.
+    """
     transformers = pytest.importorskip("transformers")
     config, model, changes, prefix = HYBRIDS[name]
-    sizes = {**SIZES, **DELTA}
+    sizes = {**SIZES, **DELTA, "vocab_size": vocabulary}
     sizes = {"text_config": sizes, **changes} if "eyes" in name else sizes | changes
+    if wide:
+        sizes |= WIDE | (WIDE_MIXTURE if changes else {})
     torch.manual_seed(sorted(HYBRIDS).index(name))
     reference = getattr(transformers, model)(getattr(transformers, config)(**sizes)).float().eval()
     with torch.no_grad():
-        for n, p in reference.named_parameters():
-            p.normal_(1 if n.endswith("linear_attn.norm.weight") else 0, 0.2)
+        for n, p in reference.named_parameters():  # states decay slowly: a wrong one is to be seen
+            mean = {"norm.weight": 1, "A_log": -3}.get(n.partition("linear_attn.")[2], 0)
+            p.normal_(mean, 0.2)
     reference.save_pretrained(folder)
     if mtp:
         file = folder / "model.safetensors"
@@ -55,6 +67,7 @@ def mtp_layer(state: dict, prefix: str) -> dict:
     layer = {n.replace(f"{prefix}layers.3.", "mtp.layers.0."): t for n, t in state.items()}
     layer = {n: t for n, t in layer.items() if n.startswith("mtp.")}
     layer = {n: t + 0.05 * torch.randn(t.shape, generator=g) for n, t in layer.items()}
+    H = len(layer["mtp.layers.0.input_layernorm.weight"])
     shapes = {"fc": (H, 2 * H), "norm": (H,), "pre_fc_norm_embedding": (H,), "pre_fc_norm_hidden": (H,)}
     return layer | {
         f"mtp.{n}.weight": 0.2 * torch.randn(shape, generator=g) for n, shape in shapes.items()

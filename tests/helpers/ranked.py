@@ -20,6 +20,7 @@ from drafters.eagle import Eagle
 from engine.compile import compile_graph
 from engine.engine import Engine
 from helpers.drafters import make_drafter
+from kernels.choose import choose_backend
 from kernels.float8 import Float8Caches
 from kernels.tp import Ranks, joined
 from model import Transformer
@@ -52,16 +53,25 @@ def texts(target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts of a target and the EAGLE heads in its folder: plain, drafted, drawn with the last head."""
-    target, _ = load_model(folder, ranks=ranks)
-    found = {"plain": texts(target, None, FEW)}
+    """Texts of a target and the heads in its folder: plain, drafted, drawn with the last EAGLE head.
+
+    With an MTP layer, all heads are dealt, and the texts are those of the kernels.
+    """
+    has_mtp = (folder / "mtp").is_dir()
+    target, _ = load_model(folder, ranks=ranks and replace(ranks, heads=has_mtp))
+    found = {}
     with torch.no_grad():  # as texts are judged
         found["judged"] = target.logits(target.causal(torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
+    if has_mtp:
+        assert choose_backend("cpu").prepare(target)
+    found["plain"] = texts(target, None, FEW)
     if ranks is None or ranks.count == 2:
         found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
-    for kind in ("eagle3", "eagle"):
+    for kind in ("eagle3", "mtp", "eagle"):
         if (folder / kind).is_dir():
             drafter = Eagle(load_head(folder / kind, target, kind), TREE)
+            if has_mtp:
+                target.backend.prepare(drafter.head)
             found[kind] = texts(target, drafter, FEW)
     if "eagle" in found:
         found["drawn"] = texts(target, drafter, FEW, temperature=1.0, seed=5)

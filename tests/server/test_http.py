@@ -8,7 +8,9 @@ import time
 
 import httpx
 import pytest
+from helpers.hybrids import make_hybrid
 from helpers.serving import serving
+from helpers.tokenizers import write_byte_tokenizer
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "tell me something"}]
@@ -307,3 +309,26 @@ def test_no_longer_than_the_grace_or_a_second_signal(golden, tmp_path, grace, si
             assert "going down" in answer.json()["error"]["message"]
         assert server.process.wait(30) == 0 and time.monotonic() - began < 20
         assert "Traceback" not in server.printed()
+
+
+def test_a_target_with_a_state_goes_on_from_the_last_prompt(tmp_path):
+    """The next question of a chat does not hold the thoughts that followed the last one."""
+    from checkpoint.convert import convert
+    from engine.runtime import Runtime
+    from engine.target import load_target
+    from sampling.options import Sampling
+
+    make_hybrid(tmp_path / "in", "Qwen3.5", mtp=True, vocabulary=320)
+    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    write_byte_tokenizer(folder)
+    first = list(b"a long first question, which is part of every later prompt " * 3)
+    prompts = [first, first + list(b" and another one"), first[:100] + list(b" or not")]
+    target = load_target(folder, Runtime(device="cpu"))
+    alone = [target.engine(max_seq_len=400).generate([prompt], Sampling(40))[0].text for prompt in prompts]
+    drafting = "--speculate", "mtp", "--tree", "12,3,4"
+    with serving(folder, tmp_path / "log", *drafting, "--slots", "1", "--max-seq-len", "400") as server:
+        found = [server.post("/v1/completions", prompt=prompt, max_tokens=40, temperature=0).json()
+                 for prompt in prompts]
+    assert [one["choices"][0]["text"] for one in found] == alone
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached == [0, 128, 0]
