@@ -58,7 +58,7 @@ class Plan:
         """Return the learning rate of a step: linear warm-up, then along a cosine down to a tenth."""
         warm = max(1, round(total * WARMUP))
         if step < warm:
-            return self.lr * (step + 1) / warm
+            return self.lr * min(step + 1, warm) / warm
         done = (step - warm) / max(1, total - warm)
         return self.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
