@@ -25,7 +25,7 @@ from common.torchrun import several
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
 from training.data import SHORTEST
-from training.heads import DRAFTS, KINDS, MARKOV_RANK
+from training.heads import DRAFTS, TRAINED, MARKOV_RANK
 from training.losses import STEPS
 from training.processes import PATIENCE, Processes
 from training.session import DRAFT_VOCAB, Session
@@ -38,7 +38,7 @@ def parser() -> Options:
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
-    add("--kind", choices=KINDS, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
+    add("--kind", choices=TRAINED, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--seed", type=seed, default=0, help="of everything random (default 0)")
 
@@ -111,8 +111,8 @@ def add_rules(p: Options) -> None:
            lambda o: "--openings belongs to --synthesize; leave it out")
     refuse(lambda o: o.states and o.start,
            lambda o: "--states belongs to heads from nothing, --start has its own; leave it out")
-    for name in dict.fromkeys(option for kind in KINDS.values() for option in kind.options):
-        refuse(lambda o, name=name: getattr(o, name) is not None and name not in KINDS[o.kind].options,
+    for name in dict.fromkeys(option for kind in TRAINED.values() for option in kind.options):
+        refuse(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
 
 

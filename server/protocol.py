@@ -14,7 +14,7 @@ from tokens.calls import schema_of_calls
 from tokens.grammar import ANY_OBJECT
 
 RETRY_AFTER = "2"  # seconds
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+STATUS_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
 # Fields that `Sampling` has under the same name.
 PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
@@ -36,7 +36,7 @@ class Refusal(Exception):
 
     def body(self) -> dict:
         """Return the JSON of the response."""
-        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = STATUS_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:

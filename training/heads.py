@@ -22,7 +22,7 @@ MARKOV_RANK = 128  # of a DSpark head
 RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
 
 
-class HeadKind(NamedTuple):
+class TrainedKind(NamedTuple):
     """A kind of head that can be trained. options: those of train.py that only some kinds have."""
 
     title: str  # on the model card
@@ -35,12 +35,12 @@ class HeadKind(NamedTuple):
 SOME = "draft_vocab", "states", "loss", "start"
 BLOCK = *SOME, "layers", "drafts"
 MARKOV = *BLOCK, "markov_rank"
-KINDS = {
-    "eagle3": HeadKind("EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps")),
-    "p-eagle": HeadKind("P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, MARKOV),
-    "dflash": HeadKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK),
-    "dspark": HeadKind("DSpark head", "random blocks", "dspark", BlockObjective, MARKOV),
-    "eagle": HeadKind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
+TRAINED = {
+    "eagle3": TrainedKind("EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps")),
+    "p-eagle": TrainedKind("P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, MARKOV),
+    "dflash": TrainedKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK),
+    "dspark": TrainedKind("DSpark head", "random blocks", "dspark", BlockObjective, MARKOV),
+    "eagle": TrainedKind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
 }
 
 

@@ -32,7 +32,7 @@ from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, training_copy
-from training.heads import KINDS, HeadShape, head_args, new_head, own_weights
+from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
 from training.report import write_card
@@ -140,7 +140,7 @@ class Session:
         counts = data.counts_of(rows)
         if self.start and not o.draft_vocab:
             draft_ids = self.start.draft_ids.cpu()
-        elif "draft_vocab" in KINDS[o.kind].options:
+        elif "draft_vocab" in TRAINED[o.kind].options:
             size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
             draft_ids = data.draft_vocabulary(counts, size, vocab_size)
         else:
@@ -199,7 +199,7 @@ class Session:
 
     def prepare(self, text: TrainingText) -> Trainer:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
-        o, kind = self.o, KINDS[self.o.kind]
+        o, kind = self.o, TRAINED[self.o.kind]
         learning = training_copy(self.target)
         shape = replace(self.shape, mask_id=text.unused)
         head = new_head(learning, o.kind, text.draft_ids, shape, o.seed, self.start)
@@ -241,7 +241,7 @@ class Session:
 
     def export(self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict]) -> None:
         """Write the head, its calibration, its model card and its curves to OUT."""
-        o, kind, calibration = self.o, KINDS[self.o.kind], None
+        o, kind, calibration = self.o, TRAINED[self.o.kind], None
         if trainer.validator:
             try:
                 calibration = trainer.validator.calibration(head, note)

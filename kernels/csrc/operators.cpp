@@ -225,7 +225,7 @@ std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const
 }
 
 // The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose
-// features are unread [B, R, F]: drafters/eagle.py: catch_up. text [B, S], length [B], n live slots; fuse: the layer over
+// features are unread [B, R, F]: drafters/network.py: catch_up. text [B, S], length [B], n live slots; fuse: the layer over
 // features, which has so many columns.
 Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, const Tensor& unread, int64_t W, int64_t n,
                 const Operands& fuse, int64_t columns, const Head& of) {

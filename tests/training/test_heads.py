@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import train
 from checkpoint.convert import convert
-from training.heads import KINDS, HeadShape, new_head, own_weights
+from training.heads import TRAINED, HeadShape, new_head, own_weights
 from training.losses import Eagle3Objective
 
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
@@ -29,7 +29,7 @@ def test_it_drafts_as_the_other_one(models, kind):
     more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
     begun = new_head(target, kind, head.draft_ids, more, 1, head)
 
-    one, other = (KINDS[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
+    one, other = (TRAINED[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
     if getattr(begun.args, "confidence", False) and kind != "dspark":
         begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
     other.start = head
@@ -52,7 +52,7 @@ def test_p_eagle_begins_as_eagle3(models):
     begun = new_head(target, "p-eagle", head.draft_ids, MARKOV, 1, head)
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
     assert "mask_hidden" not in own_weights(head) and begun.mask_hidden.abs().sum() > 0
-    objectives = Eagle3Objective(target, head, 1), KINDS["p-eagle"].objective(target, begun)
+    objectives = Eagle3Objective(target, head, 1), TRAINED["p-eagle"].objective(target, begun)
     one, other = (loss_on(objective)[1][0] for objective in objectives)
     assert one == other
 

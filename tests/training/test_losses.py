@@ -11,7 +11,7 @@ from model import KVCache
 from networks.eagle import PEagleHead
 from training.batches import Draw
 from training.features import Features
-from training.heads import KINDS, HeadShape, new_head
+from training.heads import TRAINED, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective
 
 DEFINITIONS = {
@@ -92,7 +92,7 @@ def block_head(target, name: str, ids):
 
 def objective_of(target, name: str, head, **more):
     """The objective of a head of BLOCKS."""
-    return KINDS[name.split("+")[0]].objective(target, head, **more)
+    return TRAINED[name.split("+")[0]].objective(target, head, **more)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from kernels.backend import TORCH
 from sampling.options import Sampling
 from training import data
-from training.heads import KINDS, HeadShape, new_head
+from training.heads import TRAINED, HeadShape, new_head
 from training.validate import drafter_of
 from tree import TreeShape
 
@@ -26,7 +26,9 @@ def last_line(capsys) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.dear] * (k != "eagle3")) for k in KINDS])
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[pytest.mark.dear] * (kind != "eagle3")) for kind in TRAINED
+])
 def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     """Better than an untrained head on held-out text; what comes back drafts the plain text."""
     argv, folder = trained(kind)
@@ -42,7 +44,7 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     written_by = json.loads(paths[0].read_text().splitlines()[0])["target"]
     rows = data.hold_out(data.rows_of(data.read_shards(paths, 320, written_by), 200)[0])[0]
     with torch.no_grad():
-        objectives = (KINDS[kind].objective(target, x, 4) for x in (head, untrained))
+        objectives = (TRAINED[kind].objective(target, x, 4) for x in (head, untrained))
         (loss, right, *_), (control, guessed, *_) = (loss_on(x, rows=rows) for x in objectives)
     assert loss < 0.95 * control and right.sum() >= guessed.sum()
     drafter, prompt = drafter_of(head, TreeShape(16, 3, 4)), list(b"u:question 3\na:")
@@ -54,7 +56,7 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     files = sorted(p.name for p in (folder / "head").iterdir())
     assert files == ["README.md", "calibration.json", "config.json", "curves.png", "model.safetensors"]
     card = (folder / "head" / "README.md").read_text()
-    assert card.startswith(f"# {KINDS[kind].title}") and "answers" in card and "- epoch 6: held-out" in card
+    assert card.startswith(f"# {TRAINED[kind].title}") and "answers" in card and "- epoch 6: held-out" in card
     assert f"python train.py {' '.join(argv)}" in card and Calibration.read(converted) is not None
 
 
