@@ -25,7 +25,7 @@ from common.torchrun import several
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
 from training.data import SHORTEST
-from training.heads import DRAFTS, TRAINED, MARKOV_RANK
+from training.heads import DRAFTS, MARKOV_RANK, TRAINED
 from training.losses import STEPS
 from training.processes import PATIENCE, Processes
 from training.session import DRAFT_VOCAB, Session
