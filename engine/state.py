@@ -48,8 +48,10 @@ class State(nn.Module):
         self.window, self.backend = window, backend
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
-            """Rows begin at multiples of 16 bytes: compiled code for one place then serves all."""
-            size, aligned = prod(shape[1:]), 16 // dtype.itemsize
+            """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But CPU operators
+            take them to follow each other.
+            """
+            size, aligned = prod(shape[1:]), 1 if backend.row_invariant else 16 // dtype.itemsize
             room = -(-size // aligned) * aligned if shape[1:] else size
             rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
             self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)

@@ -1,5 +1,6 @@
 """The Python API: prompts of every kind, and a sentence about each wrong type or name."""
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -94,7 +95,8 @@ def test_the_context_is_what_fits_in_memory(monkeypatch, free, batch, room):
     """A quarter of what is free, in powers of two, at 24 kB a token; no less than 2,048."""
     monkeypatch.setattr(targets, "free_memory", lambda device: free)
     model = SimpleNamespace(
-        args=SimpleNamespace(max_seq_len=10_000), embed=SimpleNamespace(weight=torch.zeros(1)), ranks=None,
+        args=SimpleNamespace(max_seq_len=10_000, short_length=math.inf),
+        embed=SimpleNamespace(weight=torch.zeros(1)), ranks=None,
         cache_bytes=lambda batch, slots: batch * slots * 24 * 1024,
     )
     target = targets.Target(ROOT, None, model, {}, None, print)

@@ -2,11 +2,11 @@
 import pytest
 from helpers.decoding import load
 
+import quantize
 from common.errors import InputError
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels import build, cpu
-from quantize import own_text
 
 TREE = {"tree": "8,2,4"}
 
@@ -55,10 +55,12 @@ def test_one_line_and_the_text_of_pytorch(golden, words):
 
 
 @pytest.mark.parametrize("words", ["no compiler"], indirect=True)
-def test_the_kernels_alone_are_an_error_and_not_needed_for_a_text_to_calibrate_on(golden, words):
+def test_the_kernels_alone_are_an_error_and_not_needed_for_a_text_to_calibrate_on(golden, words, monkeypatch):
     with pytest.raises(InputError) as error:
         load_target(golden, Runtime(device="cpu", isa="portable"))
     assert words in str(error.value) and "\n" not in str(error.value)
     lines = []
-    assert own_text(golden, lines.append, rows=2, most=8).shape[0] == 2
+    for name, value in {"note": lines.append, "ROWS": 2, "MOST_WRITTEN": 8}.items():
+        monkeypatch.setattr(quantize, name, value)
+    assert quantize.own_text(golden).shape[0] == 2
     assert len(said(lines)) == 1 and words in said(lines)[0]

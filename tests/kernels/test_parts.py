@@ -196,7 +196,7 @@ def test_commit_emits(both):
 def test_commit_hands_over(cpu_kernels, more, dtype):
     """One to three tokens of a pass of five rows; after unread ones, as far as there is room. Keys and values
     go where committed tokens stand."""
-    features = torch.randn(4, 5, 6, dtype=dtype)
+    features = torch.randn(4, 5, 5, dtype=dtype)  # rows of odd numbers of bytes
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
     args = ModelArgs(
         vocab_size=8, hidden_size=32, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2,
@@ -205,7 +205,7 @@ def test_commit_hands_over(cpu_kernels, more, dtype):
     first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
     def leave(backend, features, given):
-        state = State(4, 40, 3, 6, [], dtype, "cpu", room=7)
+        state = State(4, 41, 3, 5, [], dtype, "cpu", room=7, backend=backend)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
         state.length.copy_(torch.tensor([2, 0, 7, 9]))
