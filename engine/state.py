@@ -48,8 +48,8 @@ class State(nn.Module):
         self.window, self.backend = window, backend
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
-            """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But CPU operators
-            take them to follow each other.
+            """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But operators
+            on CPUs take them to follow each other.
             """
             size, aligned = prod(shape[1:]), 1 if backend.row_invariant else 16 // dtype.itemsize
             room = -(-size // aligned) * aligned if shape[1:] else size
