@@ -298,6 +298,8 @@ def target_fields(source: Source) -> dict:
     if family.hybrid:
         config, more = hybrid_fields(path, config)
         more["shared_expert_size"] *= family.experts
+    if family.experts and "moe_intermediate_size" in config:  # Qwen3.5's mixtures name no other
+        config.setdefault("intermediate_size", config["moe_intermediate_size"])
     fields = model_fields(path, config)
     fields |= family.fixed | more
     if not family.experts:

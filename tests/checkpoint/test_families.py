@@ -180,6 +180,14 @@ def test_published_configs():
     fields = fields_of(QWEN36_27B)
     assert check_config(fields) and fields["delta_layers"] == [1, 1, 1, 0] * 16
     assert (fields["rotary_dim"], fields["delta_heads"], fields["rope_base"]) == (64, 48, 1e7)
+    mixture = QWEN36_27B | {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001, "output_router_logits": False,
+    }
+    del mixture["intermediate_size"]
+    fields = fields_of(mixture)
+    assert check_config(fields) and fields["intermediate_size"] == fields["shared_expert_size"] == 512
 
 
 SEEN = {  # config keys -> the windows of 8 layers
