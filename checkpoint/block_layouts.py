@@ -40,13 +40,15 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
         if type(flags.get(key)) is not int:
             raise InputError(f"{path}: config: {key} must be a number, found {flags.get(key)!r}")
     fields = model_fields(path, config | {"tie_word_embeddings": False})
-    if "windows" in fields:
-        raise InputError(f"{path}: sliding windows are not supported in a head that drafts blocks")
+    ahead = flags.get("sliding_window_non_causal") or False in (flags.get("is_causal"), flags.get("causal"))
+    if "windows" in fields and ahead:
+        raise InputError(f"{path}: config: layers with sliding windows must be causal in a head that drafts"
+                         " blocks")
     fields |= layouts.read_layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "aux_layers": _aux_layers(source, flags, target),
         "block": flags["block_size"], "mask_id": flags["mask_token_id"],
-        "causal": bool(flags.get("causal") or flags.get("causal_head")),
+        "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }
@@ -78,7 +80,9 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
         return layouts.write_speculators(head, kind, {
             "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
             "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
-            **({"causal": True} if a.causal else {}), **(layouts.write_markov(a) if dspark else {}),
+            **({"causal": True} if a.causal else {}),
+            **({"sliding_window_non_causal": False} if a.windows else {}),
+            **(layouts.write_markov(a) if dspark else {}),
         }, target), tensors
     if small:
         raise InputError(f"the published layout has the target's vocabulary, this head {a.draft_vocab_size}"

@@ -52,7 +52,8 @@ CONFIG_KEYS = {key: kind for kind, keys in {
     whole(1): "max_position_embeddings sliding_window_pattern", Length: "original_max_position_embeddings",
     Flag: "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob use_aux_hidden_state"
           " norm_before_residual norm_output fc_norm norm_before_fc causal causal_head sample_from_anchor"
-          " confidence_head_with_markov attn_output_gate mtp_use_dedicated_embeddings",
+          " confidence_head_with_markov attn_output_gate mtp_use_dedicated_embeddings is_causal"
+          " sliding_window_non_causal",
     Whole: "sliding_window max_window_layers decoder_sparse_step block_size mask_token_id num_draft_steps"
            " k_train",
     whole(0, 10_000): "num_experts num_local_experts num_experts_per_tok",

@@ -63,22 +63,26 @@ class BlockDrafter(HeadDrafter):
         # Each row sees itself, and of those before it the real ones; of a block maybe those after it, too.
         real = (ahead < n_new[:, None]) | (ahead >= W)
         before = ahead <= ahead[:, None]
-        if self._sees_all:
-            before = before | ((ahead >= W) & (ahead[:, None] >= W))
-        seen = (before & real[:, None]) | (ahead == ahead[:, None])
-        visible = state.backend.visible_slots(slots, first, seen)
-        drafted = self._draft(state, context, positions, own, visible)
+        sees = [before | ((ahead >= W) & (ahead[:, None] >= W))] if self._sees_all else [before]
+        if self._sees_all and self.head.args.windows:
+            sees.append(before)
+        visible = [
+            state.backend.visible_slots(slots, first, (s & real[:, None]) | (ahead == ahead[:, None]))
+            for s in sees
+        ]
+        drafted = self._draft(state, context, positions, own, *visible)
         self._keep_unread(state)
         return drafted
 
     def _draft(
-        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor, before=None
     ) -> Tensor:
         """The head's rows of all levels, as its lm_head reads them [B, L, H].
 
-        context [B, W, H]: fused features. The others are those of `Transformer.forward`.
+        context [B, W, H]: fused features. before: see `BlockHead.forward`. The others are those of
+        `Transformer.forward`.
         """
-        return self.head(state.root(), context, positions, own, visible, self.caches)
+        return self.head(state.root(), context, positions, own, visible, self.caches, before=before)
 
     def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
         """Grow a tree from the rows of all levels, last [B, L, H].

@@ -23,7 +23,7 @@ class BlockArgs(MarkovArgs):
 
     block: whole(1, 256) = 8  # rows of a block, the anchor's included
     from_anchor: Flag = False  # row j drafts the token j+1 places after the anchor; else j places
-    causal: Flag = False  # rows of a block see those before them only
+    causal: Flag = False  # rows of a block see those before them only; in layers with a window they always do
 
     @property
     def drafts(self) -> int:
@@ -37,8 +37,8 @@ class BlockLayer(Block):
     The keys and values of the features come from the same weights as those of the rows.
     """
 
-    def __init__(self, args: BlockArgs):
-        super().__init__(args)
+    def __init__(self, args: BlockArgs, layer: int):
+        super().__init__(args, layer=layer)
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: Pass) -> Tensor:
@@ -60,7 +60,8 @@ class BlockHead(Head, Markov):
     """DFlash's, and what DSpark's has in common with it.
 
     Row j of a block stands j places after the anchor. It sees the features of all tokens before the anchor
-    and all rows of its block. The lm_head scores its output.
+    and all rows of its block; through a window, and in causal heads, only those up to its own. The lm_head
+    scores its output.
     """
 
     Args = BlockArgs
@@ -69,7 +70,7 @@ class BlockHead(Head, Markov):
         super().__init__(args)
         self.fc = Linear(args.feature_width, args.hidden_size, bias=args.fc_bias)
         self.hidden_norm = RMSNorm(args.hidden_size, args.norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(args) for _ in range(args.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(args, i) for i in range(args.num_layers))
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.add_markov(args)
 
@@ -86,17 +87,20 @@ class BlockHead(Head, Markov):
 
     def forward(
         self, anchor: Tensor, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
-        caches: nn.ModuleList,
+        caches: nn.ModuleList, *, before=None,
     ) -> Tensor:
         """One pass over the block that begins with tokens anchor [B] -> its drafting rows [B, drafts, H].
 
         They are normed. context [B, W, H]: fused features that are not in the caches yet. positions and slots
         [B, W+block], visible [B, W+block, n]: of these and of the block's rows, one after the other.
+        before: `visible` of layers with a window, if another: rows do not see those after them.
         """
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = near = Pass(self.args, self.inv_freq, positions, slots, visible)
+        if before is not None:
+            near = Pass(self.args, self.inv_freq, positions, slots, before)
         x = self.embed(self.block_tokens(anchor))
         for layer, cache in zip(self.layers, caches):
-            x = layer(x, context, cache, shared)
+            x = layer(x, context, cache, near if layer.window else shared)
         return self.norm(self.drafting(x))
 
     def block_tokens(self, anchor: Tensor) -> Tensor:

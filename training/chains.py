@@ -111,6 +111,8 @@ class BlockAttention(ChainAttention):
 
     def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor, sees: Tensor):
         super().__init__(head, layer, inputs, at)
+        if layer.window:
+            sees = sees.tril().triu(1 - layer.window)
         self.sees = torch.where(sees, 0.0, float("-inf"))
 
     def block(self, inputs: Tensor, first: int) -> Tensor:
@@ -124,7 +126,8 @@ class BlockAttention(ChainAttention):
         (nh, hd), nkv, T = q.shape[2:], self.args.num_kv_heads, self.k.shape[-1]
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv, R, K, hd) * hd**-0.5
         k, v = (x.transpose(1, 2).reshape(B, nkv, 1, R, K, hd) for x in (k, v))
-        text = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + self.mask()[..., None, :]
+        mask = torch.stack([self.mask(first + i) for i in range(K)], -2)  # [B, 1, 1, R, K, T]
+        text = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + mask
         own = q @ k.transpose(-1, -2) + self.sees
         weights = torch.cat((text.float(), own.float()), -1).softmax(-1).to(self.v.dtype)
         out = (weights[..., :T].flatten(3, 4) @ self.v).unflatten(3, (R, K)) + weights[..., T:] @ v

@@ -1,16 +1,20 @@
 """P-EAGLE, DFlash and DSpark: their formulas on published tensors, their layouts, their trees, their text."""
+import copy
+
 import pytest
 import torch
 from helpers.blocks import LABELS, Reference, published, sharpened
-from helpers.decoding import watched
+from helpers.decoding import drafts, watched
 from helpers.heads import write_head
 from helpers.states import paths
 
 from checkpoint.convert import convert
+from checkpoint.folder import read_config
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.block import BlockDrafter, PEagle
 from engine.engine import Engine
+from kernels.choose import choose_backend
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
@@ -54,12 +58,38 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, t
     assert len(steps) > 5 and deep > 1
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("label", ("jetspec", "dspark"))
+def test_windows_of_a_head(golden, models, tmp_path, label):
+    """One that the text never fills changes nothing in a causal head; all layers have it unless the config
+    names them. Drafts are the same on the kernels.
+    """
+    target, drafted = copy.deepcopy(models[0]), {}
+    tensors, config = published(label, target)
+    for window in (None, 300, 7):
+        write_head(tmp_path / f"{window} in", sharpened(tensors), config | {"sliding_window": window})
+        out = convert(tmp_path / f"{window} in", tmp_path / f"{window}", golden, quiet=True, dtype="fp32")
+        assert read_config(out).get("windows") == (window and [window] * 2)
+        drafter = drafter_of(load_head(out, target), TreeShape(8, 2, 3))
+        for backend in ("torch", "cpu"):
+            model, own = copy.deepcopy((target, drafter))
+            own.head.use_target(model)
+            if backend == "cpu":
+                assert choose_backend("cpu").prepare(model, own.head)
+            engine = Engine(model, own, max_seq_len=200, chunks=(8,), compile=False)
+            drafted[window, backend] = [draft[:3] for draft in drafts(engine, PROMPT, Sampling(30))]
+        assert drafted[window, "torch"] == drafted[window, "cpu"]
+    assert (drafted[None, "cpu"] == drafted[300, "cpu"]) == (label == "jetspec")
+    assert drafted[7, "cpu"] != drafted[300, "cpu"]
+
+
 @pytest.mark.parametrize("label,changes,words", (
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
-    ("dflash", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}, "sliding win"),
+    ("dflash-windows", {"is_causal": False}, "must be causal"),
+    ("dflash-windows", {"sliding_window_non_causal": True}, "must be causal"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask token"),
 ))

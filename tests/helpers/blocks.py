@@ -15,7 +15,7 @@ from helpers.heads import layer_shapes, plain_layer, rms
 from model import Transformer
 
 LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
-LABELS = ("p-eagle", "dflash", "jetspec", "dspark", "dspark-gated", "dspark-plain")
+LABELS = ("p-eagle", "dflash", "dflash-windows", "jetspec", "dspark", "dspark-gated", "dspark-plain")
 
 
 def published(label: str, target: Transformer, block: int = 5, draft: int | None = None, seed: int = 0):
@@ -43,13 +43,15 @@ def published(label: str, target: Transformer, block: int = 5, draft: int | None
             "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3, "draft_vocab_size": D,
             "num_draft_steps": block - 1, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         }
-    elif label in ("dflash", "jetspec"):
+    elif label in ("dflash", "dflash-windows", "jetspec"):
         del shapes["lm_head.weight"]
         shapes["hidden_norm.weight"] = (H,)
         config |= {
             "architectures": ["DFlashDraftModel"], "block_size": block,
             "dflash_config": {"mask_token_id": 3, "target_layer_ids": outputs},
         }
+        if label == "dflash-windows":
+            config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
         if label == "jetspec":
             config["dflash_config"]["causal"] = True
     else:
@@ -129,8 +131,13 @@ class Reference:
         context = self.norm(self.features(ids) @ self.t["fc.weight"].T, "hidden_norm")
         nested = self.config.get("dflash_config") or self.config
         x = self.target.embed.weight[[ids[-1]] + [nested["mask_token_id"]] * (size - 1)]
-        sees = None if nested.get("causal") else torch.ones(size, n + size, dtype=torch.bool)
+        every = None if nested.get("causal") else torch.ones(size, n + size, dtype=torch.bool)
+        kinds = self.config.get("layer_types", ["full_attention"] * LAYERS)
         for i in range(LAYERS):
+            sees = every
+            if kinds[i] == "sliding_attention":
+                back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
+                sees = (back >= 0) & (back < self.config["sliding_window"])
             read = self.norm(x, f"layers.{i}.input_layernorm")
             x = self.layer(i, x, read, keys=torch.cat((context, read)), sees=sees)
         x = self.norm(x, "norm")

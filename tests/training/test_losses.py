@@ -60,7 +60,8 @@ def block(head, features, ids: list[int], j: int):
         return head.rows(h)[0, -args.drafts :]
     at = torch.arange(n + args.block)[None]
     last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
-    return head(torch.tensor([ids[j + 1]]), context, at, at, slots <= last[..., None], caches)[0]
+    visible, before = (slots <= x[..., None] for x in (last, at))
+    return head(torch.tensor([ids[j + 1]]), context, at, at, visible, caches, before=before)[0]
 
 
 def drafted(head, features, row: dict, steps: int):
@@ -79,6 +80,7 @@ BLOCKS = {
     "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
     "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
     "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
+    "dflash+window": HeadShape(num_layers=2, drafts=3, states=2),
 }
 
 
@@ -87,6 +89,8 @@ def block_head(target, name: str, ids):
     head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
     if "causal" in name:
         head.args = replace(head.args, causal=True)
+    if "window" in name:
+        head.layers[0].window = 3
     return head
 
 
