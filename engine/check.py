@@ -43,8 +43,8 @@ def checked(
     if model.ranks is not None:
         parts = [*PARTS, *STEPS]
         failed = torch.tensor([part in found for part in parts], device=model.embed.weight.device)
-        somewhere = zip(parts, model.ranks.every(failed).any(0).tolist())
-        found = {part: found.get(part, f"{part!r} fails on another rank") for part, fails in somewhere if fails}
+        everywhere = zip(parts, model.ranks.every(failed).any(0).tolist())
+        found = {part: found.get(part, f"{part!r} fails on another rank") for part, no in everywhere if no}
     return backend.without(found)
 
 
