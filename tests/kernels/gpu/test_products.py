@@ -154,6 +154,16 @@ def test_what_stays_with_torch(device):
     assert few.grad is not None
 
 
+def test_no_memory_to_measure_in(monkeypatch):
+    """The first choice is taken. Weights that differ in their groups are measured apart."""
+    def full(*a, **options):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("triton.testing.do_bench", full)
+    tuned = products._tuned.__wrapped__(16, 16)
+    assert tuned.do_bench(lambda: None, quantiles=(0.5, 0.2)) == [float("inf")] * 2 and "GROUP" in tuned.keys
+
+
 @pytest.mark.parametrize("ranks", (False, True))
 def test_ranks_choose_tiles_without_measuring(device, monkeypatch, ranks):
     """Each would measure other times, and add up in another order."""
