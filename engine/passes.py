@@ -203,10 +203,10 @@ class Passes:
         layer's activations in the longest chunk; what cuBLAS keeps for two streams; Triton's buffer.
         Captured `verify` keeps its logits and noise, greedy and not, for each number of sequences.
         """
-        args, trees = self.target.args, [one.shape.nodes for one in self._drafters]
-        step = self.batch * (24 * max(trees) + 4 * self.window) * args.vocab_size
+        args, shapes = self.target.args, [one.shape for one in self._drafters]
+        step = self.batch * (24 * max(shape.nodes for shape in shapes) + 4 * self.window) * args.vocab_size
         counts = (1 << (self.batch - 1).bit_length()) - 1 + self.batch  # as `Engine.counts`
-        kept = 4 * counts * sum(2 * nodes + self.window for nodes in trees) * args.vocab_size
+        kept = 4 * counts * sum(2 * shape.nodes + shape.window for shape in shapes) * args.vocab_size
         activations = 4 * self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
         return step + kept + activations + 2 * CUBLAS_WORKSPACE + TRITON_BUFFER
 
