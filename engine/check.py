@@ -33,12 +33,19 @@ def checked(
 ) -> TorchBackend:
     """Return a backend without the parts that fail on this GPU at a target's sizes.
 
-    float8: of its caches. say: gets a line about each part.
+    float8: of its caches. say: gets a line about each part. Ranks leave out the same parts, those that fail
+    on any of them: all capture a step, or none.
     """
     command, slow = (sys.executable, "-m", "engine.check"), ("attend", "linear")  # to compile
     others = [part for part in PARTS if part not in slow]
     groups = [*([part] for part in PARTS if part in slow), others, [*STEPS]]
-    return backend.without(failures(Sizes.of(model, float8), say, groups, command))
+    found = failures(Sizes.of(model, float8), say, groups, command)
+    if model.ranks is not None:
+        parts = [*PARTS, *STEPS]
+        failed = torch.tensor([part in found for part in parts], device=model.embed.weight.device)
+        everywhere = zip(parts, model.ranks.every(failed).any(0).tolist())
+        found = {part: found.get(part, f"{part!r} fails on another rank") for part, no in everywhere if no}
+    return backend.without(found)
 
 
 def _prepared(s: Sizes, backend: TorchBackend) -> Passes:

@@ -320,6 +320,7 @@ def _name(value) -> str:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep garbage collection out of this context: what it frees on a GPU would invalidate a capture."""
+    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

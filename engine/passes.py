@@ -31,6 +31,7 @@ from tree import Tree, TreeShape
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
 CUBLAS_WORKSPACE = 32 << 20  # bytes for each stream on an H100, the most of any GPU
+TRITON_BUFFER = 256 << 20  # bytes that it clears before each of its measurements
 UNREAD = 512  # most tokens of plain decoding that a head reads later
 
 
@@ -196,13 +197,18 @@ class Passes:
         return need
 
     def _pass_bytes(self) -> int:
-        """Return what passes hold at most beside the caches on a GPU: logits of a tree as computed and as
-        restricted, noise, a layer's activations in the longest chunk, and what cuBLAS keeps for two streams.
+        """Return what passes hold at most beside the caches on a GPU.
+
+        Of a tree's logits, as computed, moved and restricted, order and mass: 24 bytes a number. Noise; a
+        layer's activations in the longest chunk; what cuBLAS keeps for two streams; Triton's buffer.
+        Captured `verify` keeps its logits and noise, greedy and not, for each number of sequences.
         """
-        args, nodes = self.target.args, max(one.shape.nodes for one in self._drafters)
-        numbers = (2 * nodes + self.window) * args.vocab_size
-        activations = self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
-        return 4 * self.batch * (numbers + activations) + 2 * CUBLAS_WORKSPACE
+        args, shapes = self.target.args, [one.shape for one in self._drafters]
+        step = self.batch * (24 * max(shape.nodes for shape in shapes) + 4 * self.window) * args.vocab_size
+        counts = (1 << (self.batch - 1).bit_length()) - 1 + self.batch  # as `Engine.counts`
+        kept = 4 * counts * sum(2 * shape.nodes + shape.window for shape in shapes) * args.vocab_size
+        activations = 4 * self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
+        return step + kept + activations + 2 * CUBLAS_WORKSPACE + TRITON_BUFFER
 
     # -- passes -------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count, product
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn as nn
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kernels.backend import TORCH, TorchBackend
 from kernels.float8 import to_bytes
+from kernels.gpu import products
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
 from kernels.modes import MXFP4
@@ -164,13 +166,19 @@ def _linear(s: Sizes) -> Iterator[Case]:
         CudaBackend().prepare(ours)
         layer.float()
         repeats = s.repeats if (mode, group, N, K) in largest.values() else 1
+        kind = s.torch_dtype, 16 if mode == DENSE else 4 if group else 8
         for M in s.rows:
             x, onto = s.draw(M, K, seed=N + K).to(s.torch_dtype), s.draw(M, N, seed=N).to(s.torch_dtype)
+            for choice, tile in enumerate(products.tiles(products.tile_rows(M, *kind), *kind)):
 
-            def run(backend: TorchBackend, x=x, onto=onto, layer=layer, ours=ours):
-                return onto + layer(x.float()).to(x.dtype) if backend is TORCH else ours(x, onto)
+                def run(backend: TorchBackend, x=x, onto=onto, layer=layer, ours=ours, choice=choice):
+                    if backend is TORCH:
+                        return onto + layer(x.float()).to(x.dtype)
+                    with patch.object(products, "choice", choice):
+                        return ours(x, onto)
 
-            yield Case(f"{mode} {N} x {K}, {M} rows", run, LIMITS[s.torch_dtype], repeats)
+                what = f"{mode} {N} x {K}, {M} rows" + ", tiles of {COLUMNS} x {DEPTH}".format(**tile.kwargs)
+                yield Case(what, run, LIMITS[s.torch_dtype], repeats)
 
 
 def _fill(layer: nn.Module) -> nn.Module:

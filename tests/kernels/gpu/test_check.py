@@ -91,7 +91,26 @@ def test_a_kernel_that_leaves_a_result_unwritten(sizes, monkeypatch):
 def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
     right, calls = products.linear, iter(range(10**6))
     monkeypatch.setattr(products, "linear", lambda *a: right(*a) + (next(calls) == 2) * 1e-6)
-    assert failed(sizes, "linear") == {"linear": "int8 40 x 256, 1 rows: repeated, it gives other numbers"}
+    what = "int8 40 x 256, 1 rows, tiles of 64 x 64"
+    assert failed(sizes, "linear") == {"linear": f"{what}: repeated, it gives other numbers"}
+
+
+def test_a_product_that_is_wrong_in_one_of_its_tiles(sizes, monkeypatch):
+    """Another process measures which tiles are the fastest: each may be in use."""
+    right, two = products.linear, [products._tile(64, depth, 4, 1, 2) for depth in (64, 128)]
+    monkeypatch.setattr(products, "tiles", lambda *a: two)
+    monkeypatch.setattr(products, "linear", lambda *a: right(*a) + (products.choice == 1))
+    assert failed(sizes, "linear")["linear"].startswith("int8 40 x 256, 1 rows, tiles of 64 x 128: ")
+
+
+def test_a_child_times_nothing(sizes, monkeypatch):
+    """Others use the GPU, and the times would be kept for the process that asks."""
+    monkeypatch.setattr(products, "choice", None)
+    monkeypatch.setattr("json.load", lambda file: (sizes._asdict(), {}))
+    monkeypatch.setattr("sys.argv", ["check", "part"])
+    chosen = []
+    check.main({"part": lambda sizes: chosen.append(products.choice) or ()})
+    assert chosen == [0]
 
 
 @pytest.fixture
@@ -228,6 +247,26 @@ def test_a_target_is_checked(place, monkeypatch):
     sizes = Sizes.of(target, True)
     assert sizes.heads == (2, 1, 16) and sizes.dtype == "float32" and sizes.float8
     assert ("int8", 0, 96, 32) in sizes.layers and not sizes.mixtures
+
+
+def test_ranks_leave_out_what_fails_on_any(monkeypatch):
+    """In one order: some would capture exchanges that others launch."""
+    fails = {"captured step": "one", "rank": "two"}, {"emit": "three"}, {}
+    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16))
+    found, sent = [], []
+
+    class Ranks:
+        def every(self, x):
+            sent.append(x)
+            return torch.stack(sent)  # each rank's, once all have sent
+
+    target.ranks = Ranks()
+    for own in fails * 2:
+        monkeypatch.setattr(steps, "failures", lambda *a, own=own: own)
+        found.append(steps.checked(CudaBackend(), target, False, print))
+    found = found[len(fails) :]
+    assert [backend.name for backend in found] == ["cuda without rank, emit, captured step"] * 3
+    assert found[0].failures["rank"] == "two" and "another rank" in found[2].failures["rank"]
 
 
 def test_mixtures_are_checked_at_a_part_of_their_size():

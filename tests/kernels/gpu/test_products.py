@@ -1,4 +1,6 @@
 """Products with quantised weights, in one kernel, against those with the weights they stand for."""
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,6 +152,28 @@ def test_what_stays_with_torch(device):
         few = x[:3].requires_grad_()
         layer(few).sum().backward()
     assert few.grad is not None
+
+
+def test_no_memory_to_measure_in(monkeypatch):
+    """The first choice is taken. Weights that differ in their groups are measured apart."""
+    def full(*a, **options):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("triton.testing.do_bench", full)
+    tuned = products._tuned.__wrapped__(16, 16)
+    assert tuned.do_bench(lambda: None, quantiles=(0.5, 0.2)) == [float("inf")] * 2 and "GROUP" in tuned.keys
+
+
+@pytest.mark.parametrize("ranks", (False, True))
+def test_ranks_choose_tiles_without_measuring(device, monkeypatch, ranks):
+    """Each would measure other times, and add up in another order."""
+    layer, x, _ = case(device, torch.float16, "dense", 0, 3, 72, 256)
+    found = layer(x)
+    monkeypatch.setattr(products, "choice", None)
+    monkeypatch.setattr(products, "_tuned", lambda *a: 1 / 0)  # measures
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: ranks)
+    with contextlib.nullcontext() if ranks else pytest.raises(ZeroDivisionError):
+        assert torch.equal(layer(x), found)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
