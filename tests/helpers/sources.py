@@ -108,7 +108,8 @@ def write_gguf(
         w.add_key_length: "head_dim", w.add_value_length: "head_dim",
         w.add_layer_norm_rms_eps: "rms_norm_eps", w.add_rope_freq_base: "rope_theta",
     }.items():
-        add(config[key])
+        if key in config:
+            add(config[key])
     w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
