@@ -70,7 +70,7 @@ ROPE = {
     },
     "divisors": {
         "divisors": Divisors, "attention_factor": NotRequired[Factor | None],
-        # Of longrope: those for texts that are longer than the original length.
+        # longrope's, for texts that are longer than the original length.
         "long_divisors": NotRequired[Divisors], "original_max_position_embeddings": NotRequired[Length],
     },
 }

@@ -18,6 +18,7 @@ from common.errors import InputError, did_you_mean
 MOST_JSON = 512 << 20  # bytes of a file that is parsed
 MOST_TEXT = 128 << 20  # bytes of a prompt; a context of a million tokens of the longest kind
 MOST_OF_DATA = 4 << 30  # bytes of what is read as a whole: one JSON array, a text for a store
+LONGEST_LINE = 64 << 20
 HANDED_OVER = ("/dev/", "/proc/self/fd/")  # pipes of the shell; others may wait for ever
 NO_FILES = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device"}
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character that is spelled as two
@@ -183,6 +184,23 @@ def read_text(path: str | Path, most: int = MOST_TEXT, what: str = "") -> str:
         name = f"{what} {path}".strip()
         raise InputError(f"{name}: cannot be read, it is no UTF-8 (byte {e.start:,})") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: str | Path, what: str = "") -> Iterator[str]:
+    """Yield the lines of a text in UTF-8. Raises InputError, also on a line that is too long."""
+    check_readable(what, path)
+    name, number = f"{what} {path}".strip(), 0
+    try:
+        with open(path, "rb") as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise InputError(f"{name}: line {number} has more than {LONGEST_LINE:,} bytes")
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\n")
+    except UnicodeDecodeError as e:
+        raise InputError(f"{name}: cannot be read, line {number} is no UTF-8 (byte {e.start:,})") from None
+    except OSError as e:
+        raise InputError(f"{name}: cannot be read ({e.strerror or e})") from None
 
 
 def read_json(path: str | Path) -> dict:

@@ -31,7 +31,7 @@ import torch
 from drafters.base import Drafter
 from engine.autotune import Tuner
 from engine.memory import bytes_per_step
-from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask
+from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask, step_counts
 from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Request, Score
 from model import Transformer
@@ -93,7 +93,8 @@ class Engine:
         if tuner:
             tuner.live = self.lag == 0
         # A step may not touch a text whose prompt is still read, if a target keeps a state of it.
-        self.step_counts = (not target.keeps_state and counts) or self.counts(batch, self.device)
+        few = self.device.type == "cuda"
+        self.step_counts = (not target.keeps_state and counts) or step_counts(batch, few)
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is checked before each step.
         self._asks = self.device.type != "cuda" and self.drafter.may_pass
@@ -110,12 +111,6 @@ class Engine:
         self._step_bytes = cache(partial(bytes_per_step, target))
         self.bytes_read = 0  # weight bytes that all steps so far have read
         self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
-
-    @staticmethod
-    def counts(batch: int, device: torch.device) -> tuple[int, ...]:
-        """Return the numbers of sequences that steps exist for. On a GPU few, as each is compiled."""
-        below = (1 << i for i in range(16)) if device.type == "cuda" else range(1, batch)
-        return *(count for count in below if count < batch), batch
 
     @property
     def free(self) -> int:

@@ -59,6 +59,12 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
+def step_counts(batch: int, few: bool) -> tuple[int, ...]:
+    """Return the numbers of sequences that steps exist for. few: on a GPU, as each is compiled."""
+    below = (1 << i for i in range(16)) if few else range(1, batch)
+    return *(count for count in below if count < batch), batch
+
+
 class Rows(NamedTuple):
     """The sequences first ... first + count - 1 of the batch: views of the state and of all caches.
 
@@ -199,13 +205,13 @@ class Passes:
     def _pass_bytes(self) -> int:
         """Return what passes hold at most beside the caches on a GPU.
 
-        Of a tree's logits, as computed, moved and restricted, order and mass: 24 bytes a number. Noise; a
+        A tree's logits, as computed, moved and restricted, order and mass: 24 bytes a number. Noise; a
         layer's activations in the longest chunk; what cuBLAS keeps for two streams; Triton's buffer.
         Captured `verify` keeps its logits and noise, greedy and not, for each number of sequences.
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
         step = self.batch * (24 * max(shape.nodes for shape in shapes) + 4 * self.window) * args.vocab_size
-        counts = (1 << (self.batch - 1).bit_length()) - 1 + self.batch  # as `Engine.counts`
+        counts = sum(step_counts(self.batch, few=True))
         kept = 4 * counts * sum(2 * shape.nodes + shape.window for shape in shapes) * args.vocab_size
         activations = 4 * self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
         return step + kept + activations + 2 * CUBLAS_WORKSPACE + TRITON_BUFFER

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError, counted
-from common.files import MOST_OF_DATA, parse_json, read_text
+from common.files import parse_json, read_lines, read_text
 from tokens.messages import thoughts_of, words_of
 
 # A file's name of a role: ours.
@@ -146,12 +147,13 @@ def row_texts(where: str, row: dict) -> list[str]:
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
     """Yield (the row's name in an error, row). Raises InputError if a row is no JSON object."""
-    text = read_text(path, MOST_OF_DATA)
-    if text.lstrip().startswith("["):
-        entries = parse_json(text.encode(), str(path))
+    lines = enumerate(read_lines(path), 1)  # not splitlines: U+2028 may stand in a text
+    number, first = next(((i, line) for i, line in lines if line.strip()), (1, ""))
+    if first.lstrip().startswith("["):
+        entries = parse_json("\n".join([first, *(line for _, line in lines)]).encode(), str(path))
         rows = ((f"{path}: entry {i}", entry) for i, entry in enumerate(entries, 1))
-    else:  # not splitlines: U+2028 may stand in a text
-        named = ((f"{path}: line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip())
+    else:
+        named = ((f"{path}: line {i}", line) for i, line in chain([(number, first)], lines) if line.strip())
         rows = ((where, parse_json(line.encode(), where)) for where, line in named)
     for where, row in rows:
         if not isinstance(row, dict):

@@ -98,7 +98,7 @@ E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1("bf16x2", 6, "7E80"), _e2m1("f16x2", 9, "7400
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """Put a weight of `QuantizedLinear` into the order in which threads need it -> words [n] int16.
+    """Put a weight of `QuantizedLinear` into the order that threads need -> words [n] int16.
 
     A thread of the tensor cores holds, of 16 inputs of a tile with 64 rows, two pairs of neighbours in two
     rows each. All that it holds of 64 inputs lies together: 16 bytes, in int8 of one row. Zeros fill up the

@@ -8,8 +8,9 @@ import pytest
 from helpers.refusals import refused
 from typing_extensions import NotRequired, TypedDict
 
+from common import files
 from common.errors import InputError
-from common.files import atomic_path, read_json, read_text
+from common.files import atomic_path, read_json, read_lines, read_text
 from common.schema import Digits, Flag, Name, Schema, number, schema_of, text, whole
 
 
@@ -99,3 +100,13 @@ def test_what_fits_is_taken_as_it_is():
     for value in ({"token": None, "others": object}, {"token": [1], "by rows": {"1": 2}}):
         assert FILE.require(value, "f.json") is value
     schema_of(Shape).check({"size": 9, "eps": 1, "mode": True, "layers": [1, 2], "more": 0})
+
+
+def test_lines_of_a_text(tmp_path, monkeypatch):
+    """Only a newline ends one; each has a most of bytes."""
+    path = tmp_path / "it.txt"
+    path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert list(read_lines(path)) == ["a\r", "b\rc"]
+    monkeypatch.setattr(files, "LONGEST_LINE", 3)
+    with refused(f"{path}: line 1 has more than 3 bytes"):
+        list(read_lines(path))
