@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -209,7 +210,9 @@ class Choice:
 
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
-    return partial(CapturedCalls(device), ("call",), call) if device.type == "cuda" else call
+    if device.type != "cuda":
+        return call
+    return partial(CapturedCalls(device, note), ("call",), call, nullcontext)
 
 
 def set_constant(setting: str) -> None:

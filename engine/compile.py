@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn as nn
@@ -153,7 +154,11 @@ def make_graph(function: Callable, args: tuple, path: Path) -> Callable:
     # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
     settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
     no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    with settings:
+    # Torch 2.11 writes out all that an operator of ours is computed from, for its log: minutes for a tree.
+    from torch._inductor.exc import OperatorIssue
+
+    brief = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
+    with settings, brief:
         compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
     header = _digests(compiled, args)
     if header is not None:

@@ -6,10 +6,10 @@ kernels that failed computes by their definitions.
 """
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -117,10 +117,10 @@ def errors(
 def main(parts: dict[str, Callable]) -> None:
     """Check the parts that the command line names, and print a text in JSON at the start and for each.
 
-    Standard input: sizes and what has failed, as JSON.
+    Standard input: sizes and what has failed, as Python writes them.
     """
-    sizes, failed = json.load(sys.stdin)
-    sizes = Sizes(**sizes)
+    sizes, failed = ast.literal_eval(sys.stdin.read())
+    sizes = Sizes(*sizes)
     if sizes.device != "cpu":
         torch.cuda.set_device(torch.device(sizes.device))
     products.choice = 0  # others use the GPU: times would be wrong, and kept for the process that asks
@@ -187,8 +187,8 @@ def _checked(
     while left:
         try:
             done = subprocess.run(
-                [*command, *left], input=json.dumps((sizes._asdict(), failed | found)), capture_output=True,
-                text=True, cwd=ROOT, timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                [*command, *left], input=repr((tuple(sizes), failed | found)), capture_output=True,
+                text=True, cwd=ROOT, timeout=SECONDS,
             )
             output, death = done.stdout, _death(done)
         except subprocess.TimeoutExpired as e:

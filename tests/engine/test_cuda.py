@@ -110,7 +110,7 @@ def near_ties(subject: Subject, temperature: float, plain: list[Request], texts:
 
     def answer(output: Request, seed: int) -> Answer:
         turn = Turn(subject.prompts[seed], output.ids, "", output.finish, 0.0, 0.0, output.accept_lengths)
-        return Answer("", seed, "", "", temperature, seed, "", [turn])
+        return Answer("set", seed, "", "method", temperature, seed, "", [turn])
 
     for seed, (a, b) in enumerate(zip(plain, texts)):
         difference = judge.difference(answer(a, seed), answer(b, seed))

@@ -133,11 +133,15 @@ def test_prune_and_accept(both, shape):
         def children(*size):
             return -integers(4, size, next(draw)).float(), integers(6, size, next(draw))
 
-        growth = Growth(shape, *children(B, k))
-        for level in range(shape.depth):
-            if level:
-                growth.advance()
-            growth.extend(*children(B, k, k))
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # torch.topk takes others of equal scores on a GPU
+            growth = Growth(shape, *children(B, k))
+            for level in range(shape.depth):
+                if level:
+                    growth.advance()
+                growth.extend(*children(B, k, k))
+        grown = growth.scores, growth.tokens, growth.parents
+        growth.scores, growth.tokens, growth.parents = ([x.to(device) for x in part] for part in grown)
         drafted = backend.prune(growth, integers(6, (B,), next(draw)))
         chosen = integers(6, (B, shape.nodes), next(draw))
         return drafted, *backend.accept(drafted, chosen, shape.window)

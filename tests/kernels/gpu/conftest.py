@@ -11,7 +11,7 @@ if not here.CAN:
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the kernels run."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="session")
