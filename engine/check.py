@@ -17,6 +17,7 @@ from engine.passes import Passes
 from kernels.backend import TorchBackend
 from kernels.gpu.cases import PARTS, Case, Sizes
 from kernels.gpu.check import failures, main
+from kernels.quantized import Scheme, quantize_linears
 from model import ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
@@ -66,6 +67,7 @@ def _prepared(s: Sizes, backend: TorchBackend) -> Passes:
             x.copy_(torch.randn(x.shape, generator=draw) * (x.shape[-1] ** -0.5 if x.ndim > 1 else 1))
 
     fill(target), fill(head)
+    quantize_linears(head, Scheme("int8", 0, None))  # as it is at load in 16 bits: products of ours
     head.use_target(target)
     target.requires_grad_(False).to(s.device), head.requires_grad_(False).to(s.device)
     backend.prepare(target, head)

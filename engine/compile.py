@@ -99,7 +99,7 @@ class CompiledFunction:
             return self.variants[key](*args)
         places = saved_places(self.function, args)
         for place in places:
-            if graph := self.loaded.get(place) or find_graph(place):
+            if graph := self.loaded.get(place) or find_graph(place, self.say):
                 try:
                     result = graph(*args)
                 except torch.OutOfMemoryError:
@@ -114,7 +114,7 @@ class CompiledFunction:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         try:
-            graph = retry_broken_library(lambda: make_graph(self.function, args, places[0]))
+            graph = retry_broken_library(lambda: make_graph(self.function, args, places[0], self.say))
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of any of torch's compilers
@@ -145,11 +145,11 @@ def retry_broken_library(compile: Callable):
 # -- graphs on disk --------------------------------------------------------------------------------
 
 
-def make_graph(function: Callable, args: tuple, path: Path) -> Callable:
+def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str], None]) -> Callable:
     """Compile `function` for these arguments, and save the graph at `path`. The caller promises that the
     arguments of its calls fit.
 
-    If it cannot be written, the next process compiles again.
+    If it cannot be saved, say so: the next process compiles again.
     """
     # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
     settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
@@ -162,15 +162,17 @@ def make_graph(function: Callable, args: tuple, path: Path) -> Callable:
         compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
     header = _digests(compiled, args)
     if header is not None:
-        with contextlib.suppress(OSError, RuntimeError, AttributeError, pickle.PicklingError):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as part:
                 compiled.save_compiled_function(str(part))
                 part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
+        except (OSError, RuntimeError, AttributeError, pickle.PicklingError) as e:
+            say(f"the graph cannot be saved for the next process ({first_line(e)})")
     return compiled.fn  # not `compiled` itself, which would check the guards
 
 
-def find_graph(path: Path) -> Callable | None:
+def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
     """Return the graph that `make_graph` saved; None if there is none, or none that can still be used."""
     try:
         with open(path, "rb") as file:
@@ -178,7 +180,10 @@ def find_graph(path: Path) -> Callable | None:
             if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
                 return None
             return torch.compiler.load_compiled_function(file).fn
-    except Exception:  # not there, or damaged in whatever way: it is a cache, and made again
+    except FileNotFoundError:
+        return None
+    except Exception as e:  # damaged in whatever way: it is a cache, and made again
+        say(f"{path}: cannot be loaded ({first_line(e)})")
         return None
 
 

@@ -111,7 +111,8 @@ class Passes:
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
 
-        self.plain = self._without_head(Drafter(), follows)
+        # The same one where there is no other: each is compiled.
+        self.plain = self._without_head(drafter if type(drafter) is Drafter else Drafter(), follows)
         # On a CPU, where asking for a guess costs no synchronisation.
         headless = None if self.on_cuda else copy.copy(drafter.headless)
         self.headless = headless and self._without_head(headless, follows)

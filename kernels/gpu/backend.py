@@ -1,8 +1,8 @@
 """The backend on GPUs: our kernels in Triton, a kernel or a few for each part of a step.
 
-A model's attention is one kernel from wqkv to wo (`kernels.gpu.cache`), a product is one of ours
-(`kernels.gpu.products`), except of many rows in 16 bits, in fp8 and in float32. So is one of all experts of a
-mixture (`kernels.gpu.experts`), except in fp8.
+A model's attention is one kernel from wqkv to wo (`kernels.gpu.cache`). So is a product with a quantised
+weight (`kernels.gpu.products`), and one of all experts of a mixture (`kernels.gpu.experts`), except in fp8.
+Other products are cuBLAS'.
 """
 from __future__ import annotations
 

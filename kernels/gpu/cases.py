@@ -21,13 +21,13 @@ from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
 from kernels.modes import MXFP4
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, replace_all
-from model import Block, Experts, KVCaches, Linear, ModelArgs, Pass, Transformer, inverse_frequencies
+from model import Block, Experts, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
 from sampling.noise import seed_keys
 from tree import Growth, TreeShape
 
 COLUMNS = 32768  # of a layer, at most: more are tiles of the same kernel
 MOST_EXPERTS, MOST_INNER = 8, 1024  # of a mixture, likewise
-DENSE = "16 bits"  # the mode of layers that are not quantised
+DENSE = "16 bits"  # the mode of experts that are not quantised
 LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
 
 
@@ -65,8 +65,7 @@ class Sizes(NamedTuple):
             if isinstance(layer, QuantizedLinear) and layer.mode != "fp8":
                 found.add((layer.mode, layer.group, min(layer.outputs, COLUMNS), layer.inputs))
             elif isinstance(layer, nn.Linear):
-                size = min(layer.out_features, COLUMNS), layer.in_features
-                found |= {(mode, 0, *size) for mode in ("int8", DENSE)}
+                found.add(("int8", 0, min(layer.out_features, COLUMNS), layer.in_features))
             elif isinstance(layer, Experts) and getattr(layer.w_down, "mode", None) != "fp8":
                 mixtures.add(_mixture(layer))
         return cls(
@@ -158,15 +157,12 @@ def _attend(s: Sizes) -> Iterator[Case]:
 def _linear(s: Sizes) -> Iterator[Case]:
     largest = {layer[:2]: layer for layer in sorted(s.layers, key=lambda layer: layer[2] * layer[3])}
     for mode, group, N, K in s.layers:
-        if mode == DENSE:
-            layer = Linear(K, N, bias=False).to(s.torch_dtype)
-        else:
-            layer = QuantizedLinear(K, N, False, mode, group)
+        layer = QuantizedLinear(K, N, False, mode, group)
         ours = copy.deepcopy(_fill(layer).to(s.device))
         CudaBackend().prepare(ours)
         layer.float()
         repeats = s.repeats if (mode, group, N, K) in largest.values() else 1
-        kind = s.torch_dtype, 16 if mode == DENSE else 4 if group else 8
+        kind = s.torch_dtype, 4 if group else 8
         for M in s.rows:
             x, onto = s.draw(M, K, seed=N + K).to(s.torch_dtype), s.draw(M, N, seed=N).to(s.torch_dtype)
             for choice, tile in enumerate(products.tiles(products.tile_rows(M, *kind), *kind)):

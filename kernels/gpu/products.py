@@ -1,7 +1,8 @@
 """Products of few rows with a weight, in Triton: quantised weights become numbers in registers, tile by tile.
 
 A decoding pass is bound by reading weights, so int8 ought to take half the time of bfloat16, for one row and
-for a whole tree. Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows
+for a whole tree. (In 16 bits cuBLAS is as fast as such a kernel up to 32 rows on an H200, and faster for
+more.) Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows
 they write the weight out whole and read it again. Here one kernel serves any number of rows. A weight is read
 once, in the order it lies in memory, which is that of the tensor cores' registers (`laid_out`). It is the
 left operand, whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as
@@ -29,10 +30,8 @@ from torch import Tensor
 from kernels.gpu.here import INTERPRETED, programs_at_once
 from kernels.gpu.launch import begin, counters, options
 from kernels.quantized import QuantizedLinear, unpack_nibbles
-from model import Linear
 
 LEAST_STEPS = 4  # of a program: fewer would cost more in adding up than they save
-DENSE_ROWS = 64  # of a product with a weight that is not quantised: torch's is better for more
 choice: int | None = 0 if INTERPRETED else None  # among `tiles`; None: the fastest, or the first among ranks
 BLOCK = tl.constexpr(64)  # rows of a weight, and inputs, that are stored together
 RUN = tl.constexpr(1024)  # words of 16 bits that four warps read at once, 16 bytes a thread
@@ -170,7 +169,8 @@ def sums_of(
 ):
     """Return the sums [COLUMNS, ROWS] of the steps start ... stop - 1 for a tile of columns, in float32.
 
-    rows [ROWS]: pointers to the K inputs of each row. weight, scale: as `product_kernel` takes them.
+    rows [ROWS]: pointers to the K inputs of each row. weight, scale: as `product_kernel` takes them, or a
+    weight of 16 BITS: numbers [N, K] in the dtype of the inputs, without a scale.
     """
     SAME: tl.constexpr = min(GROUP, DEPTH) if GROUP else DEPTH  # inputs of one scale
     PART: tl.constexpr = max(SAME, BLOCK)  # of one load
@@ -237,9 +237,9 @@ def product_kernel(
 ):
     """out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, + bias [N] if BIASED, onto [M, N] + that if ADDED.
 
-    weight: of BITS 4 or 8 as `laid_out`; of 16 numbers [N, K] in x's dtype, without a scale. scale: [K/GROUP,
-    N], or [N] if GROUP is 0. EVEN: DEPTH divides K. RESIDENT: programs of a multiprocessor, for the grid
-    only. parts: two tiles of scratch a program; arrived: zeros, and zeros again afterwards. Sums are float32.
+    weight: of BITS 4 or 8, as `laid_out`. scale: [K/GROUP, N], or [N] if GROUP is 0. EVEN: DEPTH divides K.
+    RESIDENT: programs of a multiprocessor, for the grid only. parts: two tiles of scratch a program; arrived:
+    zeros, and zeros again afterwards. Sums are float32.
     """
     begin(EARLY)
     worker, workers = tl.program_id(1), tl.num_programs(1)
@@ -300,25 +300,18 @@ def tiles(rows: int, dtype: torch.dtype, bits: int) -> list[triton.Config]:
     """Return the configurations to try for the rows of a tile, the best guess first. bits: of a value.
 
     All fit an A100 and spill no registers. A multiprocessor of an H100 holds as many programs as each says.
+    The first three lists were chosen by measurement on an H200.
     """
     if dtype == torch.float32:  # for tests of correctness: products without tensor cores fill registers
         return [_tile(64, 64, 4, 1, 2)]
-    if bits == 16:
-        if rows == 64:
-            return [_tile(128, 64, 8, 6, 1), _tile(128, 128, 8, 3, 1), _tile(64, 64, 4, 6, 2)]
-        return [_tile(64, 128, 4, 4, 2), _tile(64, 64, 4, 6, 3), _tile(128, 64, 8, 8, 1)]
-    if rows == 16 and bits == 4:
-        return [_tile(64, 128, 4, 6, 3), _tile(64, 256, 4, 4, 3), _tile(128, 128, 8, 6, 1)]
     if rows == 16:
-        return [
-            _tile(64, 128, 4, 4, 3), _tile(64, 256, 4, 3, 2), _tile(128, 128, 4, 4, 2),
-            _tile(128, 128, 8, 5, 1),
-        ]
+        if bits == 4:
+            return [_tile(64, 128, 4, 6, 3), _tile(64, 256, 4, 4, 3), _tile(128, 128, 8, 6, 1)]
+        return [_tile(64, 128, 4, 4, 3), _tile(64, 256, 4, 3, 2)]
     if rows == 32:
-        # The first one spills nothing anywhere; with Triton 3.6 the others spill 8 bytes on sm_100.
-        return [_tile(128, 64, 8, 8, 1), _tile(64, 128, 4, 5, 2), _tile(64, 64, 4, 8, 2)]
+        return [_tile(64, 128, 4, 5, 2), _tile(128, 64, 8, 8, 1)]
     if rows == 64:
-        return [_tile(128, 64, 8, 8, 1), _tile(64, 64, 4, 8, 2), _tile(64, 64, 4, 4, 2)]
+        return [_tile(128, 128, 8, 4, 1) if bits == 4 else _tile(64, 64, 4, 4, 2), _tile(64, 128, 4, 4, 2)]
     return [_tile(128, 64, 8, 5, 1), _tile(64, 64, 4, 4, 2)]
 
 
@@ -357,7 +350,7 @@ def programs(tiles: int, steps: int, held: float, resident: int) -> int:
 
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())
 def linear(
-    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, onto: Tensor | None, outputs: int,
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, onto: Tensor | None, outputs: int,
     group: int, wide: bool,
 ) -> Tensor:
     """x [..., K] times a weight as `product_kernel` takes it, + bias -> [..., N], N = outputs.
@@ -369,7 +362,7 @@ def linear(
     rows = x.reshape(-1, K)
     M = rows.shape[0]
     out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if wide else x.dtype)
-    bits = 16 if scale is None else 4 if group else 8
+    bits = 4 if group else 8
     tile = tile_rows(M, x.dtype, bits)
     choices = tiles(tile, x.dtype, bits)
     blocks, held = triton.cdiv(M, tile), programs_at_once(x.device)
@@ -393,7 +386,7 @@ def linear(
     else:  # ranks would measure other times, and choose other sums
         given |= choices[choice or 0].all_kwargs()
     kernel[grid](
-        rows.contiguous(), weight, weight if scale is None else scale, rows if bias is None else bias,
+        rows.contiguous(), weight, scale, rows if bias is None else bias,
         rows if onto is None else onto.contiguous(), out, parts, counters(x.device, most), M, N, K,
         **given, **options(x.device),
     )
@@ -413,32 +406,10 @@ class TritonLinear(QuantizedLinear):
         return linear(self.rounded(x), *held, onto, self.outputs, self.group, wide)
 
 
-class DenseLinear(Linear):
-    """A `Linear` in 16 bits whose product of few rows is the same kernel."""
-
-    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        return self._product(x, onto, False) if self._ours(x) else super().forward(x, onto)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self._product(x, None, True) if self._ours(x) else super().logits(x)
-
-    def _ours(self, x: Tensor) -> bool:
-        return x.numel() <= DENSE_ROWS * x.shape[-1] and not torch.is_grad_enabled()
-
-    def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
-        return linear(x, self.weight, None, self.bias, onto, self.weight.shape[0], 0, wide)
-
-
 def take(module: nn.Module) -> None:
-    """Make a linear layer ours, once. A quantised weight and its scales are laid out anew.
-
-    Layers in fp8 and float32, and those of less than a tile, do not change.
+    """Make a quantised layer ours, once: its weight and scales are laid out anew. One in fp8 does not change.
     """
     if type(module) is QuantizedLinear and module.mode != "fp8":
         module.__class__ = TritonLinear
         module.weight.data = laid_out(module.weight)
         module.scale.data = module.scale.t().contiguous()
-    elif type(module) is Linear and module.weight.dtype.itemsize == 2:
-        N, K = module.weight.shape
-        if N >= 64 and K % 8 == 0:
-            module.__class__ = DenseLinear

@@ -141,8 +141,8 @@ def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
     lines, file = [], tmp_path / "double.graph"
     file.write_text("broken")
     monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
-    monkeypatch.setattr(compiling, "find_graph", lambda place: lambda *args: 1 / 0)
-    monkeypatch.setattr(compiling, "make_graph", lambda made, args, place: made)
+    monkeypatch.setattr(compiling, "find_graph", lambda place, say: lambda *args: 1 / 0)
+    monkeypatch.setattr(compiling, "make_graph", lambda made, args, place, say: made)
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert lines[:2] == ["a saved graph of the double fails (division by zero) and is made again",
@@ -215,11 +215,11 @@ def test_ready_is_ready(monkeypatch):
     engine.guide = lambda schema: Free()
     engine.passes.captured, made = Replays(), []
 
-    def make(function, args, path):
+    def make(function, args, path, say):
         made.append("make")
         return function
 
-    monkeypatch.setattr(compiling, "find_graph", lambda path: made.append("find"))
+    monkeypatch.setattr(compiling, "find_graph", lambda path, say: made.append("find"))
     monkeypatch.setattr(compiling, "make_graph", make)
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     # For one to three texts, with drafts and without, drawn and not: verify, and commit in two modes. For

@@ -26,7 +26,7 @@ BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 ROWS = (1, 17, 60, 130)  # one for each tile of rows
 REGISTERS = 65536  # of a multiprocessor
 # Bits and group of a weight.
-WEIGHTS = {"dense": (16, 0), "int8": (8, 0)} | {f"int4/{group}": (4, group) for group in (32, 64, 128)}
+WEIGHTS = {"int8": (8, 0)} | {f"int4/{group}": (4, group) for group in (32, 64, 128)}
 
 
 @cache
@@ -35,7 +35,7 @@ def compiled(capability, dtype, kind, rows, choice, even=True, count="any i32"):
     tile = products.tile_rows(rows, dtype, bits)
     chosen = products.tiles(tile, dtype, bits)[choice]
     given = {
-        "x": dtype, "weight": dtype if bits == 16 else torch.int16, "scale": BF16 if group else F32,
+        "x": dtype, "weight": torch.int16, "scale": BF16 if group else F32,
         "bias": dtype, "onto": dtype, "out": dtype, "parts": F32, "arrived": I32, "M": count, "N": "i32",
         "K": "i32", "BITS": bits, "GROUP": group, "BIASED": False, "ADDED": True, "EVEN": even,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": tile, **chosen.kwargs,
@@ -54,7 +54,7 @@ def choices():
         for kind, (bits, _) in WEIGHTS.items():
             for rows in ROWS:
                 tile = products.tile_rows(rows, BF16, bits)
-                whole = capability == 90 and kind in ("dense", "int8", "int4/64")
+                whole = capability == 90 and kind in ("int8", "int4/64")
                 for choice in range(len(products.tiles(tile, BF16, bits)) if whole else 1):
                     found.setdefault((capability, kind, tile, choice), (capability, kind, rows, choice))
     usual = (90, "int8", 60, 0), (90, "int4/64", 1, 0)
@@ -71,8 +71,8 @@ def test_bfloat16(capability, kind, rows, choice):
         resident, threads = chosen.kwargs["RESIDENT"], 32 * chosen.num_warps
         assert resident * (made.shared + 1024) <= SHARED[90] + 1024
         assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
-        if kind != "dense":  # a product ends before its inputs are overwritten: none is in flight then
-            assert set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass)) == {"0x0"}
+        # A product ends before its inputs are overwritten: none is in flight then.
+        assert set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass)) == {"0x0"}
         assert not overwritten_registers(made.sass) and not unguarded_writes(made.ptx)
 
 
@@ -87,7 +87,7 @@ def test_a_thread_reads_16_bytes(capability, kind):
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("kind", ("int8", "int4/64", "dense"))
+@pytest.mark.parametrize("kind", ("int8", "int4/64"))
 def test_one_row(kind):
     """Triton compiles a kernel of its own where an integer is 1."""
     made, _ = compiled(90, BF16, kind, 1, 0, count=1)
@@ -109,7 +109,7 @@ def test_what_is_looked_for_in_machine_code():
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("kind", ("int8", "int4/64", "dense"))
+@pytest.mark.parametrize("kind", ("int8", "int4/64"))
 @pytest.mark.parametrize("rows", ROWS)
 def test_little_shared_memory(kind, rows):
     """On an RTX 3090 one of the tiles fits; those that do not are passed over when they are tried."""

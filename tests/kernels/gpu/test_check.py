@@ -127,12 +127,12 @@ def compiled(monkeypatch) -> list:
     """Stands in for compilers: the functions that a compiled graph goes through."""
     changes = []
 
-    def make(function, args, path):
+    def make(function, args, path, say):
         return lambda *args: changes[0](function(*args)) if changes else function(*args)
 
     monkeypatch.setattr(steps, "REPLAYS", 2)
     monkeypatch.setattr(compiling, "make_graph", make)
-    monkeypatch.setattr(compiling, "find_graph", lambda path: None)
+    monkeypatch.setattr(compiling, "find_graph", lambda path, say: None)
     return changes
 
 

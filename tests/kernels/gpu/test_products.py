@@ -3,18 +3,16 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.ahead_of_time import dear
 
 from kernels.gpu import products
 from kernels.gpu.launch import counters
 from kernels.quantized import QuantizedLinear, round_inputs
-from model import Linear
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
 ROUNDED = [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("dense", 0)]
+WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +25,8 @@ def case(device, dtype, mode, group, rows, N, K, bias=True):
     """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
     weight, shift = torch.randn(N, K, generator=draw), torch.randn(N, generator=draw).to(dtype)
-    if mode == "dense":
-        layer = Linear(K, N, bias).requires_grad_(False).to(dtype)
-        layer.weight.copy_(weight), bias and layer.bias.copy_(shift)
-        layer.exact = layer.weight.double().to(device)
-    else:
-        layer = QuantizedLinear.of(weight, mode, group, shift if bias else None)
-        layer.exact = layer.dequantize(torch.float64).to(device)
+    layer = QuantizedLinear.of(weight, mode, group, shift if bias else None)
+    layer.exact = layer.dequantize(torch.float64).to(device)
     x, onto = (torch.randn(rows, n, generator=draw).to(device, dtype) for n in (K, N))
     products.take(layer.to(device))
     return layer, x, onto
@@ -62,10 +55,9 @@ def test_rows(device, dtype, limit, mode, group, rows):
 @pytest.mark.parametrize("dtype, limit", DTYPES)
 @pytest.mark.parametrize("mode, group, N, K", [
     ("int8", 0, 33, 95), ("int8", 0, 1, 130), ("int8", 0, 64, 64), ("int4", 32, 33, 96), ("int4", 64, 7, 192),
-    ("dense", 0, 67, 136), ("dense", 0, 7, 64),
 ])
 def test_odd_sizes(device, dtype, limit, mode, group, N, K):
-    """Columns and inputs that no tile divides. Too few columns for a tile of 16 bits are torch's."""
+    """Columns and inputs that no tile divides."""
     layer, x, _ = case(device, dtype, mode, group, 5, N, K, bias=False)
     assert error(layer(x), exactly(layer, x)) < limit
 
@@ -86,7 +78,7 @@ def test_every_value(device, mode, group):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("mode, group, bits", [("int8", 0, 8), ("int4", 64, 4), ("dense", 0, 16)])
+@pytest.mark.parametrize("mode, group, bits", [("int8", 0, 8), ("int4", 64, 4)])
 def test_programs_share_tiles(device, dtype, mode, group, bits):
     """One tile of columns and many inputs: the sums come in parts, the same at every call."""
     layer, x, _ = case(device, dtype, mode, group, 3, 64, 4096, bias=False)
@@ -99,7 +91,7 @@ def test_programs_share_tiles(device, dtype, mode, group, bits):
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)
-@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64), ("dense", 0)])
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
 def test_sums_are_rounded_once_or_not_at_all(device, dtype, mode, group):
     """What is added to the residual stream is rounded first, as elsewhere; logits stay float32."""
     layer, x, onto = case(device, dtype, mode, group, 3, 72, 256)
@@ -143,17 +135,6 @@ def test_programs(tiles, steps, resident, count):
     assert products.programs(tiles, steps, 132, resident) == count
 
 
-def test_what_stays_with_torch(device):
-    """Products of many rows, and those that are differentiated."""
-    layer, x, onto = case(device, torch.float16, "dense", 0, 65, 64, 64)
-    plain = onto + F.linear(x, layer.weight, layer.bias)
-    assert torch.equal(layer(x, onto), plain)
-    with torch.enable_grad():
-        few = x[:3].requires_grad_()
-        layer(few).sum().backward()
-    assert few.grad is not None
-
-
 def test_no_memory_to_measure_in(monkeypatch):
     """The first choice is taken. Weights that differ in their groups are measured apart."""
     def full(*a, **options):
@@ -167,7 +148,7 @@ def test_no_memory_to_measure_in(monkeypatch):
 @pytest.mark.parametrize("ranks", (False, True))
 def test_ranks_choose_tiles_without_measuring(device, monkeypatch, ranks):
     """Each would measure other times, and add up in another order."""
-    layer, x, _ = case(device, torch.float16, "dense", 0, 3, 72, 256)
+    layer, x, _ = case(device, torch.float16, "int8", 0, 3, 72, 256)
     found = layer(x)
     monkeypatch.setattr(products, "choice", None)
     monkeypatch.setattr(products, "_tuned", lambda *a: 1 / 0)  # measures
