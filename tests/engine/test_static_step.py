@@ -7,8 +7,10 @@ from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.engine import Engine
+from drafters.eagle import Eagle
+from engine.engine import DRAFTED, PLAIN, Engine
 from sampling.options import Modes, Sampling
+from tree import TreeShape
 
 aten = torch.ops.aten
 # What brings a number to the host, or has a result whose size only the device knows.
@@ -84,3 +86,21 @@ def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
         assert kept and not changed
         held += 1
     assert held and [r.ids for r in requests] == alone
+
+
+def test_a_launch_uploads_nothing(models):
+    """Where some requests draft and some do not, either is held still while the other steps: on a GPU a
+    Python list as an index, or a tensor of one, would wait for the step before.
+    """
+    with Watched("cpu") as watched:
+        _ = torch.zeros(3)[[0, 2]], torch.tensor([1])
+    assert len(watched.seen) == 2
+    target, head = models
+    engine = Engine(target, Eagle(head, TreeShape(6, 2, 2)), batch=3, max_seq_len=100, compile=False)
+    for i in range(3):
+        engine.admit([5, 6 + i], Sampling(40), plain=i == 1)
+    while len(engine._members(DRAFTED)) < 2 or not engine._members(PLAIN):
+        engine.step()
+    with torch.no_grad(), Watched("cpu") as watched:
+        engine._launch(DRAFTED), engine._launch(PLAIN)
+    assert not watched.seen
