@@ -95,6 +95,11 @@ correct() {
     rm -f "${OUT:-$notes}"/tests-*.log
     beside kernels tests/kernels/gpu tests/kernels/test_parts.py -k gpu
     beside quantised tests/engine/test_cuda.py -k quantised
+    # One at a time: the first of each compares the kernels with their definitions.
+    for dtype in float32 bfloat16; do
+        beside "first-$dtype" tests/engine/test_cuda.py -k "$dtype and (tiny-$dtype-rest or fp8)"
+    done
+    wait
     for dtype in float32 bfloat16; do
         beside "eagle-$dtype" tests/engine/test_cuda.py -k "tiny and $dtype and eagle"
         beside "$dtype" tests/engine/test_cuda.py -k "tiny and $dtype and not eagle"

@@ -121,9 +121,9 @@ class Runner:
         """Return the number of steps of the last batch by tree; "plain" is one."""
         return sum((request.trees for request in self.requests), Counter())
 
-    def warm_up(self, temperature: float = 0.0) -> Runner:
-        """Compile and capture whatever a text needs. Return self."""
-        self.engine.warm_up(Sampling(8, temperature), every_length=True)
+    def warm_up(self, temperature: float = 0.0, every: bool = True) -> Runner:
+        """Compile and capture what a text needs; every: of any length, with any option. Return self."""
+        self.engine.warm_up(Sampling(8, temperature), every_length=every)
         return self
 
     def bytes_read(self, context: int) -> int:
