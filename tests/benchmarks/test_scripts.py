@@ -20,6 +20,7 @@ from helpers import ROOT
 from processes import Reply
 
 from checkpoint.loading import load_model
+from engine import autotune
 
 pytestmark = pytest.mark.kernels
 
@@ -68,7 +69,8 @@ def test_floor(calibrated, questions, record):
     assert all(c["texts_equal"] == c["of"] == 2 and c["speedup"] > 0 and c["trees"] for c in cells)
 
 
-def test_choice(calibrated, record):
+def test_choice(calibrated, record, monkeypatch):
+    monkeypatch.setattr(autotune, "PRIOR", autotune.PRIOR)  # other tests of this process need it
     run(choice, "--checkpoint", calibrated, "--starts", 2, "--texts", 2, "--set", "PRIOR=8")
     rows = record("choice")["rows"]
     assert [row["temperature"] for row in rows] == [0.0, 1.0]
