@@ -56,11 +56,11 @@ tests() {
     part "$seconds" "$name" "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -s --durations=8 "$@"
 }
 
-# beside NAME WHICH...: tests that run beside others, as most of their time goes into compiling
+# beside SECONDS NAME WHICH...: tests that run beside others, as most of their time goes into compiling
 beside() {
     (
         export TORCHINDUCTOR_COMPILE_THREADS=2
-        tests 350 "$@" >"${OUT:-$notes}/tests-$1.log" 2>&1
+        tests "$@" >"${OUT:-$notes}/tests-$2.log" 2>&1
     ) &
 }
 
@@ -93,19 +93,20 @@ sanitize() {
 
 correct() {
     rm -f "${OUT:-$notes}"/tests-*.log
-    beside kernels tests/kernels/gpu tests/kernels/test_parts.py -k gpu
-    beside quantised tests/engine/test_cuda.py -k quantised
-    # One at a time: the first of each compares the kernels with their definitions.
+    # The first of each kind compares the kernels with their definitions, once.
     for dtype in float32 bfloat16; do
-        beside "first-$dtype" tests/engine/test_cuda.py -k "$dtype and (tiny-$dtype-rest or fp8)"
+        beside 120 "rest-$dtype" tests/engine/test_cuda.py -k "tiny-$dtype-rest"
+        beside 120 "fp8-$dtype" tests/engine/test_cuda.py -k "fp8-$dtype"
     done
     wait
+    beside 240 kernels tests/kernels/gpu tests/kernels/test_parts.py -k gpu
+    beside 240 quantised tests/engine/test_cuda.py -k quantised
     for dtype in float32 bfloat16; do
-        beside "eagle-$dtype" tests/engine/test_cuda.py -k "tiny and $dtype and eagle"
-        beside "$dtype" tests/engine/test_cuda.py -k "tiny and $dtype and not eagle"
+        beside 240 "eagle-$dtype" tests/engine/test_cuda.py -k "tiny-$dtype and eagle"
+        beside 240 "$dtype" tests/engine/test_cuda.py -k "tiny-$dtype and not eagle and not rest"
     done
     have_checkpoint "text of the checkpoint" &&
-        beside checkpoint tests/engine/test_cuda.py -k smollm2
+        beside 240 checkpoint tests/engine/test_cuda.py -k smollm2
     wait
     cat "${OUT:-$notes}"/tests-*.log
     PATH=$PATH:/usr/local/cuda/bin

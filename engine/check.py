@@ -1,4 +1,4 @@
-"""The step of decoding compared with itself: by definitions, on our kernels, compiled, and captured.
+"""The step of decoding compared with itself: by definitions, compiled on our kernels, and captured.
 
 `checked` is called for each target on a GPU. It adds two parts to those of `kernels.gpu.cases`.
 """
@@ -14,7 +14,7 @@ import torch.nn as nn
 from drafters.eagle import Eagle
 from engine.engine import Engine
 from engine.passes import Passes
-from kernels.backend import TorchBackend
+from kernels.backend import TORCH, TorchBackend
 from kernels.gpu.cases import PARTS, Case, Sizes
 from kernels.gpu.check import failures, main
 from kernels.quantized import Scheme, quantize_linears
@@ -49,7 +49,7 @@ def checked(
     return backend.without(found)
 
 
-def _prepared(s: Sizes, backend: TorchBackend) -> Passes:
+def _prepared(s: Sizes, backend: TorchBackend, dtype: torch.dtype) -> Passes:
     """Return passes of a small target with these heads and an EAGLE-3 head, both random, amid two texts."""
     nh, nkv, hd = s.heads
     shape = {
@@ -67,9 +67,9 @@ def _prepared(s: Sizes, backend: TorchBackend) -> Passes:
             x.copy_(torch.randn(x.shape, generator=draw) * (x.shape[-1] ** -0.5 if x.ndim > 1 else 1))
 
     fill(target), fill(head)
-    quantize_linears(head, Scheme("int8", 0, None))  # as it is at load in 16 bits: products of ours
+    target.requires_grad_(False).to(s.device, dtype), head.requires_grad_(False).to(s.device, dtype)
     head.use_target(target)
-    target.requires_grad_(False).to(s.device), head.requires_grad_(False).to(s.device)
+    quantize_linears(head, Scheme("int8", 0, None))  # as it is at load in 16 bits: products of ours
     backend.prepare(target, head)
     drafter = Eagle(head, TREE)
     passes = Engine(target, drafter, batch=2, max_seq_len=4 * TOKENS, compile=backend.name != "torch").passes
@@ -93,12 +93,20 @@ def scribble(device: torch.device) -> None:
 
 
 def _steps(s: Sizes, captured: bool) -> Iterator[Case]:
+    """A compiled step in float32 is compared with its definition. A captured one, in the target's dtype, is
+    compared with the compiled one, bit for bit.
+    """
+    used: list[TorchBackend] = []
+
     def run(backend: TorchBackend) -> list:
         """Steps from one state; between them another graph writes into their pool, and all that is free is
         written.
         """
-        passes, found = _prepared(s, backend), []
-        if not captured:
+        if backend is not TORCH:
+            used.append(backend)
+        passes = _prepared(s, *((used[-1], s.torch_dtype) if captured else (backend, torch.float32)))
+        found = []
+        if backend is TORCH or not captured:
             passes.captured = None
         rows, span, state = passes.rows(0, 2), passes.span(2 * TOKENS), passes.state
         buffers = [*state.buffers(), *passes.caches.buffers(), *passes.drafter.caches.buffers()]
@@ -112,11 +120,11 @@ def _steps(s: Sizes, captured: bool) -> Iterator[Case]:
             if passes.on_cuda:
                 torch.cuda.empty_cache()
             scribble(passes.device)
-        if passes.fallbacks[len(backend.failures) :]:
+        if passes.fallbacks[len(passes.backend.failures) :]:
             raise AssertionError(passes.fallbacks[-1])
         return found
 
-    yield Case(f"2 sequences, a tree of {TREE.nodes}", run, 1e-3, 0, False)
+    yield Case(f"2 sequences, a tree of {TREE.nodes}", run, 0.0 if captured else 1e-3, 0, False)
 
 
 STEPS = {"compiled step": lambda s: _steps(s, False), "captured step": lambda s: _steps(s, True)}

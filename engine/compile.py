@@ -160,15 +160,14 @@ def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str],
     brief = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
     with settings, brief:
         compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
-    header = _digests(compiled, args)
-    if header is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as part:
-                compiled.save_compiled_function(str(part))
-                part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
-        except (OSError, RuntimeError, AttributeError, pickle.PicklingError) as e:
-            say(f"the graph cannot be saved for the next process ({first_line(e)})")
+    try:
+        header = _digests(compiled, args)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as part:
+            compiled.save_compiled_function(str(part))
+            part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
+    except (OSError, RuntimeError, AttributeError, TypeError, pickle.PicklingError) as e:
+        say(f"the graph cannot be saved for the next process ({first_line(e)})")
     return compiled.fn  # not `compiled` itself, which would check the guards
 
 
@@ -187,8 +186,8 @@ def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
         return None
 
 
-def _digests(compiled, args: tuple) -> dict[str, str] | None:
-    """A digest of every file that a graph depends on, by path. None if the graph must not be saved.
+def _digests(compiled, args: tuple) -> dict[str, str]:
+    """A digest of every file that a graph depends on, by path. Raises RuntimeError if it must not be saved.
 
     The files are those of the code that was traced, of the classes of all modules (tracing reads their
     attributes), of the constants that these files import, and of the kernels, whose operators are called.
@@ -201,7 +200,7 @@ def _digests(compiled, args: tuple) -> dict[str, str] | None:
             modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
     modules = {name for name in modules if not _is_library(name)}
     if not all(getattr(sys.modules.get(name), "__file__", None) for name in modules):
-        return None
+        raise RuntimeError("some of its code is in no file")
     files = {_file_of(name) for name in modules}
     for file in list(files):
         nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
@@ -209,7 +208,7 @@ def _digests(compiled, args: tuple) -> dict[str, str] | None:
         files |= {_file_of(name) for name in names if name in sys.modules and not _is_library(name)}
     files |= {*sources(), *Path(here.__file__).parent.glob("*.py")}
     if any(file.stat().st_mtime > IMPORTED for file in files):
-        return None
+        raise RuntimeError("a source file has changed since this process began")
     return {os.path.relpath(file, ROOT): _digest(file) for file in sorted(files)}
 
 

@@ -45,11 +45,11 @@ def take_in(qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION: 
     that add to one accumulator are miscompiled on Blackwell (triton-lang/triton#10821).
     """
     scores = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
-    if APART:
-        scores += tl.dot(qb, tl.trans(kb), input_precision=PRECISION)
+    if APART:  # Triton would make one accumulator of a mere sum
+        scores = scores * scale + tl.dot(qb, tl.trans(kb), input_precision=PRECISION) * scale
     else:
-        scores = tl.dot(qb, tl.trans(kb), scores, input_precision=PRECISION)
-    scores = tl.where(seen, scores * scale, float("-inf"))
+        scores = tl.dot(qb, tl.trans(kb), scores, input_precision=PRECISION) * scale
+    scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 1))
     kept, p = tl.exp2(most - higher), tl.exp2(scores - higher[:, None])
     sums = tl.dot(p.to(values.dtype), values, sums * kept[:, None], input_precision=PRECISION)
@@ -263,8 +263,8 @@ def attend(
         ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
         NORM=q_norm is not None, OLD=M > T, WINDOWED=oldest is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        CONVERTS=converts(qkv.device), APART=is_blackwell(qkv.device), num_warps=warps, num_stages=stages,
-        **options(qkv.device),
+        CONVERTS=converts(qkv.device), APART=qkv.dtype.itemsize == 2 and is_blackwell(qkv.device),
+        num_warps=warps, num_stages=stages, **options(qkv.device),
     )
     return out
 

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     """The sizes that kernels are checked at.
 
     heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs). rows: of a
-    product. lengths: of texts. repeats: how often the largest product of a mode is computed. mixtures: (mode,
+    product. lengths: of texts. repeats: how often a product is computed. mixtures: (mode,
     group, experts, those of a row, inner size, inputs, has biases).
     """
 
@@ -155,13 +155,11 @@ def _attend(s: Sizes) -> Iterator[Case]:
 
 
 def _linear(s: Sizes) -> Iterator[Case]:
-    largest = {layer[:2]: layer for layer in sorted(s.layers, key=lambda layer: layer[2] * layer[3])}
     for mode, group, N, K in s.layers:
         layer = QuantizedLinear(K, N, False, mode, group)
         ours = copy.deepcopy(_fill(layer).to(s.device))
         CudaBackend().prepare(ours)
         layer.float()
-        repeats = s.repeats if (mode, group, N, K) in largest.values() else 1
         kind = s.torch_dtype, 4 if group else 8
         for M in s.rows:
             x, onto = s.draw(M, K, seed=N + K).to(s.torch_dtype), s.draw(M, N, seed=N).to(s.torch_dtype)
@@ -174,7 +172,7 @@ def _linear(s: Sizes) -> Iterator[Case]:
                         return ours(x, onto)
 
                 what = f"{mode} {N} x {K}, {M} rows" + ", tiles of {COLUMNS} x {DEPTH}".format(**tile.kwargs)
-                yield Case(what, run, LIMITS[s.torch_dtype], repeats)
+                yield Case(what, run, LIMITS[s.torch_dtype], s.repeats)
 
 
 def _fill(layer: nn.Module) -> nn.Module:

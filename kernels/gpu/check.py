@@ -10,6 +10,7 @@ import ast
 import contextlib
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cases import Case, Sizes
 
 ROOT, DRIVER = Path(__file__).resolve().parents[2], Path("/proc/driver/nvidia/version")
+# The rooms whose code a step runs, or that checks it.
+CHECKED = "drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling"
 SECONDS = 600  # of a process, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 
@@ -138,7 +141,7 @@ def place_of(sizes: Sizes) -> Path:
         sizes, torch.__version__, triton.__version__, torch.version.cuda,
         DRIVER.read_text() if DRIVER.exists() else None,
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        [(p.name, p.read_text()) for p in sorted(Path(__file__).parent.glob("*.py"))],
+        [(p.name, p.read_text()) for place in ("", *CHECKED) for p in sorted((ROOT / place).glob("*.py"))],
     ]
     return COMPILED / "graphs" / f"kernels-{hashlib.sha256(repr(depends).encode()).hexdigest()[:24]}.json"
 
@@ -183,12 +186,13 @@ def _checked(
     A part during which the process dies or hangs fails; another process checks the ones after it. If none
     starts, all fail.
     """
-    found: dict[str, str] = {}
+    found, path = {}, os.environ.get("PYTHONPATH")
     while left:
         try:
             done = subprocess.run(
                 [*command, *left], input=repr((tuple(sizes), failed | found)), capture_output=True,
                 text=True, cwd=ROOT, timeout=SECONDS,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path)))},
             )
             output, death = done.stdout, _death(done)
         except subprocess.TimeoutExpired as e:

@@ -4,6 +4,7 @@ import torch
 from helpers.decoding import ids, prompts
 from helpers.drafters import cases, make_drafter
 from shapes import random_models
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,10 +37,26 @@ class Watched(TorchDispatchMode):
         if operator in INDEXED and any(i is not None and i.dtype == torch.bool for i in args[1]):
             self.seen.append(f"{operator} by a mask")
         result = operator(*args, **kwargs or {})
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.device.type != self.device:
-                self.seen.append(f"{operator} gives a tensor on {x.device}")
+        for x in tree_leaves((args, result)):
+            if isinstance(x, torch.Tensor) and x.device.type != self.device and x.ndim:
+                self.seen.append(f"{operator} takes or gives a tensor on {x.device}")
         return result
+
+
+class Uploads(TorchFunctionMode):
+    """Collects what becomes a tensor of numbers of the host: copied from there, not computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        index = args[1] if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) else ()
+        if function in (torch.tensor, torch.as_tensor, torch.from_numpy) or any(
+            isinstance(i, list) for i in (index if isinstance(index, tuple) else (index,))
+        ):
+            self.seen.append(str(function))
+        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
@@ -56,9 +73,9 @@ def test_a_step_waits_for_nothing(name, modes):
     for run in (
         lambda: passes.step(rows, span, drafter, modes), lambda: passes.prefill(rows, span, 64, modes)
     ):
-        with torch.no_grad(), Watched("meta") as watched:
+        with torch.no_grad(), Watched("meta") as watched, Uploads() as uploads:
             run()
-        assert not watched.seen
+        assert not watched.seen + uploads.seen
 
 
 @pytest.mark.parametrize("name", cases())
@@ -88,19 +105,42 @@ def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
     assert held and [r.ids for r in requests] == alone
 
 
-def test_a_launch_uploads_nothing(models):
-    """Where some requests draft and some do not, either is held still while the other steps: on a GPU a
-    Python list as an index, or a tensor of one, would wait for the step before.
-    """
-    with Watched("cpu") as watched:
-        _ = torch.zeros(3)[[0, 2]], torch.tensor([1])
-    assert len(watched.seen) == 2
+@pytest.fixture
+def two_groups(models) -> Engine:
+    """Steps of three sequences, as on a GPU: two requests draft, one does not."""
     target, head = models
-    engine = Engine(target, Eagle(head, TreeShape(6, 2, 2)), batch=3, max_seq_len=100, compile=False)
+    drafter = Eagle(head, TreeShape(6, 2, 2))
+    engine = Engine(target, drafter, batch=3, max_seq_len=100, compile=False, counts=(3,))
+    engine.passes.captured = lambda key, call, still: call()
     for i in range(3):
         engine.admit([5, 6 + i], Sampling(40), plain=i == 1)
     while len(engine._members(DRAFTED)) < 2 or not engine._members(PLAIN):
         engine.step()
-    with torch.no_grad(), Watched("cpu") as watched:
-        engine._launch(DRAFTED), engine._launch(PLAIN)
-    assert not watched.seen
+    return engine
+
+
+def test_a_launch_uploads_nothing(two_groups):
+    """While one group steps the other is held still: a Python list as an index, or a tensor of one, would
+    wait for the step before on a GPU.
+    """
+    with Uploads() as uploads:
+        torch.zeros(3, device="meta")[[0, 2]] = torch.tensor([1.0, 2.0], device="meta")
+    assert len(uploads.seen) == 2
+    with torch.no_grad(), Uploads() as uploads:
+        two_groups._launch(DRAFTED), two_groups._launch(PLAIN)
+    assert not uploads.seen
+
+
+def test_a_step_that_fails_holds_nobody_still(two_groups, monkeypatch):
+    seen = []
+
+    def fail(*given):
+        seen.append(two_groups.state.done.tolist())
+        raise RuntimeError
+
+    monkeypatch.setattr(two_groups.passes, "step", fail)
+    for group in (DRAFTED, PLAIN):
+        with pytest.raises(RuntimeError):
+            two_groups._launch(group)
+        assert not two_groups.state.done.any()
+    assert seen == [[False, False, True], [True, True, False]]

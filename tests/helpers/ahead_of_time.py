@@ -42,6 +42,7 @@ class Compiled(NamedTuple):
     spilled: int  # bytes of a thread's local memory: registers that did not suffice
     ptx: str
     sass: str  # machine code
+    chained: bool  # a product adds to what another one has summed
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -79,7 +80,9 @@ def compile_for(
         file.write_bytes(made.asm["cubin"])
         used, sass = (_dump(option, file) for option in ("--dump-resource-usage", "--dump-sass"))
     registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", used).groups())
-    return Compiled(made.metadata.shared, registers, stack + local, made.asm["ptx"], sass)
+    products = re.findall(r"(%\w+) = tt\.dot %\w+, %\w+, (%\w+)", made.asm["ttir"])
+    chained = not {result for result, _ in products}.isdisjoint(onto for _, onto in products)
+    return Compiled(made.metadata.shared, registers, stack + local, made.asm["ptx"], sass, chained)
 
 
 def _dump(option: str, file: Path) -> str:

@@ -142,9 +142,9 @@ def captured(monkeypatch):
     prepared = steps._prepared
 
     def by(calls):
-        def prepare(sizes, backend):
-            passes = prepared(sizes, backend)
-            passes.captured = None if backend is TORCH else partial(calls, passes)
+        def prepare(*given):
+            passes = prepared(*given)
+            passes.captured = partial(calls, passes)
             return passes
 
         monkeypatch.setattr(steps, "_prepared", prepare)
@@ -284,7 +284,7 @@ def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
     changes = (
         (name, lambda device: "one"), (name, lambda device: "two"),
         ("triton.__version__", "0"), ("torch.__version__", "0"), ("kernels.gpu.check.DRIVER", driver),
-        ("kernels.gpu.check.__file__", str(place / "check.py")),
+        ("kernels.gpu.check.ROOT", place),
     )
     found = []
     monkeypatch.setattr("kernels.gpu.check.DRIVER", driver)
@@ -293,7 +293,8 @@ def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
         found.append(check.place_of(sizes))
     driver.write_text("580")
     found += [check.place_of(sizes), check.place_of(sizes._replace(dtype="bfloat16"))]
-    (place / "products.py").write_text("changed")
+    (place / "engine").mkdir()
+    (place / "engine" / "step.py").write_text("changed")
     found.append(check.place_of(sizes))
     assert len({*found}) == len(found) - 1, "a driver's file that is not there is as none"
     assert check.place_of(sizes) == found[-1]

@@ -141,7 +141,7 @@ def test_no_memory_to_measure_in(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("triton.testing.do_bench", full)
-    tuned = products._tuned.__wrapped__(16, 16)
+    tuned = products._tuned.__wrapped__(16, 8)
     assert tuned.do_bench(lambda: None, quantiles=(0.5, 0.2)) == [float("inf")] * 2 and "GROUP" in tuned.keys
 
 
