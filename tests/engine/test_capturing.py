@@ -204,6 +204,12 @@ class Free:
     def mask(self, tokens, parent, into): ...
 
 
+def test_plain_decoding_has_one_step(models):
+    """Of two that do the same each would be compiled."""
+    engine = Engine(models[0], compile=False)
+    assert engine.passes.plain is engine.drafter
+
+
 def test_ready_is_ready(monkeypatch):
     """After warm-up the long chunk of a prompt, in the second place, compiles, loads and captures nothing:
     with any option, beside a text with other ones.

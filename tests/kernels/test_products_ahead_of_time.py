@@ -66,6 +66,7 @@ def choices():
 def test_bfloat16(capability, kind, rows, choice):
     made, chosen = compiled(capability, BF16, kind, rows, choice)
     assert made.shared <= SHARED[capability] and made.spilled == 0 and made.on_tensor_cores
+    assert not made.chained
     if capability == 90:
         assert "wgmma" in made.ptx
         resident, threads = chosen.kwargs["RESIDENT"], 32 * chosen.num_warps
