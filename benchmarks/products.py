@@ -98,20 +98,19 @@ def action(o) -> None:
             inputs = [torch.randn(1, rows, w.shape[1], dtype=w.dtype, device=device) for w in weights]
             try:
                 call = ours.captured(partial(multiply, product, inputs), device)
-                call()
+                call()  # it warms up, and what fails fails here
                 calls[name, rows] = call
             except RuntimeError as e:
                 note(f"{name}, {rows} rows: left out ({first_line(e)})")
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    for repeat in range(o.repeat + 1):  # the first one warms up
+    for _ in range(o.repeat):
         for (name, rows), call in calls.items():
             settle(device)
             time.sleep(PAUSE)
             began = time.perf_counter()
             call()
             settle(device)
-            if repeat:
-                times[name, rows].append(time.perf_counter() - began)
+            times[name, rows].append(time.perf_counter() - began)
     medians = {key: statistics.median(t) * 1e3 for key, t in times.items()}
     found = {name: [medians.get((name, rows)) for rows in o.rows] for name in products}
     record = bench.describe(o) | {"checkpoint": o.checkpoint or o.shape, "rows": o.rows}

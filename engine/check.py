@@ -69,7 +69,7 @@ def _prepared(s: Sizes, backend: TorchBackend, dtype: torch.dtype) -> Passes:
     fill(target), fill(head)
     target.requires_grad_(False).to(s.device, dtype), head.requires_grad_(False).to(s.device, dtype)
     head.use_target(target)
-    quantize_linears(head, Scheme("int8", 0, None))  # as it is at load in 16 bits: products of ours
+    quantize_linears(head, Scheme("int8", 0, None))  # heads in 16 bits are when they are loaded
     backend.prepare(target, head)
     drafter = Eagle(head, TREE)
     passes = Engine(target, drafter, batch=2, max_seq_len=4 * TOKENS, compile=backend.name != "torch").passes

@@ -149,7 +149,7 @@ def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str],
     """Compile `function` for these arguments, and save the graph at `path`. The caller promises that the
     arguments of its calls fit.
 
-    If it cannot be saved, say so: the next process compiles again.
+    say: gets a line if it cannot be saved: the next process compiles again.
     """
     # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
     settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
@@ -172,7 +172,10 @@ def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str],
 
 
 def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
-    """Return the graph that `make_graph` saved; None if there is none, or none that can still be used."""
+    """Return the graph that `make_graph` saved; None if there is none, or none that can still be used.
+
+    say: gets a line about one that is damaged.
+    """
     try:
         with open(path, "rb") as file:
             digests = json.loads(file.readline())

@@ -111,7 +111,7 @@ class Passes:
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
 
-        # The same one where there is no other: each is compiled.
+        # A plain drafter is its own plain one: a second would be compiled too.
         self.plain = self._without_head(drafter if type(drafter) is Drafter else Drafter(), follows)
         # On a CPU, where asking for a guess costs no synchronisation.
         headless = None if self.on_cuda else copy.copy(drafter.headless)

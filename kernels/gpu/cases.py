@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
     """The sizes that kernels are checked at.
 
     heads: query heads, key/value heads, numbers of a head. layers: (mode, group, outputs, inputs). rows: of a
-    product. lengths: of texts. repeats: how often a product is computed. mixtures: (mode,
-    group, experts, those of a row, inner size, inputs, has biases).
+    product. lengths: of texts. repeats: how often a product is computed. mixtures: (mode, group, experts,
+    those of a row, inner size, inputs, has biases).
     """
 
     device: str

@@ -35,8 +35,10 @@ from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cases import Case, Sizes
 
 ROOT, DRIVER = Path(__file__).resolve().parents[2], Path("/proc/driver/nvidia/version")
-# The rooms whose code a step runs, or that checks it.
-CHECKED = "drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling"
+# The code that a step runs, or that checks it.
+CHECKED = "model.py", "tree.py", *(
+    f"{room}/*.py" for room in ("drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling")
+)
 SECONDS = 600  # of a process, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 
@@ -141,7 +143,7 @@ def place_of(sizes: Sizes) -> Path:
         sizes, torch.__version__, triton.__version__, torch.version.cuda,
         DRIVER.read_text() if DRIVER.exists() else None,
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        [(p.name, p.read_text()) for place in ("", *CHECKED) for p in sorted((ROOT / place).glob("*.py"))],
+        [(p.name, p.read_text()) for pattern in CHECKED for p in sorted(ROOT.glob(pattern))],
     ]
     return COMPILED / "graphs" / f"kernels-{hashlib.sha256(repr(depends).encode()).hexdigest()[:24]}.json"
 

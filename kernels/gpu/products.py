@@ -300,8 +300,8 @@ def tiles(rows: int, dtype: torch.dtype, bits: int) -> list[triton.Config]:
     """Return the configurations to try for the rows of a tile, the best guess first. bits: of a value.
 
     The first of each spills no registers on an A100, an H100 and a B200, and fits them; what does not fit is
-    passed over. A multiprocessor of an H100 holds as many programs as each says. Those of 16 to 64 rows were
-    chosen by measurement on an H200.
+    passed over. A multiprocessor of an H100 holds as many programs as each says. The tiles of 16 to 64 rows
+    were chosen by measurement on an H200.
     """
     if dtype == torch.float32:  # for tests of correctness: products without tensor cores fill registers
         return [_tile(64, 64, 4, 1, 2)]
