@@ -79,16 +79,16 @@ class Evaluation:
             for engine, _ in self.contenders.values():
                 engine.warm_up(Sampling(8, temperature, seed=self.o.seed), every_length=True)
                 ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.o.seed))
-        bar = tqdm(todo, desc="questions", unit="question", disable=not todo)
-        for name, question, temperature, methods in bar:
-            self.book.forget(name, question, temperature)
-            for method in methods:
-                self._ask(name, question, method, temperature)
-            means = (r for r in self._rows() if (r["set"], r["temperature"]) == (MEAN, temperature))
-            bar.set_postfix_str(", ".join(
-                f"{r['method']} τ {r['tau']:.2f} {r['speedup']:.2f}×" for r in means
-                if r["method"] != PLAIN and r["speedup"] and r["tau"]
-            ))
+        with tqdm(todo, desc="questions", unit="question", disable=not todo) as bar:
+            for name, question, temperature, methods in bar:
+                self.book.forget(name, question, temperature)
+                for method in methods:
+                    self._ask(name, question, method, temperature)
+                means = (r for r in self._rows() if (r["set"], r["temperature"]) == (MEAN, temperature))
+                bar.set_postfix_str(", ".join(
+                    f"{r['method']} τ {r['tau']:.2f} {r['speedup']:.2f}×" for r in means
+                    if r["method"] != PLAIN and r["speedup"] and r["tau"]
+                ))
 
     def _ask(self, name: str, question: dict, method: str, temperature: float) -> None:
         """Ask one question of one method and store the answer."""
@@ -150,9 +150,7 @@ class Evaluation:
         """Write the tables and the differences; print the table. answered: number of questions."""
         out, rest = self.book.folder, ""
         if left := sum(map(len, self.sets.values())) - answered:
-            room = self.contenders[PLAIN].engine.max_seq_len
-            rest = (f"{counted(left, 'question')} without an answer: not asked yet, or too long for {room}"
-                    " tokens.\n")
+            rest = f"{counted(left, 'question')} without an answer: not asked yet, or too long.\n"
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]
