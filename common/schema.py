@@ -80,11 +80,12 @@ class Schema:
         try:
             return self.adapter.validate_python(value)
         except ValidationError as e:
-            first = e.errors()[0]
-            place = ".".join(map(str, ([key] if key else []) + [*first["loc"]])) or "the file"
-            if first["type"] == "missing":
+            # Of a union's alternatives the one that fits furthest was meant.
+            error = max(e.errors(), key=lambda error: len(error["loc"]))
+            place = ".".join(map(str, (key, *error["loc"]))).strip(".") or "the file"
+            if error["type"] == "missing":
                 raise Wrong(place, ABSENT, "a value") from None
-            raise Wrong(place, first["input"], first["msg"].removeprefix("Input should be ")) from None
+            raise Wrong(place, error["input"], error["msg"].removeprefix("Input should be ")) from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""

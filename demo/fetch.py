@@ -44,7 +44,10 @@ def fetch(gguf: Path | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = gguf or _download(Path(folder))
-            check_sha256(file, GGUF_SHA256)
+            with reading(file):
+                found = hashlib.sha256(file.read_bytes()).hexdigest()
+            if found != GGUF_SHA256:
+                raise InputError(f"{file}: SHA-256 is {found}, expected {GGUF_SHA256}")
             convert(file, TARGET, dtype="bf16", force=True)
     if not HEAD_SOURCE.is_dir():
         print(f"{HEAD_SOURCE}: no head to convert; the demo runs without a drafter")
@@ -56,14 +59,6 @@ def fetch(gguf: Path | None = None) -> None:
     if head.exists():
         print(f"{head}: is damaged or not the head of {HEAD_SOURCE}, which replaces it now")
     convert(HEAD_SOURCE, head, target=TARGET, force=True)
-
-
-def check_sha256(file: Path, expected: str) -> None:
-    """Raise InputError if the file has another content, or cannot be read."""
-    with reading(file):
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != expected:
-        raise InputError(f"{file}: SHA-256 is {found}, expected {expected}")
 
 
 def _is_current(head: Path) -> bool:
