@@ -200,7 +200,7 @@ def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampli
     if requests and not o.json:
         note(figures(requests, engine, read, o.stats or o.compare))
         if turns:
-            note(comparison(turns, rule))
+            note(comparison(turns))
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])
     for request in requests:

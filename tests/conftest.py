@@ -8,7 +8,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-pytest_plugins = ["helpers.skips"]
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 
