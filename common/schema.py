@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from common.errors import InputError
 
 ABSENT = object()
+TYPES = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names those of a union in a place
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
 SHORT.maxlist, SHORT.maxlevel = 12, 3
@@ -82,7 +84,8 @@ class Schema:
         except ValidationError as e:
             # Of a union's alternatives the one that fits furthest was meant.
             error = max(e.errors(), key=lambda error: len(error["loc"]))
-            place = ".".join(map(str, (key, *error["loc"]))).strip(".") or "the file"
+            keys = (str(part) for part in (key, *error["loc"]) if not TYPES.search(str(part)))
+            place = ".".join(filter(None, keys)) or "the file"
             if error["type"] == "missing":
                 raise Wrong(place, ABSENT, "a value") from None
             raise Wrong(place, error["input"], error["msg"].removeprefix("Input should be ")) from None

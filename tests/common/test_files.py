@@ -79,7 +79,7 @@ FILE = Schema(TypedDict("File", {
 @pytest.mark.parametrize("value, words", [
     ({}, "token is missing; expected a value"), ([], "the file is []; expected a valid dictionary"),
     ({"token": [1, True]}, "is True; expected a valid integer"),
-    ({"token": 1, "by rows": {"x": 1}}, "by rows.x.[key] is 'x'; expected String should match pattern"),
+    ({"token": 1, "by rows": {"x": 1}}, "by rows.x is 'x'; expected String should match pattern"),
     ({"token": 1, "by rows": {"1": float("inf")}}, "by rows.1 is inf; expected a finite number"),
     ({"token": 1, "name": "../x"}, "name is '../x'; "),
     ({"token": 1, "words": "\x1b[31m"}, "words is '\\x1b[31m'; expected String should have at most 3"),
