@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,68 +16,58 @@ CALLS = {
     "write", "writelines", "flush", "close", "truncate", "replace", "rename", "fsync", "link", "symlink",
     "mkdir", "unlink", "remove", "rmdir", "sendfile", "copy_file_range", "write_record", "write_end_of_file",
 }
-OURS = {"exchange"}
 MOST = 2000  # changes of one action; more is a mistake of the test
 
 
-def kills(action: Callable[[], object], prepare: Callable[[], object], each: int = MOST) -> Iterator[str]:
+def kills(action: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
     """Run `action` in a child that is killed before its first change of the disk, then in one that is killed
     before its second and so on, until one comes to its end. Yields what was about to be done each time.
 
-    prepare: called before each child. each: only so many changes count that are made from one place in the
-    code, called from one place: the first ones.
+    prepare: called before each child.
     """
     for count in range(1, MOST):
         prepare()
-        call = _killed_at(count, action, each)
+        call = _killed_at(count, action)
         if call is None:
             return
         yield call
     raise AssertionError(f"more than {MOST} changes of the disk")
 
 
-def _killed_at(count: int, action: Callable[[], object], each: int) -> str | None:
+def _killed_at(count: int, action: Callable[[], object]) -> str | None:
     """The call before which the child was killed; None if it made fewer and came to its end."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        left, seen = count, Counter()
+        left = count
 
         def watch(frame, event, argument) -> None:
             nonlocal left
-            if event == "c_call" and argument.__name__ in CALLS:
-                name, owner = argument.__name__, getattr(argument, "__self__", None)
+            name = argument.__name__ if event == "c_call" else frame.f_code.co_name
+            if (event, name) == ("call", "exchange") or (event == "c_call" and name in CALLS):
+                owner = getattr(argument, "__self__", None)  # what is printed, or in memory, is on no disk
                 if owner in (sys.stdout, sys.stderr) or isinstance(owner, (str, bytes, list, set)):
                     return
-            elif event == "call" and frame.f_code.co_name in OURS:
-                name = frame.f_code.co_name
-            else:
-                return
-            place = frame.f_code, frame.f_lineno, frame.f_back.f_code, frame.f_back.f_lineno
-            seen[place] += 1
-            left -= seen[place] <= each
-            if left == 0 and seen[place] <= each:
-                sys.setprofile(None)
-                os.write(write, name.encode())
-                os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                if left == 0:
+                    sys.setprofile(None)
+                    os.write(write, name.encode())
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         tqdm.set_lock(threading.RLock())  # its own is shared by forks, and a killed one never gives it back
         signal.alarm(60)
         try:
             sys.setprofile(watch)
             action()
-            sys.setprofile(None)
             os._exit(0)
         except BaseException:
-            sys.setprofile(None)
             traceback.print_exc()
             os._exit(3)
     os.close(write)
     with os.fdopen(read) as pipe:
         call = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
     return call if code else None
 
