@@ -22,12 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -dearest[item.path])
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Print the command that runs each failed test again, alone."""
-    for report in terminalreporter.stats.get("failed", []):
-        terminalreporter.write_line(f"again: {sys.executable} -m pytest -n 0 '{report.nodeid}'")
-
-
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
     """The golden target, converted, with a byte tokenizer, and its heads in `eagle3` and `eagle`."""

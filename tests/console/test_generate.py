@@ -1,6 +1,5 @@
 """generate.py on the golden target with a byte tokenizer, run in this process and not compiled."""
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -65,12 +64,9 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
         "GB/s of weights", "peak memory", " 1 token ", "x (the middle one of 3 turns, ", "equal: yes",
     ):
         assert words in text.err
-    last = cli(*args).err.splitlines()[-1]
-    assert re.fullmatch(r"40 generated, 10 in the prompt; .* tok/s, tau .* tokens per step; length", last)
+    assert "\n40 generated, 10 in the prompt; prefill " in text.err
     monkeypatch.setattr(Engine, "fallbacks", ["the step cannot be captured"])
-    full = cli(*args, "--stats").err
-    assert "\nthe step cannot be captured\n" in full and "peak memory" in full
-    assert "1 token" in full and "plain:" not in full
+    assert "\nthe step cannot be captured\n" in cli(*args, "--stats").err
 
 
 def test_what_a_request_may_ask_for(cli):

@@ -8,7 +8,7 @@ from helpers.refusals import refused
 from common.files import digest
 from drafters import Drafting
 from evaluate import parser
-from evaluation.answers import Answer, Book, Turn, check_out, read_sets
+from evaluation.answers import Answer, Book, Turn, read_sets
 from evaluation.methods import read_draftings
 from evaluation.session import Evaluation
 from tree import TreeShape
@@ -21,6 +21,7 @@ def answer(question: dict, method: str) -> Answer:
 
 
 def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
+    (tmp_path / ".options.json.1.partial").touch()  # of a run that was killed at its first write
     one, two = ({"question_id": i, "turns": [f"what is {i}?"]} for i in (1, 2))
     book = Book(tmp_path, {"seed": 0})
     for question in (one, two):
@@ -49,14 +50,6 @@ def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):
     (tmp_path / file).write_bytes(content)
     with refused(f"{tmp_path}{message}"):
         Book(tmp_path, {"seed": 0})
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    (tmp_path / ".options.json.1.partial").touch()  # of a run that was killed at its first write
-    check_out(tmp_path, {"seed": 0})
-    (tmp_path / "thesis.tex").touch()
-    with refused(f"--out {tmp_path}: holds something else"):
-        check_out(tmp_path, {"seed": 0})
 
 
 def test_each_method_begins_as_often():
