@@ -77,7 +77,7 @@ def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
     *expected: type[Exception], interrupted: str = "interrupted",
 ) -> int:
-    """Read a command line and run it with its options. Of several processes, all but the first are mute.
+    """Read a command line and run it with its options. Mute all processes but the first, except for errors.
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """

@@ -82,7 +82,7 @@ class Schema:
         try:
             return self.adapter.validate_python(value)
         except ValidationError as e:
-            # Of a union's alternatives the one that fits furthest was meant.
+            # The alternative of a union that fits furthest was meant.
             error = max(e.errors(), key=lambda error: len(error["loc"]))
             keys = (str(part) for part in (key, *error["loc"]) if not TYPES.search(str(part)))
             place = ".".join(filter(None, keys)) or "the file"

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from helpers.launching import ONE_THREAD, TORCHRUN
 
 import generate
 from common.errors import InputError
 from kernels.tp import Ranks
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 EAGLE = ("--speculate", "eagle3", "--tree", "8,2,3", "--prompt", "Hello")
 
 
 def start(*args) -> subprocess.Popen:
+    command = *TORCHRUN, "--standalone", "--nproc-per-node", "2", *map(str, args)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*LAUNCH, *map(str, args)], cwd=ROOT, env=ENVIRONMENT, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=ONE_THREAD, **pipes)
 
 
 def ours(err: str) -> list[str]:
