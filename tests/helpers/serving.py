@@ -48,9 +48,9 @@ class Serving:
         with httpx.stream("POST", self.url + path, json=body, headers=headers, timeout=60) as events:
             yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))
 
-    def end(self, which: int = signal.SIGTERM) -> int:
-        """Send a signal and wait; returns the exit status."""
-        self.process.send_signal(which)
+    def end(self) -> int:
+        """Send SIGTERM and wait; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
 
