@@ -12,17 +12,17 @@ def counted(n: int, noun: str) -> str:
 
 
 def printable(text: str, most: int = 120) -> str:
-    """Return a text of others on one line, cut after `most` characters.
+    """Return a text of others, cut after `most` characters.
 
     Control characters are escaped: they could move a cursor or change colours.
     """
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
-    return line if len(line) <= most else line[:most] + "..."
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def one_line(error: object) -> str:
     """Return the message of an error on one line, or its class if it has none."""
-    return printable(str(error), 1500) or type(error).__name__
+    return printable(" ".join(str(error).split()), 1500) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -1,10 +1,18 @@
 """A kill -9 at any write leaves the old or the new, complete, and the next run goes on and leaves nothing."""
+import itertools
+import os
 import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from helpers.killing import contents, kills
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_source
+from tqdm import tqdm
 
 from checkpoint.convert import convert
 from checkpoint.layouts import Answers
@@ -12,6 +20,70 @@ from common import files
 from training.trainer import save_state
 
 pytestmark = pytest.mark.slow
+
+# Calls into C that change what is on the disk; of our own, the exchange of two folders is one.
+CALLS = {
+    "write", "writelines", "flush", "close", "truncate", "replace", "rename", "fsync", "link", "symlink",
+    "mkdir", "unlink", "remove", "rmdir", "sendfile", "copy_file_range", "write_record", "write_end_of_file",
+}
+
+
+def kills(action: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
+    """Run `action` in a child that is killed before its first change of the disk, then in one that is killed
+    before its second and so on, until one comes to its end. Yields what was about to be done each time.
+
+    prepare: called before each child.
+    """
+    for count in itertools.count(1):
+        prepare()
+        if (call := killed_at(count, action)) is None:
+            return
+        yield call
+
+
+def killed_at(count: int, action: Callable[[], object]) -> str | None:
+    """The call before which the child was killed; None if it made fewer and came to its end."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        left = count
+
+        def watch(frame, event, argument) -> None:
+            nonlocal left
+            name = argument.__name__ if event == "c_call" else frame.f_code.co_name
+            if (event, name) == ("call", "exchange") or (event == "c_call" and name in CALLS):
+                owner = getattr(argument, "__self__", None)  # what is printed, or in memory, is on no disk
+                if owner in (sys.stdout, sys.stderr) or isinstance(owner, (str, bytes, list, set)):
+                    return
+                left -= 1
+                if left == 0:
+                    sys.setprofile(None)
+                    os.write(write, name.encode())
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        tqdm.set_lock(threading.RLock())  # its own is shared by forks, and a killed one never gives it back
+        signal.alarm(60)
+        try:
+            sys.setprofile(watch)
+            action()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        call = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
+    return call if code else None
+
+
+def contents(folder: Path) -> dict[str, bytes] | None:
+    """What every file below a folder holds, by its path; None if there is no such folder."""
+    if not folder.exists():
+        return None
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.mark.parametrize("steps", ("two", pytest.param("one", marks=pytest.mark.dear)))
