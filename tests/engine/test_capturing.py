@@ -40,7 +40,7 @@ class FakeCuda:
     def __init__(self):
         self.garbage = lambda: None
         self.fails, self.streams, self.captured, self.collecting = None, [], [], []
-        self.current, self.recording = self, set()
+        self.current, self.recording, self.devices = self, set(), []
 
     @contextlib.contextmanager
     def graph(self, graph, pool, stream):
@@ -72,8 +72,10 @@ def cuda(monkeypatch) -> FakeCuda:
     monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: fake.current)
     monkeypatch.setattr("torch.cuda.set_stream", lambda stream: setattr(fake, "current", stream))
-    for name in ("device", "stream"):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda where: contextlib.nullcontext())
+    for name, places in (("device", fake.devices), ("stream", [])):
+        monkeypatch.setattr(
+            f"torch.cuda.{name}", lambda at, places=places: places.append(at) or contextlib.nullcontext()
+        )
     compiling._stream.cache_clear()
     yield fake
     compiling._stream.cache_clear()
@@ -99,7 +101,7 @@ def test_one_stream_for_each_device(cuda):
     for _ in range(3):
         CapturedCalls(GPU, print)(("step",), lambda: None, contextlib.nullcontext)
     CapturedCalls(torch.device("cuda:0"), print)
-    assert cuda.streams == [GPU, torch.device("cuda:0")]
+    assert cuda.streams == [GPU, torch.device("cuda:0")] and cuda.devices == [GPU] * 3
 
 
 def test_what_cannot_be_captured_is_called(cuda):
