@@ -42,7 +42,7 @@ from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill, staging
 from common.cli import library_errors, note
 from common.dtypes import DTYPES, short_dtype
-from common.errors import InputError, printable
+from common.errors import InputError
 from common.schema import named
 from common.torchrun import several
 from kernels.modes import MXFP4
@@ -302,7 +302,7 @@ def _plan(
     for name, entry in tensors.items():
         fits = entry.dtype is not None and entry.dtype.is_floating_point
         if not (entry.dtype == torch.uint8 if name in in_bytes else fits):
-            raise InputError(f"{path}: tensor {printable(name)} is not stored as floating point (a quantised"
+            raise InputError(f"{path}: tensor {name!r} is not stored as floating point (a quantised"
                              " checkpoint?)")
     dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in in_bytes})
     return [

@@ -19,8 +19,8 @@ from typing_extensions import NotRequired, TypedDict
 from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
 from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.source import Entry, Source
-from common.errors import InputError, printable
-from common.schema import ABSENT, Schema, Wrong, in_words, named, number
+from common.errors import InputError
+from common.schema import ABSENT, Schema, Wrong, named, number
 from model import ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
@@ -274,8 +274,8 @@ def mtp_names(names: NameTable) -> NameTable:
 def family_of(source: Source) -> Family:
     """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
     if source.family not in FAMILIES:
-        found, known = printable(str(source.family)), ", ".join(FAMILIES)
-        raise InputError(f"{source.path}: unknown architecture {found} (known: {known})")
+        known = ", ".join(FAMILIES)
+        raise InputError(f"{source.path}: unknown architecture {source.family!r} (known: {known})")
     return FAMILIES[source.family]
 
 
@@ -305,12 +305,9 @@ def target_fields(source: Source) -> dict:
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")
-    experts = config.get("num_experts", config.get("num_local_experts", 0))
-    if experts < 1:
-        raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")
     return {
         "renormalise_experts": bool(config.get("norm_topk_prob")), **fields,
-        "num_experts": experts,
+        "num_experts": config.get("num_experts", config.get("num_local_experts", 0)),
         "experts_per_token": config.get("num_experts_per_tok", 0),
         "intermediate_size": config.get("moe_intermediate_size", fields["intermediate_size"]),
     }
@@ -324,8 +321,7 @@ def model_fields(path: Path, config: dict) -> dict:
     _refuse(path, config, "quantization_config", "mlp_bias")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise InputError(f"{path}: activation {printable(activation)} is not supported (these are: {known})")
+        raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     where = path if is_gguf(path) else path / CONFIG
     for name in NEEDED:
         if config.get(KEYS[name][0]) is None:
@@ -364,9 +360,8 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
         if {*kinds} == {"full_attention"}:
             return []
         if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:
-            raise InputError(f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)};"
-                             f" expected for each of {layers} layers full_attention or, with a window,"
-                             " sliding_attention")
+            raise InputError(f"{path}: layer_types { {*kinds} } with a window of {window}; expected for"
+                             f" each of {layers} layers full_attention or, with a window, sliding_attention")
         full = [kind == "full_attention" for kind in kinds[:layers]]
     else:
         first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
@@ -378,20 +373,17 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
 def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | None]:
     """(The parameters of layers without a window, the base of those with one if it is another)."""
     local = config.get("rope_local_base_freq")
-    if not isinstance(rope, dict) or not any(isinstance(v, dict) for v in rope.values()):
+    if not any(isinstance(v, dict) for v in rope.values()):
         return rope, local
     full, sliding = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
-    both = isinstance(full, dict) and isinstance(sliding, dict)
-    if not both or sliding.get("rope_type", "default") != "default":
-        raise InputError(f"{path}: rope parameters per kind of layer must be of two kinds, full_attention"
-                         " and, without scaling, sliding_attention")
+    if not full or not sliding or sliding.get("rope_type", "default") != "default":
+        raise InputError(f"{path}: rope parameters of kinds of layers other than full_attention and, without"
+                         " scaling, sliding_attention")
     return full, sliding.get("rope_theta", local)
 
 
 def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
     """(The field rope_scaling, the longest context after scaling). `rope`: the config's own parameters."""
-    if not isinstance(rope, dict):
-        raise InputError(f"{path}: rope parameters are no object")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{path}: partial_rotary_factor is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -108,8 +108,6 @@ class CallStream:
         self._held, self._opening = "", ""  # the tag that began what is held
         # The tag that ends the thought.
         self._close = next((end for tag, end in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag)), "")
-        # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
-        self._line, self._certain = "", True
 
     def push(self, text: str) -> str:
         """Return the text that certainly belongs to no call."""
@@ -118,20 +116,14 @@ class CallStream:
             self._form = None
         certain = ""
         while self._form and not self._opening:
-            tags = (self._close,) if self._close else tuple(THOUGHT_TAGS)
-            tags += () if self._close and self._certain else self._form
+            tags = (self._close,) if self._close else (*THOUGHT_TAGS, *self._form)
             if found := re.search("|".join(map(re.escape, tags)), self._held):
-                at = found.start()
-                if found[0] in self._form:
-                    self._opening = found[0]
-                elif self._close:
-                    self._close, at = "", found.end()
-                else:
-                    before = (self._line + self._held[:at]).rpartition("\n")[2]
-                    self._close, self._certain, at = THOUGHT_TAGS[found[0]], not before.strip(), found.end()
+                is_call = found[0] in self._form
+                at = found.start() if is_call else found.end()
+                self._opening = found[0] if is_call else ""
+                self._close = THOUGHT_TAGS.get(found[0], "")
             else:
                 at = len(self._held) - begun(self._held, tags)
-            self._line = (self._line + self._held[:at]).rpartition("\n")[2]
             certain, self._held = certain + self._held[:at], self._held[at:]
             if not found:
                 break
@@ -151,18 +143,13 @@ class CallStream:
             return ("", calls) if is_all else (self._held, [])
         rest, calls = "", []
         while self._opening:
-            if self._close and self._close in self._held:  # it was a thought
-                end = self._held.index(self._close) + len(self._close)
-                rest += self._held[:end]
-            else:
-                begin = 0 if self._opening == FUNCTION else len(self._opening)
-                found, broken, end = _read(self._held, begin, self._tools)
-                if not found and not broken:  # the tag is a word of the text
-                    end = len(self._opening)
-                rest += broken if found else self._held[:end]
-                calls += found
-                self._line = ""
-            self._held, self._opening, self._close = self._held[end:], "", ""
+            begin = 0 if self._opening == FUNCTION else len(self._opening)
+            found, broken, end = _read(self._held, begin, self._tools)
+            if not found and not broken:  # the tag is a word of the text
+                end = len(self._opening)
+            rest += broken if found else self._held[:end]
+            calls += found
+            self._held, self._opening = self._held[end:], ""
             rest += self.push("")
         rest += self._held
         return (rest.strip("\n") if calls else rest), calls
@@ -258,7 +245,7 @@ def _value(text: str, types: set[str]) -> object:
 
 
 def _types(schema: object, root: dict) -> set[str]:
-    """Return the JSON types that a schema names, itself or by reference into `root`. It may be damaged."""
+    """Return the JSON types that a schema names, itself or by reference into `root`."""
     types: set[object] = set()
     parts, seen = [schema], set()
     while parts:
@@ -268,7 +255,7 @@ def _types(schema: object, root: dict) -> set[str]:
         seen.add(id(part))
         named = part.get("type")
         types.update(named if isinstance(named, list) else [named], ["null"] * (part.get("nullable") is True))
-        values = [*(part.get("enum") or []), *([part["const"]] if "const" in part else [])]
+        values = part.get("enum", []) + [part[key] for key in ("const",) if key in part]
         types.update(_KINDS.get(type(value), "null") for value in values)
         parts += [own for key in ("anyOf", "oneOf", "allOf") for own in part.get(key) or []]
         if "$ref" in part:

@@ -241,7 +241,7 @@ REFUSED = {
     "an lm_head in whole numbers, as which the target's would be zeros": (
         "eagle", {"lm_head.weight": torch.zeros(V, H, dtype=torch.int8)}, {}, "not stored as floating point"),
     "a left-over tensor": (
-        "eagle3", {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"),
+        "eagle3", {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor .verifier.weight"),
 }
 
 
