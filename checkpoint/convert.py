@@ -107,7 +107,7 @@ def convert(
         for part, (fields, tensors) in parts.items():
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
             fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
-                 where=str(source.path), title=f"{out.name}/{part}".strip("/"))
+                 where=str(source.path))
     if not kind and tokenizer is None:
         note(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids")
     if not quiet:
@@ -169,7 +169,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> dict[str, tuple[di
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
     """
-    family, fields = family_of(source), target_fields(source)
+    family, fields = family_of(source.path, source.family), target_fields(source)
     names = family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}

@@ -271,12 +271,11 @@ def mtp_names(names: NameTable) -> NameTable:
     }
 
 
-def family_of(source: Source) -> Family:
-    """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
-    if source.family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise InputError(f"{source.path}: unknown architecture {source.family!r} (known: {known})")
-    return FAMILIES[source.family]
+def family_of(path: Path, name: str | None) -> Family:
+    """Return the entry of `FAMILIES` of this name. path: the source, for the InputError if there is none."""
+    if name not in FAMILIES:
+        raise InputError(f"{path}: unknown architecture {name!r} (known: {', '.join(FAMILIES)})")
+    return FAMILIES[name]
 
 
 def target_fields(source: Source) -> dict:
@@ -284,7 +283,7 @@ def target_fields(source: Source) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    family, path = family_of(source), source.path
+    family, path = family_of(source.path, source.family), source.path
     _refuse(path, source.config, "attn_logit_softcapping", "final_logit_softcapping",
             "use_bidirectional_attention", *(() if family.fixed.get("biases") else ("attention_bias",)))
     # A default stands in for an absent key only: an explicit null means LLaMA's value.

@@ -14,25 +14,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
-from checkpoint.families import FAMILIES, Family
-from checkpoint.folder import Factor, Length
-from checkpoint.huggingface import CONFIG_KEYS
+from checkpoint.families import Family, family_of
+from checkpoint.huggingface import PUBLISHED
 from checkpoint.source import Entry, Source, unique_ids
 from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file
-from common.schema import Flag, Many, Name, Schema, Text, Whole, Width, number, text, whole
 from tokens.gguf_tokenizer import rebuild
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
-Token, Short = whole(0, 2**32 - 1), text(64)
-TOKENIZER = {
-    "model": Short, "pre": Short, "tokens": list[text(2**16)], "merges": list[Text], "scores": list[number()],
-    "token_type": list[whole(0, 2**16)], "add_bos_token": Flag, "add_space_prefix": Flag,
-    **{f"{name}_token_id": Token for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
-}
 # Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
 DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
 # Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
@@ -51,14 +42,6 @@ SAME = {
     "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-OWN = {key: CONFIG_KEYS[theirs] for key, theirs in SAME.items()} | {
-    "rope.dimension_count": Many, "attention.value_length": Many, "ssm.inner_size": Width,
-    "nextn_predict_layers": Whole, "rope.scaling.type": Short,
-    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
-    "rope.scaling.original_context_length": Length,
-    **{f"rope.scaling.{name}": Factor for name in (
-        "yarn_beta_fast", "yarn_beta_slow", "attn_factor", "yarn_attn_factor")},
-}
 FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
 MTP = {  # of the layer after the last, under nextn.
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
@@ -66,27 +49,17 @@ MTP = {  # of the layer after the last, under nextn.
 }
 
 
-def metadata(arch: str) -> Schema:
-    """Return what the metadata of a file of this architecture may hold."""
-    keys = {"general.architecture": Name, "split.count": Whole}
-    keys |= dict.fromkeys(("tokenizer.chat_template", "tokenizer.chat_template.tool_use"), Text)
-    keys |= {f"tokenizer.ggml.{name}": kind for name, kind in TOKENIZER.items()}
-    keys |= {f"{arch}.{name}": kind for name, kind in OWN.items()}
-    return Schema(TypedDict("Metadata", {key: NotRequired[kind] for key, kind in keys.items()}))
-
-
 def open_gguf(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
     fields, stored = _read(path)
     arch = str(fields.get("general.architecture"))
-    metadata(arch).require(fields, path)
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
     family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
-    known = FAMILIES.get(family, Family({}))
+    known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
                 if f"rope_{name}.weight" in stored}
-    config = _config(path, arch, fields, stored, divisors)
+    config = PUBLISHED.require(_config(path, arch, fields, stored, divisors), path)
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.tensor_type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
@@ -114,8 +87,6 @@ def _names(arch: str, family: Family) -> dict[str, str]:
     """Return llama.cpp's names of a family's tensors, with layer 0: theirs -> ours, with {i} and {e}."""
     import gguf
 
-    if not family.names:
-        return {}
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     known, found = gguf.get_tensor_name_map(kind, 1), {}
     for ours in chain([FUSED], *family.names.values()):

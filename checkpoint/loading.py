@@ -88,7 +88,8 @@ def _load(
         # as soon as it has been packed, not when all have.
         with opened(path, ADVICE, device) as file:
             tensor = share.take(name, file) if share else file.get_tensor(name)
-        fixed = _fixed(name, tensor, meta)
+        # Quantised weights and their scales are never cast.
+        fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
         if fixed and tensor.dtype != meta.dtype:
             raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise"
                              " again")
@@ -99,11 +100,6 @@ def _load(
     module.load_state_dict(state, assign=True)
     module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
-
-
-def _fixed(name: str, tensor: torch.Tensor, meta: torch.Tensor) -> bool:
-    """Return whether a stored tensor is never cast: quantised weights and their scales."""
-    return name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
 
 
 def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
@@ -120,21 +116,16 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
 
 def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
     """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
-    sizes = (
+    sizes = [
         ("vocabulary", head.vocab_size, target.vocab_size),
-        ("target hidden size", head.target_hidden_size, target.hidden_size))
+        ("target hidden size", head.target_hidden_size, target.hidden_size)]
+    if not (head.own_embedding and (head.own_lm_head or head.tie_embeddings)):
+        sizes += [("width, with matrices of the target,", head.hidden_size, target.hidden_size)]
     for what, found, size in sizes:
         if found != size:
             raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
                              f" has {size}")
-    width = head.hidden_size
-    own = {"embedding": head.own_embedding, "lm_head": head.own_lm_head or head.tie_embeddings}
-    for matrix, has_own in own.items():
-        if not has_own and width != target.hidden_size:
-            raise InputError(f"{where}: the head's width {width} differs from the target's"
-                             f" {target.hidden_size} and it carries no {matrix} of its own")
-    last = max(head.aux_layers)
-    if last > target.num_layers:
+    if (last := max(head.aux_layers)) > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")
 
 

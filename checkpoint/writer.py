@@ -76,19 +76,18 @@ def staging(out: Path, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[P
 
 def fill(
     folder: Path, config: dict, plan: list[Planned], *, quiet: bool = False, allow_nonfinite: bool = False,
-    where: str = "the source", title: str = "",
+    where: str = "the source",
 ) -> None:
     """Write weights and config.json into a folder, which may be there already and may hold other files.
 
-    where: the source's name, for errors. title: of the progress bar, by default the folder's name. Raises
-    OSError, and InputError on a config that is not right, and on numbers that are not finite unless they are
-    allowed.
+    where: the source's name, for errors. Raises OSError, and InputError on a config that is not right, and on
+    numbers that are not finite unless they are allowed.
     """
     with named(where):
         check_config(config)
     folder.mkdir(exist_ok=True)
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=title or folder.name, disable=hidden) as progress:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=config["kind"], disable=hidden) as progress:
         digest = _write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")

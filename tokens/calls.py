@@ -52,7 +52,6 @@ _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for 
     r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)")]
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
-_OBJECT = re.compile(r"\s*(?={)")
 _STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # of JSON: a text or a bracket
 _END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # with brackets too many
@@ -211,18 +210,15 @@ def call_of(found: object, tools: Mapping[str, dict]) -> dict:
 
 
 def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
-    """Return the arguments between tags, or in JSON, up to </function>, and where that ends.
+    """Return the arguments between tags, up to </function>, and where that ends.
 
     schema: of the parameters. Raises ValueError if they do not end.
     """
     arguments: dict[str, object] = {}
-    if begin := _OBJECT.match(text, at):
-        arguments, at = _LENIENT.raw_decode(text, begin.end())
-    properties = schema.get("properties")
+    properties = schema.get("properties", {})
     while found := next(filter(None, (form.match(text, at) for form in _PARAMETERS)), None):
         name, at = found[1].strip(" \n\"'"), found.end()
-        own = properties.get(name) if isinstance(properties, dict) else None
-        arguments[name] = _value(found[2], _types(own, schema))
+        arguments[name] = _value(found[2], _types(properties.get(name), schema))
     end = _END.match(text, at)
     if not end:
         raise ValueError("a function without an end")
