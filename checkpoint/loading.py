@@ -120,7 +120,7 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
         ("vocabulary", head.vocab_size, target.vocab_size),
         ("target hidden size", head.target_hidden_size, target.hidden_size)]
     if not (head.own_embedding and (head.own_lm_head or head.tie_embeddings)):
-        sizes += [("width, with matrices of the target,", head.hidden_size, target.hidden_size)]
+        sizes += [("width", head.hidden_size, target.hidden_size)]
     for what, found, size in sizes:
         if found != size:
             raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
