@@ -167,7 +167,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
         begin = at
         try:
             if name := found["tagged"] or found["keyed"]:
-                name = name.strip(" \n\"'")
+                name = name.strip()
                 values, at = _tagged(text, found.end(), tools.get(name) or {})
             else:
                 at = _end_of(text, found.end())
@@ -196,9 +196,7 @@ def _end_of(text: str, at: int) -> int:
 
 def call_of(found: object, tools: Mapping[str, dict]) -> dict:
     """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):
-        found = found["function"]
-    if not isinstance(found, dict) or not isinstance(name := found.get("name", found.get("function")), str):
+    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
         raise ValueError("no call")
     given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
     if not given or not isinstance(arguments := arguments_of(given[0]), dict):
@@ -217,7 +215,7 @@ def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
     arguments: dict[str, object] = {}
     properties = schema.get("properties", {})
     while found := next(filter(None, (form.match(text, at) for form in _PARAMETERS)), None):
-        name, at = found[1].strip(" \n\"'"), found.end()
+        name, at = found[1].strip(), found.end()
         arguments[name] = _value(found[2], _types(properties.get(name), schema))
     end = _END.match(text, at)
     if not end:

@@ -94,9 +94,8 @@ def test_thoughts_have_every_name_that_templates_read(name):
 
 
 @pytest.mark.parametrize("given, found", (
-    ("", {}), (" \n", {}), ("null", {}), (None, {}), ({"a": None}, {"a": None}), ('{"a": null}', {"a": None}),
-    ("[]", {}), ([], {}), ('""', {}), ('"{\\"a\\": 1}"', {"a": 1}), ('{"a": "x\ny"}', {"a": "x\ny"}),
-    ("broken", "broken"), ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'), ("[" * 100_000, "[" * 100_000),
-), ids=range(15))
+    (" \n", {}), ("null", {}), ("[]", {}), ('"{\\"a\\": 1}"', {"a": 1}), ('{"a": "x\ny"}', {"a": "x\ny"}),
+    ("broken", "broken"), ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'),
+), ids=str)
 def test_arguments_are_an_object_where_they_can_be(given, found):
     assert arguments_of(given) == found

@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -84,11 +83,10 @@ LLAMA = {"tokenizer_class": "LlamaTokenizer"}
 
 @pytest.mark.parametrize("settings, bos, first, later", [
     ({}, True, "▁", "▁"), ({"legacy": False}, True, "▁", ""), ({"add_prefix_space": False}, True, "", ""),
-    (LLAMA, False, "▁", ""), ({"tokenizer_class": "LlamaTokenizerFast", "legacy": None}, False, "▁", ""),
-    ({**LLAMA, "add_bos_token": None}, False, "▁", ""), ({**LLAMA, "add_bos_token": True}, True, "▁", ""),
-    ({**LLAMA, "legacy": True}, False, "▁", "▁"), ({**LLAMA, "add_prefix_space": False}, False, "", ""),
+    ({"tokenizer_class": "LlamaTokenizerFast", "legacy": None}, False, "▁", ""),
+    ({**LLAMA, "add_bos_token": True}, True, "▁", ""), ({**LLAMA, "legacy": True}, False, "▁", "▁"),
     ({"tokenizer_class": "CodeLlamaTokenizer", "legacy": True}, True, "▁", ""),
-], ids=range(10))
+], ids=str)
 def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
     """Whether a text starts with BOS and a space, and whether a space follows a control token.
 
@@ -107,17 +105,6 @@ def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
 def test_add_bos_token_has_the_last_word(kind, request, tmp_path, setting):
     tok = with_settings(request.getfixturevalue(kind), tmp_path, add_bos_token=setting)
     assert (tok.encode("fox")[0] == tok.bos_id) is setting
-
-
-def test_many_threads_use_one_tokenizer(bpe, sp):
-    for tok in (Tokenizer.load(bpe), Tokenizer.load(sp)):
-        def both(text: str, tok=tok) -> tuple:
-            return tok.encode(text), tok.chat([{"role": "user", "content": text}])
-
-        texts = [text * 20 for text in CORPUS] * 10
-        expected = list(map(both, texts))
-        with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(both, texts)) == expected
 
 
 # ---- sizes ----
@@ -222,12 +209,11 @@ def split(pattern: str) -> dict:
 
 
 @pytest.mark.parametrize("name, change, words", [
-    (JSON, "{", "cannot be read as a tokenizer"), (JSON, "{}", "cannot be read as a tokenizer"),
+    (JSON, "{", "cannot be read as a tokenizer"),
     (MODEL, "not a model", "cannot be read as a sentencepiece model"),
     (JSON, {"post_processor": WITHOUT}, "cannot be read as a tokenizer (no entry found"),
     (JSON, {"decoder": WORDPIECE}, f"decoder WordPiece {DECODER}"),
-    (CONFIG, '{"bos_token": 7}', "tokenizer_config.json: bos_token is 7; expected"),
-    (CONFIG, '{"chat_template": [{"name": "a", "template": {}}]}', ".template is {}; expected"),
+    (CONFIG, '{"added_tokens_decoder": {"a": 1}}', "the tokenizer's files are damaged"),
 ])
 def test_damage_is_one_line(bpe, tmp_path, name, change, words):
     if name != MODEL:
