@@ -18,12 +18,8 @@ from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.eagle import Eagle
-from engine.engine import Engine
 from networks.head import Head
-from sampling.options import Sampling
 from training.heads import HeadShape, new_head
-from tree import TreeShape
 
 LAYOUTS = ("sglang", "speculators")
 THERE_AND_BACK = [
@@ -111,16 +107,12 @@ def test_what_else_is_in_the_folder_stays(models, tmp_path):
 
 
 def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
-    """It is the residual stream before the final norm; the text is plain text."""
+    """It is the residual stream before the final norm."""
     target, head = models[0], copy.copy(models[1])
     head.args = dataclasses.replace(head.args, aux_layers=(2, 4, 8))
     prompt = list(range(40, 60))
     x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
     assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
-    decoders = (Engine(target, drafter, max_seq_len=80, compile=False) for drafter in (
-        Eagle(head, TreeShape(8, 2, 3)), None))
-    drafted, plain = (decoder.generate([prompt], Sampling(20))[0].ids for decoder in decoders)
-    assert drafted == plain
 
 
 def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_path):

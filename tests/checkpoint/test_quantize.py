@@ -22,7 +22,6 @@ from kernels.modes import BESIDE
 from kernels.quantized import (
     FP8_MOST,
     QuantizedLinear,
-    QuantizedStack,
     Scheme,
     dequantize,
     pack_nibbles,
@@ -46,19 +45,6 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     path.write_text("\n".join(f"Item {i}: the square of {i} is {i * i}." for i in range(120)))
     return path
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """A converted mixture of experts whose widths groups of 32 divide."""
-    from helpers import families
-
-    folder = tmp_path_factory.mktemp("experts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families.SIZES, "hidden_size", 64)
-        patch.setitem(families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
-        families.make_target(folder / "in", "Qwen3-MoE")
-    return convert(folder / "in", folder / "t", quiet=True)
 
 
 def run(capsys, *args):
@@ -156,30 +142,6 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, tex
         if exact:
             assert reference in (None, plain)
             reference = plain
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8", "fp8"))
-def test_a_mixture_of_experts(experts, tmp_path, capsys, mode):
-    """Stacks of experts are quantised, their router is not.
-
-    Few rows read the chosen experts, many rows read all of them: the results agree.
-    """
-    code, printed = run(capsys, "--checkpoint", experts, "--out", tmp_path / "q", *nearest(mode))
-    assert code == 0 and "w_gate_up" in printed.out
-    exact, model = load_model(experts)[0], load_model(tmp_path / "q")[0]
-    found, before = model.layers[1].mlp, exact.layers[1].mlp
-    assert isinstance(found.w_down, QuantizedStack)
-    assert torch.equal(found.router.weight, before.router.weight)
-    error = (found.w_down(None, torch.float32) - before.w_down).norm() / before.w_down.norm()
-    assert 0 < error < {"int4": 0.15, "w4a8": 0.15, "fp8": 0.05}.get(mode, 0.01)
-    x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
-    many = found(x, none)
-    few = torch.cat([found(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
-    ties = 0.05 if mode in ("w8a8", "w4a8") else 0.0  # inputs near one may round to the next value
-    torch.testing.assert_close(many, few, rtol=1e-4 + ties, atol=1e-5 + ties * float(many.abs().max()))
-    sampling = Sampling(30)
-    assert len(Engine(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
 
 
 def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):

@@ -7,7 +7,6 @@ from helpers.tokenizers import with_template
 from common.errors import InputError
 from engine.prompt import encode
 from server.protocol import ChatBody
-from tokens.dataset import read_conversations
 from tokens.messages import THOUGHTS, arguments_of, ready, thoughts_of
 
 WHY = dict.fromkeys(THOUGHTS, "why")
@@ -36,8 +35,6 @@ READY = {
                      {"role": "tool", "name": "f", "content": "7"}),
     "parts": ({"role": "developer", "content": texts("a", "b"), "tool_calls": []},
               {"role": "system", "content": "ab"}),
-    "parts of Responses": ({"role": "user", "content": [{"type": "input_text", "text": "a"}, "b"]},
-                           {"role": "user", "content": "ab"}),
     "thoughts in parts": (
         {"role": "assistant", "content": [{"type": "thinking", "thinking": texts("why")}, *texts("a")]},
         {"role": "assistant", "content": "a", **WHY}),
@@ -68,14 +65,10 @@ CHAT = [
 
 
 def test_every_way_to_the_template_makes_messages_ready(bpe, tmp_path):
-    """From Python, over HTTP, and of training data, which has no calls."""
+    """From Python and over HTTP."""
     tok = with_template(bpe, tmp_path, TEMPLATE)
     for ids in (tok.chat(CHAT), encode(tok, CHAT), tok.chat(ChatBody(messages=CHAT).dicts)):
         assert tok.decode(ids) == "user:time?;assistant:why{};tool:12:00;assistant:noon;"
-    rows, row = tmp_path / "rows.jsonl", [CHAT[0], {**CHAT[3], "content": [
-        {"type": "thinking", "thinking": "why"}, *texts("noon")]}]
-    rows.write_text(json.dumps({"messages": row}))
-    assert tok.decode(tok.chat(read_conversations(rows)[0])) == "user:time?;assistant:whynoon;"
 
 
 @pytest.mark.parametrize("content", (
