@@ -78,11 +78,9 @@ def convert(
     kind = kind_of(source)
     if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
         kind, source = None, inside
-    if kind and target is None:
-        raise InputError(f"{source.path}: is a draft head, which needs --target, the converted model that it"
-                         " is for")
-    if target and not kind:
-        raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
+    if bool(kind) != bool(target):
+        what = "a draft head, which needs --target, its" if kind else "no draft head, which alone has a"
+        raise InputError(f"{path}: is {what} converted target")
     if kind:
         out = Path(out or Path(target) / kind)
         parts = {"": plan_head(source, Path(target), cast_to, answers or Answers())}

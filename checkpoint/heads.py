@@ -28,7 +28,6 @@ from model import ModelArgs
 from networks.head import Head
 
 LAYOUTS = ("sglang", "speculators")
-SPECULATORS = "eagle3", "peagle", "dflash", "dspark"  # types of heads of that library
 MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
 
 
@@ -54,16 +53,10 @@ KINDS = {
 
 
 def kind_of(source: Source) -> str | None:
-    """Return the kind of a head by the first mark that it has, None for a target.
-
-    Raises InputError for unknown heads.
-    """
+    """Return the kind of a head by the first mark that it has, None for a target."""
     config, names = source.config, {name.removeprefix("model.") for name in source.tensors}
     classes = " ".join(map(str, config.get("architectures") or ()))
     said = config.get("speculators_model_type")
-    if said not in (None, *SPECULATORS):
-        raise InputError(f"{source.path}: a speculators head of type {said!r} is not supported"
-                         f" ({', '.join(SPECULATORS)} are)")
     if any(name.startswith("hydra_mlp.") for name in names):
         return "hydra"
     if any(map(MEDUSA.fullmatch, names)):

@@ -232,7 +232,6 @@ def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
 REFUSED = {
     "an input norm in layer 0": (
         "eagle", {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "unexpected tensor"),
-    "another kind of speculator": ("eagle3", {}, {"speculators_model_type": "mtp"}, "'mtp' is not supported"),
     "a missing fc_norm": ("eagle3", {"fc_norm.0.weight": torch.ones(H)}, {}, "fc_norm.1.weight"),
     "an lm_head in whole numbers, as which the target's would be zeros": (
         "eagle", {"lm_head.weight": torch.zeros(V, H, dtype=torch.int8)}, {}, "not stored as floating point"),
