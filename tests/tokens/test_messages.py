@@ -25,8 +25,6 @@ READY = {
     "call, no content": ({"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}', id="c")]},
                          {**EMPTY, "tool_calls": [call({"x": 1}, id="c")]}),
     "content absent": ({"role": "assistant", "tool_calls": [call(" ")]}, {**EMPTY, "tool_calls": [call({})]}),
-    "arguments absent": ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-                         {**EMPTY, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
     "bare call": ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]},
                   {**EMPTY, "tool_calls": [{"name": "f", "arguments": {}}]}),
     "older call": ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}},
@@ -72,9 +70,7 @@ def test_every_way_to_the_template_makes_messages_ready(bpe, tmp_path):
 
 
 @pytest.mark.parametrize("content", (
-    [{"type": "image_url", "image_url": {}}], [{"type": "text"}], [3], 3,
-    [{"type": "thinking", "thinking": 3}],
-))
+    [{"type": "image_url", "image_url": {}}], [{"type": "text"}], 3, [{"type": "thinking", "thinking": 3}]))
 def test_content_that_is_no_text(bpe, tmp_path, content):
     with pytest.raises(InputError, match=r"^messages: .* is no text"):
         with_template(bpe, tmp_path, TEMPLATE).chat([{"role": "user", "content": content}])

@@ -47,24 +47,18 @@ def folder_of(tmp_path, config: dict, added: dict[str, bool | None] | None = Non
     # A token is special if any file makes it so.
     ({START: False, END: False}, {"added_tokens_decoder": special(i257=START, i258=END)}, {}, 21, "bc",
      {START, END}),
-    ({START: True, END: True},
-     {"added_tokens_decoder": {"257": {"content": START}, "258": {"content": END}}}, {}, 21, "bc",
-     {START, END}),
     ({START: False, END: False}, {"eos_token": END, "added_tokens_decoder": {"258": {"content": END}}}, {},
      21, f"{START}bc", {END}),
     # Tokens that only the settings have: with their id, or after the last.
-    ({}, {"added_tokens_decoder": special(i257=START, i258=END)}, {}, 21, "bc", {START, END}),
     ({}, {"additional_special_tokens": [START, {"content": END}]}, {}, 21, "bc", {START, END}),
     ({}, {"extra_special_tokens": {"start": START, "end": END}}, {}, 21, "bc", {START, END}),
     ({}, {}, {"added_tokens": {START: 257, END: 258}}, 21, f"{START}b{END}c", set()),
-    ({}, {"eos_token": END}, {"added_tokens": {START: 257, END: 258}}, 21, f"{START}bc", {END}),
     ({}, {}, {"added_tokens": {START: 257, END: 258},
               "special_tokens_map": {"eos_token": END, "additional_special_tokens": [START]}},
      21, "bc", {START, END}),
     # Names under any key make tokens special, and so do lists: tokens of the vocabulary too.
     ({}, {"start_token": START, "image_token": END}, {}, 21, "bc", {START, END}),
     ({START: None, END: None}, {"additional_special_tokens": [START, END]}, {}, 21, "bc", {START, END}),
-    ({START: None, END: None}, {"pad_token": END, "add_eos_token": False}, {}, 43, f"{START}bc", {END}),
     # A list changes no flag of an added token of the encoder.
     ({START: False, END: False}, {"additional_special_tokens": [START, END]}, {}, 21, f"{START}b{END}c",
      set()),

@@ -126,10 +126,9 @@ def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request, text):
                 assert "has at least" in str(e)
 
 
-@pytest.mark.parametrize("text", ["The quick brown fox. " * 50_000, "1" * 10**6, "<" * 10**6], ids="t1<")
-def test_a_prompt_of_megabytes_is_refused_without_the_work(bpe, text):
+def test_a_prompt_of_megabytes_is_refused_without_the_work(bpe):
     with pytest.raises(TooLong, match=r"has at least [\d,]+ tokens \(1,\d+,\d+ characters\)"):
-        Tokenizer.load(bpe).chat([{"role": "user", "content": text}], at_most=2047)
+        Tokenizer.load(bpe).chat([{"role": "user", "content": "<" * 10**6}], at_most=2047)
 
 
 # ---- decoding and streaming ----
@@ -142,8 +141,7 @@ def test_decode_equals_the_libraries(bpe, sp):
     for _ in range(200):
         ids = [rng.randrange(tok.vocab_size) for _ in range(40)]
         assert tok.decode(ids) == library.decode(ids)
-    foreign = tok.vocab_size, tok.vocab_size + 1, 10**6
-    assert tok.decode([1, *tok.encode("fox", bos=False), 2, *foreign]) == "fox"
+    assert tok.decode([1, *tok.encode("fox", bos=False), 2, tok.vocab_size]) == "fox"
     tok, library = Tokenizer.load(sp), sentencepiece_library(sp)
     for text in CORPUS:
         assert tok.decode(tok.encode(text)) == library.decode(tok.encode(text)) == text
