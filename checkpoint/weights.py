@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.files import check_readable
+from common.files import check_file
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 @contextlib.contextmanager
 def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
     """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
-    check_readable("", path)
+    check_file(path)
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file

@@ -24,7 +24,7 @@ from tokenizers import AddedToken
 
 from common.cli import library_errors
 from common.errors import InputError
-from common.files import read_bytes, read_json
+from common.files import check_file, read_json
 from tokens.files import DEFAULTS, MERGES, listed_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
@@ -60,7 +60,7 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     type. Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.
     """
     if path.name == "tokenizer.json":
-        return tokenizers.Tokenizer.from_buffer(read_bytes(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     config = path.with_name("config.json")
     kind = settings.get("tokenizer_class")
     known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
@@ -169,7 +169,8 @@ class SentencePieceBackend:
     """A sentencepiece tokenizer.model. The library neither makes nor finds a control token in a text."""
 
     def __init__(self, path: Path, settings: dict):
-        content, given = read_bytes(path), settings["added_tokens_decoder"]
+        check_file(path)
+        content, given = path.read_bytes(), settings["added_tokens_decoder"]
         with library_errors(f"{path}: cannot be read as a sentencepiece model"):
             # Few checkpoints need the package.
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
