@@ -177,7 +177,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
             if name := name or found["named"]:
                 values = {"name": name, "arguments": values}
             calls += [call_of(value, tools) for value in (values if isinstance(values, list) else [values])]
-        except (ValueError, RecursionError, InputError):
+        except (ValueError, RecursionError):
             broken += text[begin:at]
     closing = _CLOSING.match(text, at)
     return calls, broken, closing.end() if (calls or broken) and closing else at
@@ -194,7 +194,7 @@ def _end_of(text: str, at: int) -> int:
 
 
 def call_of(found: object, tools: Mapping[str, dict]) -> dict:
-    """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
+    """Return a call as OpenAI has it. Raises ValueError if this is none."""
     if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
         raise ValueError("no call")
     given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
