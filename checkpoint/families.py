@@ -14,13 +14,12 @@ from itertools import product
 from pathlib import Path
 
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
-from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
+from checkpoint.folder import CONFIG, ROPE, check_rope, is_gguf
 from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.source import Entry, Source
 from common.errors import InputError
-from common.schema import ABSENT, Schema, Wrong, named, number
+from common.schema import ABSENT, Wrong, named
 from model import ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
@@ -37,11 +36,6 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-LONGROPE = Schema(TypedDict("Longrope", {
-    "short_factor": Divisors, "long_factor": Divisors, "factor": NotRequired[Factor],
-    "attention_factor": NotRequired[Factor],
-    "original_max_position_embeddings": NotRequired[number(2, 2**31)],
-}))
 SCALES = "layers.{i}.mlp.w_down.scale"  # in the tables whose files may hold experts in MXFP4
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 # Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
@@ -327,8 +321,6 @@ def model_fields(path: Path, config: dict) -> dict:
             raise InputError(f"{where}: {Wrong(KEYS[name][0], ABSENT, 'a whole number')}")
     fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
     hidden, heads = fields["hidden_size"], fields["num_heads"]
-    if "head_dim" not in config and hidden % heads:
-        raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
     rope, local = _rope_of_kinds(path, config, rope)
     scaling, longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
@@ -410,8 +402,6 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
 
 def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:
     """The field rope_scaling of longrope."""
-    with named(path):
-        LONGROPE.check(scaling, "rope_scaling")
     original = config.get("original_max_position_embeddings") or longest
     original = scaling.get("original_max_position_embeddings", original)
     factor = scaling.get("factor") or longest / original

@@ -146,7 +146,6 @@ SEEN = {  # config keys -> the windows of 8 layers
     "Qwen2's switch is off": ("Qwen2", {"sliding_window": 64}, None),
     "Qwen2's last layers": ("Qwen2", {**WINDOWS, "max_window_layers": 6}, [0] * 6 + [WINDOW] * 2),
     "Mistral's default": ("Mistral", {}, [4096] * 8),
-    "as long as the context": ("Mistral", {"sliding_window": 8192}, None),
     "LLaMA has none": ("Llama-3", {"sliding_window": 64}, None),
     "Gemma's pattern": ("Gemma 3", {"sliding_window": WINDOW}, [0 if i == 5 else WINDOW for i in range(8)]),
 }

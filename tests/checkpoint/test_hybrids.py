@@ -113,7 +113,6 @@ GOING_ON = {  # the tokens taken of the first prompt and its answer, what follow
     "the next turn": (181, [5, 6, 7], range(170, 182)),
     "without the answer": (141, [9, 8] + [7] * 80, [KEPT]),
     "the same prompt": (141, [], [KEPT]),
-    "most of it": (135, [3] * 150, [KEPT]),
     "less than is kept": (KEPT, [9] * 20, [0]),
 }
 
