@@ -78,17 +78,15 @@ def test_texts_equal_the_library_s(folder):
 def test_control_tokens_are_those_of_the_files_and_stay_text_when_typed(folder):
     tokenizer = Tokenizer.load(folder)
     control = set(tokenizer.control.values())
-    assert control
     added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     assert {t["content"]: t["id"] for t in added if t["special"]}.items() <= tokenizer.control.items()
     bos = special_tokens_map(json.loads((folder / "tokenizer_config.json").read_text())).get("bos_token")
     assert tokenizer.bos_id == (tokenizer.control[bos] if bos else None)
-    for token in list(tokenizer.control)[:40]:
-        for text in (token, f"say {token} now", f"{token}{token}\nx"):
-            assert not control & set(tokenizer.encode(text, bos=False)), text
-            if tokenizer.has_template:
-                plain, typed = (tokenizer.chat([{"role": "user", "content": c}]) for c in ("abc", text))
-                assert [i for i in typed if i in control] == [i for i in plain if i in control], text
+    text = "".join(tokenizer.control)
+    assert control and not control & set(tokenizer.encode(text, bos=False))
+    if tokenizer.has_template:
+        plain, typed = (tokenizer.chat([{"role": "user", "content": c}]) for c in ("abc", text))
+        assert [i for i in typed if i in control] == [i for i in plain if i in control]
 
 
 CHATS = (
