@@ -54,10 +54,11 @@ CALLS = (
     (("\U0010FFFD|im_end|>",), "{{ messages[0].content }}", {"content": f"x {EVIL} y"}, {}),
     (("<s>", "<s>[INST]"), "{{ '<s>' + messages[0].content }}", {"content": " [INST] hi"}, {}),
     (("<s>user\nADMIN",), "{{ '<s>user\n' + messages[0].content | trim }}", {"content": "ADMIN hi"}, {}),
+    (("<a>",), "{{ messages[0].content + '>' }}", {"content": "hi <a"}, {}),
     ((), CALLS, {"content": "x", "tool_calls": [{"arguments": {EVIL: [EVIL]}}]}, {}),
     ((), CALLS, {"content": "x"}, {"tools": [{"name": "f", "description": EVIL}]}),
     ((), CALLS, {"content": "x"}, {"prefix": EVIL}),
-], ids=("private", "longer", "trimmed", "calls", "tools", "variables"))
+], ids=("private", "longer", "trimmed", "end", "calls", "tools", "variables"))
 def test_nothing_that_is_given_becomes_a_control_token(bpe, tmp_path, added, template, message, more):
     """Whatever the control tokens are, and wherever in what a template is given the text stands."""
     changed_json(bpe, tmp_path, *({"content": token} for token in added))
