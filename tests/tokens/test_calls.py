@@ -144,7 +144,7 @@ def test_thoughts_that_the_prompt_has_opened():
 
 
 @pytest.mark.parametrize("name, text, value", (
-    ("city", "3", "3"), ("days", "3", 3), ("days", "3.0", 3), ("days", "x", "x"), ("share", "3", 3),
+    ("city", "3", "3"), ("days", "3", 3), ("days", "3.0", 3), ("days", "x", "x"), ("share", "3.0", 3.0),
     ("share", "1e999", "1e999"), ("now", "True", True), ("now", "1", "1"), ("where", '{"a": 1}', {"a": 1}),
     ("where", "null", None), ("all", "(1, 2)", [1, 2]), ("all", "{1}", "{1}"), ("most", "None", None),
     ("unit", "2", 2), ("any", "3", "3"), ("either", "3", 3), ("either", "x", "x"), ("either", '"x"', '"x"'),
