@@ -260,7 +260,7 @@ class Session:
             f" {counted(trainer.epoch, 'epoch')}, {counted(trainer.step, 'optimizer step')} of up to"
             f" {o.batch_tokens:,} tokens, AdamW {o.lr:g}, {trainer.seconds / 60:.0f} minutes",
         ]
-        with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
+        with staging(self.out, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, text=text.report, log=log,
