@@ -51,16 +51,14 @@ class Compiled(NamedTuple):
 
 
 def compile_for(
-    capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3,
-    early: bool = False,
+    capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3
 ) -> Compiled:
     """Compile `kernel` for a GPU of this compute capability, one of `SHARED`.
 
     given: for every argument a dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any
     i32" (any integer), 1 (this integer, for which Triton compiles a kernel of its own), "fp32", or, for the
-    compile-time constants, the value. early: for programmatic launch.
+    compile-time constants, the value.
     """
-    given = {**given, "EARLY": early}
     signature, constants, attributes = {}, {}, {}
     for i, (name, kind) in enumerate(given.items()):
         constant = kernel.params[i].is_constexpr or kind == 1
@@ -73,7 +71,7 @@ def compile_for(
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+    options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=target, options=options)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"

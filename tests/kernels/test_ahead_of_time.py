@@ -1,6 +1,4 @@
 """The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores."""
-import re
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2, Qwen2.5-7B, Qwen3-14B; siz
 
 
 def attend(
-    capability, dtype, heads, rows, old=False, early=False, float8=False, window=False, given=()
+    capability, dtype, heads, rows, old=False, float8=False, window=False, given=()
 ):
     nkv, group, hd, norm = HEADS[heads]
     tall, keys, warps, stages = attention.tiles(rows * group, dtype, SHARED[capability], hd)
@@ -41,7 +39,7 @@ def attend(
         "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
         "APART": capability >= 100 and dtype != F32,
     }
-    return compile_for(capability, attention.attend_kernel, given, warps, stages, early)
+    return compile_for(capability, attention.attend_kernel, given, warps, stages)
 
 
 @pytest.mark.parametrize("capability", EACH)
@@ -86,16 +84,6 @@ def test_large_heads_fit(capability, rows):
 def test_attention_in_float32(capability):
     made = attend(capability, F32, "llama", 60)
     assert made.shared <= SHARED[capability] and made.spilled == 0
-
-
-def test_programmatic_launch():
-    """The kernel waits for the one before it; it reads nothing before."""
-    made = attend(90, BF16, "llama", 1, early=True)
-    assert made.spilled == 0 and made.ptx.count("griddepcontrol.wait") == 1
-    before, _, after = made.ptx.partition("griddepcontrol.wait")
-    assert "griddepcontrol.launch_dependents" in after
-    assert not re.search(r"\b(ld|cp\.async|st)\.global|cp\.async", before)
-    assert "griddepcontrol" not in attend(90, BF16, "llama", 1).ptx
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.

@@ -7,7 +7,7 @@ from kernels.backend import TORCH
 from kernels.float8 import Float8Caches
 from kernels.gpu import attention, cases, check
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches, move_slots
-from kernels.gpu.launch import counters
+from kernels.gpu.here import counters
 from model import KVCaches, ModelArgs
 
 DTYPES = [torch.float32]

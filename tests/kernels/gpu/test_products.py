@@ -6,7 +6,7 @@ import torch
 from helpers.ahead_of_time import dear
 
 from kernels.gpu import products
-from kernels.gpu.launch import counters
+from kernels.gpu.here import counters
 from kernels.quantized import QuantizedLinear, round_inputs
 
 # Where the interpreter should round to bfloat16 it cuts off.
