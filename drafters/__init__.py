@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.cli import Options
-from common.errors import InputError, did_you_mean
-from common.files import parse_json, read_text
+from common.errors import InputError
+from common.files import parse_json
 from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 from sampling.options import RULES
 
 MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
-MOST_TREE = 1 << 20  # bytes of a tree's file
 TARGET = "target"  # what a draft model is, as a checkpoint
 AUTO = "auto"  # the method that stands for another, see `Drafting.at`
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
@@ -84,11 +83,9 @@ def methods_of(name: str) -> dict[str, Method]:
     """
     parts = name.split("+")
     if unknown := [part for part in parts if part not in METHODS]:
-        raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
-                         f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
+        raise InputError(f"--speculate {name}: {unknown[0]!r} is unknown; choose from {', '.join(METHODS)}")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
-        raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
-                         " lookup+eagle3")
+        raise InputError(f"--speculate {name}: join two methods that draft, such as lookup+eagle3")
     return {part: METHODS[part] for part in parts if METHODS[part]}
 
 
@@ -183,12 +180,8 @@ def read_tree(text: str | None) -> TreeSpec:
     try:
         if re.fullmatch(r"[0-9]{1,9},[0-9]{1,9},[0-9]{1,9}", text):
             return within_limits(TreeShape.parse(text))
-    except ValueError as e:
-        raise InputError(f"--tree {text}: {e}") from None
-    try:
-        paths = parse_json(read_text(text, MOST_TREE).encode(), text)
-        return within_limits(PathTree(tuple(map(tuple, paths))))
-    except (InputError, ValueError, TypeError) as e:
+        return within_limits(PathTree(tuple(map(tuple, parse_json(Path(text).read_bytes(), text)))))
+    except (InputError, OSError, ValueError, TypeError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
         raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
 
@@ -313,12 +306,6 @@ class Drafting:
     def names_model(self) -> bool:
         """True if `draft` is a draft model, not a head: it has no default."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
-
-    def name_unused(self, checkpoint: Path, say: Callable[[str], None]) -> None:
-        """Call `say` with a line about the heads in a target's folder, if nothing drafts."""
-        names = "" if methods_of(self.method) else " or ".join(name for name, _ in _heads(checkpoint))
-        if names:
-            say(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

@@ -97,11 +97,8 @@ def build(setup: Setup) -> DraftModel:
                          f" {setup.max_seq_len}; --max-seq-len {own['max_seq_len']} is what both read")
     if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
-        if tokenizer is None:
-            raise InputError(f"{folder}: has no tokenizer files to compare with the target's; copy its own"
-                             " there")
-        if not tokenizer.same_ids(setup.tokenizer):
-            raise InputError(f"{folder}: its tokenizer gives other ids than the target's")
+        if tokenizer is None or not tokenizer.same_ids(setup.tokenizer):
+            raise InputError(f"{folder}: has no tokenizer, or one that gives other ids than the target's")
     weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)

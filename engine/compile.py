@@ -20,10 +20,8 @@ import json
 import os
 import pickle
 import platform
-import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -114,7 +112,7 @@ class CompiledFunction:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         try:
-            graph = retry_broken_library(lambda: make_graph(self.function, args, places[0], self.say))
+            graph = make_graph(self.function, args, places[0], self.say)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of any of torch's compilers
@@ -124,22 +122,6 @@ class CompiledFunction:
         result = graph(*args)
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
         return result
-
-
-def retry_broken_library(compile: Callable):
-    """Call `compile`. A library that a killed compiler left half written is deleted and made again."""
-    while True:
-        try:
-            return compile()
-        except Exception as e:  # torch wraps what it meets
-            broken = re.search(
-                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)",
-                "".join(traceback.format_exception(e)),
-            )
-            if not broken or not Path(broken[1]).is_file():
-                raise
-            Path(broken[1]).unlink()
-            _dynamo().reset()
 
 
 # -- graphs on disk --------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """Prompts as callers give them, and as token ids that fit."""
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 from pydantic import Strict
 from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
-from common.schema import Schema, Wrong
+from common.schema import Schema
 from tokens.tokenizer import Tokenizer, TooLong
 
 RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
@@ -28,8 +27,6 @@ class _Asked(TypedDict):
 
 
 ASKED = Schema(_Asked)
-MESSAGE = 'a message such as {"role": "user", "content": "Hello!"}'
-FORMS = {"prompt": f"a text, token ids, or a list with {MESSAGE}", "prompt[]": f"a token id, or {MESSAGE}"}
 
 
 def encode(
@@ -45,10 +42,7 @@ def encode(
     message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
     fit in a cache of `room` tokens. name: what to call the prompt then.
     """
-    try:
-        ASKED.check({"prompt": prompt, "system": system, "variables": variables})
-    except Wrong as e:
-        raise Wrong(e.key, e.found, FORMS.get(re.sub("[0-9]", "", e.key), e.expected)) from None
+    ASKED.check({"prompt": prompt, "system": system, "variables": variables})
     try:
         most = None if room is None else room - 1
         return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)

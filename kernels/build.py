@@ -37,27 +37,21 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     would end the process. Without a compiler, use one that exists.
 
     `say` is called when compiling starts and ends.
-    Raises NoKernels, one line, if there is no C++ compiler, it fails, or there is no place for the library.
+    Raises NoKernels, one line, if there is no C++ compiler or it fails; OSError if there is no place.
     """
-    try:
-        return _build_library(isa, say)
-    except OSError as e:
-        raise NoKernels(f"the kernels cannot be compiled ({e})") from None
-
-
-def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
-    command, missing = _compiler()
+    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    command = [shutil.which(words[0]), *words[1:]]
     texts = [(path.name, path.read_bytes()) for path in sources()]
     flags = (*FLAGS, *isa.flags, f"-DMAKER_{maker()}", f"-DNAMESPACE={namespace(isa)}")
     stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
     # Without a compiler, what any other has made will do.
-    by = "*" if missing else _digest(repr(command[1:]).encode() + _version(command))
+    by = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else "*"
     name = f"{stem}-{by}-*.so"
     library = _find(CACHE, name, say) or _find(folder := writable(CACHE), name, say)
     if library:
         return library
-    if missing:
-        raise NoKernels(missing)
+    if not command[0]:
+        raise NoKernels(f"no C++ compiler: the kernels need {words[0]}; install it or set CXX")
     say(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
@@ -67,24 +61,12 @@ def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
         _run([[*command, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
         _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{made}/kernels.so"]])
         if not (linked := Path(made, "kernels.so")).exists():
-            raise NoKernels(f"{command[0]} made no library {_reason([])}")
+            raise NoKernels(f"{command[0]} made no library; set CXX to another one")
         library = folder / f"{stem}-{by}-{_digest(linked.read_bytes())}.so"
         with atomic_path(library) as part:  # another process may be doing the same
             shutil.copyfile(linked, part)
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return library
-
-
-def _compiler() -> tuple[list[str], str]:
-    """Return the command of the C++ compiler, and the error message if there is none."""
-    words = os.environ.get("CXX", "")
-    try:
-        command = shlex.split(words) or ["g++"]
-    except ValueError as e:
-        return [], f"CXX={words}: not a command ({e})"
-    found = shutil.which(command[0])
-    missing = f"no C++ compiler: the kernels need {command[0]}; install it or set CXX"
-    return [found or command[0], *command[1:]], "" if found else missing
 
 
 def _version(command: list[str]) -> bytes:
@@ -120,19 +102,8 @@ def _run(commands: list[list[str]]) -> None:
         for process, errors in started:
             if process.wait():
                 errors.seek(0)
-                raise NoKernels(f"{commands[0][0]} could not compile the kernels {_reason([*errors])}")
-
-
-def _reason(lines: list[str]) -> str:
-    """Return the compiler's own reason for a failure, and advice."""
-    for words, advice in (
-        ("No space left", "make room or set TMPDIR"), ("Killed signal", "free some memory and try again"),
-        ("error", "set CXX to a newer one or name another --isa"),
-    ):
-        for line in lines:
-            if words in line:
-                return f"({line.strip()}); {advice}"
-    return "and does not say why; set CXX to another one"
+                why = next((line.strip() for line in errors if "rror" in line), "it does not say why")
+                raise NoKernels(f"{commands[0][0]} cannot compile the kernels ({why}); set another CXX")
 
 
 def namespace(isa: InstructionSet) -> str:

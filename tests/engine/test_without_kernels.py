@@ -24,8 +24,7 @@ def failing(error: str):
 
 MACHINES = {  # what $CXX is, and what is said about it
     "no compiler": (lambda folder: "no-such", "no C++ compiler: the kernels need no-such; install it or set"),
-    "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set CXX to a newer one or name"),
-    "killed": (failing("Killed signal terminated"), "terminated); free some memory and try again"),
+    "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set another CXX"),
 }
 
 
