@@ -58,7 +58,7 @@ def started(o, *read: object) -> Iterator[tuple[Runtime, Ranks | None]]:
         yield runtime, None
         return
     with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
-        ranks.agree_on(command_in_words(o, *read), runtime.device_name)
+        ranks.agree(command_in_words(o, *read), runtime.device_name)
         yield runtime, ranks
 
 

@@ -103,8 +103,9 @@ class ModelArgs:
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """The factor of embeddings, rounded to their dtype."""
-        scale = self.hidden_size**0.5 if self.scaled_embedding else 1.0
-        return torch.tensor(scale, dtype=dtype, device="cpu").item()
+        if not self.scaled_embedding:
+            return 1.0
+        return torch.tensor(self.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
     @property
     def rope_factor(self) -> float:
@@ -293,19 +294,14 @@ class KVCaches(nn.ModuleList):
     """
 
     Layer = KVCache
+    dtype = None  # of the buffers; None: the model's
 
     @classmethod
     def of(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> KVCaches:
         """Allocate caches for a model of this shape. backend: what the model was prepared for, or None."""
-        dtype = cls.stored(dtype)
-        return cls(cls.Layer(batch, slots, args, dtype, device) for _ in range(args.num_layers))
-
-    @staticmethod
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the buffers for a model of this dtype."""
-        return dtype
+        return cls(cls.Layer(batch, slots, args, cls.dtype or dtype, device) for _ in range(args.num_layers))
 
     def rows(self, first: int, count: int) -> KVCaches:
         """Return the caches of the sequences first ... first + count - 1: views."""

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from common.cli import Options
 from common.errors import InputError
-from common.files import parse_json
+from common.files import parse_json, read_text
 from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 from sampling.options import RULES
 
 MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
+MOST_TREE = 1 << 20  # bytes of a tree's file
 TARGET = "target"  # what a draft model is, as a checkpoint
 AUTO = "auto"  # the method that stands for another, see `Drafting.at`
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
@@ -82,8 +83,9 @@ def methods_of(name: str) -> dict[str, Method]:
     """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
     """
     parts = name.split("+")
-    if unknown := [part for part in parts if part not in METHODS]:
-        raise InputError(f"--speculate {name}: {unknown[0]!r} is unknown; choose from {', '.join(METHODS)}")
+    if any(part not in METHODS for part in parts):
+        raise InputError(f"--speculate {name}: unknown; choose from"
+                         f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
         raise InputError(f"--speculate {name}: join two methods that draft, such as lookup+eagle3")
     return {part: METHODS[part] for part in parts if METHODS[part]}
@@ -180,8 +182,12 @@ def read_tree(text: str | None) -> TreeSpec:
     try:
         if re.fullmatch(r"[0-9]{1,9},[0-9]{1,9},[0-9]{1,9}", text):
             return within_limits(TreeShape.parse(text))
-        return within_limits(PathTree(tuple(map(tuple, parse_json(Path(text).read_bytes(), text)))))
-    except (InputError, OSError, ValueError, TypeError) as e:
+    except ValueError as e:
+        raise InputError(f"--tree {text}: {e}") from None
+    try:
+        paths = parse_json(read_text(text, MOST_TREE).encode(), text)
+        return within_limits(PathTree(tuple(map(tuple, paths))))
+    except (InputError, ValueError, TypeError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
         raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
 

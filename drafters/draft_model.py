@@ -16,7 +16,7 @@ from common.errors import InputError
 from drafters.base import Proposal, Setup, newest, unread_rows
 from drafters.network import NetworkDrafter
 from model import KVCaches, Transformer
-from sampling.noise import PROPOSING, stream
+from sampling.noise import PROPOSING
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
 
@@ -61,8 +61,8 @@ class DraftModel(NetworkDrafter):
             return super().propose(state, slots, noise)
         temperature = state.temperature[:, None, None]
         positions = state.length[:, None] + 1 + torch.arange(self.shape.window - 1, device=slots.device)
-        key = stream(state.key, PROPOSING)
-        own = state.backend.gumbel(key, positions, state.temperature, self.model.args.vocab_size)
+        key, size = state.key ^ PROPOSING, self.model.args.vocab_size
+        own = state.backend.gumbel(key, positions, state.temperature, size)
         logits: list[Tensor] = []
         h = self.catch_up(state, slots)
         grown = self.grow(h, state, slots, own, self.shape, logits)

@@ -153,6 +153,7 @@ class Passes:
         self.captured = CapturedCalls(self.device, fell_back) if captures else None
         # Nothing here refers back to the passes: their memory is free as soon as their owner is.
         self._rows: dict[tuple[int, int], Rows] = {}
+        self._spans: dict[int, Tensor] = {}
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the sequences first ... first + count - 1: the same object each time."""
@@ -177,7 +178,7 @@ class Passes:
         return drafter
 
     def _check_shapes(self, drafters: list[Drafter]) -> None:
-        """Raise ValueError if the target does not take a tree, or a chunk of a prompt, of such a size."""
+        """Raise ValueError if the target does not take a tree of such a size."""
         rows, levels = self.target.most_rows, self.target.most_levels
         for one in drafters if rows else ():
             nodes, deep = one.shape.nodes + one.extra_rows, one.shape.window - 1
@@ -186,8 +187,6 @@ class Passes:
                     f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"
                     f" {rows} nodes on {levels} levels; draft a smaller one"
                 )
-        if rows and self.chunks[-1] > rows:
-            raise ValueError(f"chunks of {self.chunks[-1]} prompt tokens: this target takes at most {rows}")
 
     def _check_memory(self, room: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
@@ -295,10 +294,12 @@ class Passes:
         size = round_up(needed, SPAN)
         if self.on_cuda:  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
-        span = self.slot_ids[: min(size, self.slots)]
-        if self.compiled:
-            torch._dynamo.mark_dynamic(span, 0)
-        return span
+        size = min(size, self.slots)
+        if size not in self._spans:
+            self._spans[size] = self.slot_ids[:size]
+            if self.compiled:
+                torch._dynamo.mark_dynamic(self._spans[size], 0)
+        return self._spans[size]
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from pydantic import Strict
 from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
-from common.schema import Schema
+from common.schema import Schema, Wrong
 from tokens.tokenizer import Tokenizer, TooLong
 
 RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
@@ -27,6 +27,7 @@ class _Asked(TypedDict):
 
 
 ASKED = Schema(_Asked)
+FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
 
 
 def encode(
@@ -42,20 +43,13 @@ def encode(
     message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
     fit in a cache of `room` tokens. name: what to call the prompt then.
     """
-    ASKED.check({"prompt": prompt, "system": system, "variables": variables})
     try:
-        most = None if room is None else room - 1
-        return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)
-    except TooLong as e:
-        raise TooLong(
-            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
-        ) from None
-
-
-def _encode(
-    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
-    variables: dict, parse_special: bool,
-) -> list[int]:
+        ASKED.check({"prompt": prompt, "system": system, "variables": variables})
+    except Wrong as e:
+        if e.key.startswith("prompt"):
+            raise Wrong("prompt", prompt, FORMS) from None
+        raise
+    most = None if room is None else room - 1
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         return prompt
     if tokenizer is None:
@@ -64,12 +58,17 @@ def _encode(
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
         )
-    if isinstance(prompt, str) and (raw or not tokenizer.has_template):
-        return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is not None:
-        turns = [{"role": "system", "content": system}, *turns]
-    return tokenizer.chat(turns, at_most=most, **variables)
+    try:
+        if isinstance(prompt, str) and (raw or not tokenizer.has_template):
+            return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system is not None:
+            turns = [{"role": "system", "content": system}, *turns]
+        return tokenizer.chat(turns, at_most=most, **variables or {})
+    except TooLong as e:
+        raise TooLong(
+            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
+        ) from None
 
 
 def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:

@@ -36,9 +36,12 @@ class Runtime:
     kv: str = "auto"
 
     def __post_init__(self):
-        for name, value in vars(self).items():
+        given = vars(self)
+        if type(self.device) is int:  # as transformers has it
+            given["device"] = "cpu" if self.device < 0 else f"cuda:{self.device}"
+        for name, value in given.items():
             if isinstance(value, (torch.device, torch.dtype)):
-                vars(self)[name] = str(value).removeprefix("torch.")
+                given[name] = str(value).removeprefix("torch.")
 
     @classmethod
     def of(cls, o) -> Runtime:

@@ -14,6 +14,8 @@ from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
 from tree import Tree
 
+SHARED = "stop_ids", "ahead"  # buffers that all sequences share
+
 
 class State(nn.Module):
     """The position of B sequences in their texts.
@@ -26,6 +28,7 @@ class State(nn.Module):
     done [B]           the sequence moves no more
     reading [B]        its prompt is not read to the end
     stop_ids [n]       any of them ends a text
+    ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
     counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
     zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
@@ -84,12 +87,13 @@ class State(nn.Module):
         buffer("top_ids", batch, window, top)
         stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
+        self.register_buffer("ahead", torch.arange(1, window + 1, device=device), persistent=False)
 
     def rows(self, first: int, count: int) -> State:
         """Return the same buffers of the sequences first ... first + count - 1."""
         some = copy.copy(self)
         some._buffers = {
-            name: buffer if name == "stop_ids" else buffer.narrow(0, first, count)
+            name: buffer if name in SHARED else buffer.narrow(0, first, count)
             for name, buffer in self._buffers.items()
         }
         return some
@@ -97,7 +101,7 @@ class State(nn.Module):
     def exchange(self, one: int, other: int) -> None:
         """Exchange the places of two sequences."""
         for name, buffer in self._buffers.items():
-            if name != "stop_ids":
+            if name not in SHARED:
                 kept = buffer[one].clone()
                 buffer[one] = buffer[other]
                 buffer[other] = kept

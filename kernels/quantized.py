@@ -165,16 +165,8 @@ def round_inputs(x: Tensor, group: int = INPUTS) -> Tensor:
 
 
 def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Empty parameters for a weight [..., N, K] and its scales.
-
-    Raises ValueError if the mode or the group cannot be.
-    """
+    """Empty parameters for a weight [..., N, K] and its scales. Raises ValueError if the group cannot be."""
     *rest, inputs = shape
-    if mode not in (*MODES, MXFP4):
-        raise Wrong("mode", mode, f"one of {', '.join(MODES)}")
-    if (mode in (*FOUR_BITS, MXFP4)) != bool(group):
-        raise Wrong("group", group, f"{'one' if mode in FOUR_BITS else '0'} for {mode}:"
-                    f" {' and '.join(FOUR_BITS)} have groups, others none")
     if group and inputs % group:
         raise Wrong("group", group, f"what divides {inputs} inputs")
     dtype = torch.uint8 if group else torch.float8_e4m3fn if mode == "fp8" else torch.int8

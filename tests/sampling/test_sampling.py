@@ -13,9 +13,9 @@ from helpers.statistics import chi_square, chi_square_limit
 from engine.state import State
 from engine.step import noise_ahead, shape_logits
 from kernels.backend import TORCH
+from sampling.adjust import restrict
 from sampling.noise import gumbel, random_bits, seed_keys
 from sampling.options import Modes
-from sampling.restrict import restrict
 
 
 @pytest.fixture(scope="module")
