@@ -125,8 +125,8 @@ class Ranks:
         digests = self.every(torch.tensor(number_of(what), device=device)).tolist()
         if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
             raise InputError(
-                f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one command,"
-                f" on machines alike (this one: {what:.300})"
+                f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one"
+                f" command, on machines alike (this one: {what:.300})"
             )
 
     def name(self, what: str, device: torch.device | str) -> str:

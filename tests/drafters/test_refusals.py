@@ -9,8 +9,7 @@ import torch
 from helpers.decoding import load
 from helpers.refusals import refused
 
-from common.errors import InputError
-from drafters import GPU_ROWS, METHODS, Drafting, default_tree, read_tree
+from drafters import GPU_ROWS, METHODS, Drafting, default_tree
 from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
@@ -114,18 +113,3 @@ def test_default_trees():
         assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
     assert default_tree("cpu").nodes > default_tree("cpu", True).nodes
     assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
-
-
-@pytest.mark.parametrize("text, words", [
-    ("8;2;3", "--tree 8;2;3: none of auto, paper, T,D,K or a JSON file"), ("8,2", "--tree 8,2: none of"),
-    ("2000,60,60", "--tree 2000,60,60: tree: 2,000 nodes on 61 levels, at most 1,024"),
-    ("9999999999,1,1", "--tree 9999999999,1,1: none of"), ("[[0", "JSON ("), ("3", "not iterable"),
-    ("[[0], [1, 0]]", "has no parent"),
-])
-def test_trees_that_cannot_be_read(tmp_path, text, words):
-    if "--tree" not in words:
-        (tmp_path / "tree").write_text(text)
-        text = str(tmp_path / "tree")
-    with pytest.raises(InputError, match=r"^--tree") as error:
-        read_tree(text)
-    assert words in str(error.value) and "\n" not in str(error.value)

@@ -6,6 +6,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from helpers.compiling import Replays
 from helpers.decoding import ids
 from helpers.drafters import make_drafter
 from shapes import random_models
@@ -14,10 +15,8 @@ from drafters.eagle import Eagle
 from engine import compile as compiling
 from engine.compile import CapturedCalls, CompiledFunction
 from engine.engine import Engine
-from engine.memory import free_memory
 from engine.passes import CUBLAS_WORKSPACE
 from kernels.backend import TORCH
-from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -88,13 +87,6 @@ def test_a_capture_keeps_its_inputs_and_nothing_collects_during_it(cuda):
     assert cuda.collecting == [False] and gc.isenabled() and not lines
 
 
-def test_one_stream_for_each_device(cuda):
-    for _ in range(3):
-        CapturedCalls(GPU, print)(("step",), lambda: None, contextlib.nullcontext)
-    CapturedCalls(torch.device("cuda:0"), print)
-    assert cuda.streams == [GPU, torch.device("cuda:0")]
-
-
 def test_what_cannot_be_captured_is_called(cuda):
     """One line says so; sequences are held still while it is tried, and not afterwards."""
     lines, still = [], []
@@ -136,29 +128,6 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 3
 
 
-def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
-    """One of a machine that seemed the same: its file goes, and the next process compiles."""
-    lines, file = [], tmp_path / "double.graph"
-    file.write_text("broken")
-    monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
-    monkeypatch.setattr(compiling, "find_graph", lambda place, say: lambda *args: 1 / 0)
-    monkeypatch.setattr(compiling, "make_graph", lambda made, args, place, say: made)
-    double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
-    assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
-    assert lines[:2] == ["a saved graph of the double fails (division by zero) and is made again",
-                         "compiling the double ..."] and len(lines) == 3 and not file.exists()
-
-
-def test_an_exchange_of_places_holds_one_layer_at_a_time(models, monkeypatch):
-    """All layers of two long texts would be gigabytes."""
-    engine, sizes, clone = Engine(models[0], batch=2, max_seq_len=80, compile=False), [], torch.Tensor.clone
-    ids(engine, [[1] * 40, [2] * 40], Sampling(8))
-    monkeypatch.setattr(torch.Tensor, "clone", lambda x: sizes.append(x.nbytes) or clone(x))
-    engine._exchange(0, 1)
-    layer = engine.passes.caches.sequence(0, 48)[0].nbytes
-    assert max(sizes) <= layer and sum(sizes) > layer
-
-
 def test_caches_are_free_when_nobody_holds_the_engine():
     """Not only once garbage is collected: until then their memory counts as used."""
     target, head = random_models("tiny", torch.float32, "cpu", None)
@@ -173,16 +142,6 @@ def test_caches_are_free_when_nobody_holds_the_engine():
         assert caches() is None
     finally:
         gc.enable()
-
-
-class Replays:
-    """Stands in for `CapturedCalls`: of each key the first call is made again."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __call__(self, key, call, still):
-        return self.calls.setdefault(key, call)()
 
 
 OPTIONS = {  # all that changes a step, and ways to decode
@@ -202,12 +161,6 @@ class Free:
 
     def take(self, ids): ...
     def mask(self, tokens, parent, into): ...
-
-
-def test_plain_decoding_has_one_step(models):
-    """Of two that do the same each would be compiled."""
-    engine = Engine(models[0], compile=False)
-    assert engine.passes.plain is engine.drafter
 
 
 def test_ready_is_ready(monkeypatch):
@@ -249,37 +202,6 @@ def test_ready_is_ready(monkeypatch):
             engine.step()
         assert not made and set(engine.passes.captured.calls) == known, (name, way)
         assert [len(function.variants) for function in compiled] == variants, (name, way)
-
-
-@pytest.mark.parametrize("other", (True, False))
-def test_texts_without_drafts_beside_drafted_ones(models, other):
-    """Steps as captured ones begin with the first row; the texts are those of each alone."""
-    drafter, given = make_drafter("eagle3", *models, models[1], lambda heads: None), [[1, 2, 3], [4, 5], [6]]
-    engine = Engine(models[0], drafter, batch=4, max_seq_len=200, compile=False, counts=(1, 2, 4))
-    alone = [ids(engine, [prompt], Sampling(12))[0] for prompt in given]
-    engine.passes.captured = Replays()
-    requests = []
-    for i, prompt in enumerate(given):  # each is read alone, in the next place
-        requests.append(engine.admit(prompt, Sampling(12), plain=(i > 0) == other))
-        while not requests[-1].ids:
-            engine.step()
-    while engine.busy:
-        engine.step()
-    assert [request.ids for request in requests] == alone
-    assert {key[-1] for key in engine.passes.captured.calls} <= {1, 2, 4}
-
-
-def test_cublas_adds_up_in_32_bits():
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    choose_backend("cpu", False)
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-
-
-def test_memory_that_torch_holds_in_reserve_is_free(monkeypatch):
-    for name, bytes in (("memory_reserved", 70), ("memory_allocated", 50)):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, bytes=bytes: bytes)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (100, 1000))
-    assert free_memory(GPU) == 120
 
 
 @pytest.mark.parametrize("room, fits", ((1, True), (-1, False)))

@@ -154,14 +154,6 @@ def test_the_compiled_step(models, compiled):
         ids(compiled(TreeShape(5, 1, 2), stop), [[1, 2]], Sampling(4))
 
 
-@pytest.mark.dear
-def test_sampling_equals_eager(models, compiled):
-    engine, settings = compiled(shape_of(TRACE), print), {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
-    made = [(prompt, Sampling(40, seed=i, **settings)) for i, prompt in enumerate(prompts(6, seed=13))]
-    wanted = [ids(plain(models), [prompt], sampling)[0] for prompt, sampling in made]
-    check_texts([ids(engine, [prompt], sampling)[0] for prompt, sampling in made], wanted, made)
-
-
 @pytest.mark.parametrize("whole_first, name", ((False, "plain"), (True, "eagle3 window")))
 def test_a_span_may_be_all_slots(whole_first, name):
     """One graph serves every span, the longest too: a cache that ended there would be another layout to

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 from helpers import GOLDEN
+from helpers.compiling import Replays
 from helpers.decoding import (
     alone,
-    check_distribution,
     check_texts,
     decode,
     ids,
@@ -57,24 +57,6 @@ def test_same_seed_same_text(models, settings):
         assert len(set(map(tuple, samples))) > 8, "seeds must matter"
 
 
-@pytest.mark.slow
-def test_coupling_helps(models):
-    """Statistical, seed fixed: with the shared noise the head guesses the target's samples more often."""
-    texts, sampling = prompts(24, seed=3), [Sampling(40, temperature=1.0, seed=s) for s in range(24)]
-
-    def tau(coupled):
-        outputs = speculative(models, SHAPES[1], coupled, batch=24).generate(texts, sampling)
-        lengths = [n for o in outputs for n in o.accept_lengths]
-        return sum(lengths) / len(lengths)
-
-    assert tau(True) > 1.1 * tau(False)
-
-
-@pytest.mark.slow
-def test_distribution_of_speculative_text(models):
-    check_distribution(models[0], speculative(models, TreeShape(8, 2, 3), batch=256))
-
-
 def test_prefill_chunks_change_nothing(models):
     texts = prompts(4, seed=6, shortest=60, longest=200)
     want = ids(speculative(models, SHAPES[0], batch=4), texts, Sampling(30))
@@ -107,26 +89,6 @@ def test_ends_are_exact(models, shape):
 
 
 # -- requests that come and go -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def thirty(models):
-    """Requests, and what each emits alone."""
-    made = requests(30, seed=3)
-    return made, alone(models, made)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch, lag", ((1, 0), (2, 2), (5, 1)))
-def test_whatever_else_is_running(models, thirty, batch, lag):
-    """Also where the host learns late what was emitted, and texts are left in the middle."""
-    (target, head), (made, expected) = models, thirty
-    engine = Engine(target, Eagle(head, SHAPE), batch=batch, max_seq_len=300, compile=False, lag=lag)
-    for turn, leaving in enumerate((0.0, 0.03)):
-        found = decode(engine, made, random.Random(turn), leaving)
-        check_texts(found, expected, made)
-        assert (None in found) == bool(leaving)
-    assert engine.free == batch and not engine.busy
 
 
 @pytest.mark.slow
@@ -200,16 +162,6 @@ def test_scores_of_a_prompt(models):
         for i, score in enumerate(text.prompt_scores):
             assert score.logprob == pytest.approx(float(p[i, prompt[i + 1]]), abs=1e-4)
             assert [token for token, _ in score.top] == p[i].topk(3).indices.tolist()
-
-
-class Replays:
-    """As `engine.compile.CapturedCalls`: what was called first for a key is what runs for it ever after."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __call__(self, key, call, still):
-        return self.calls.setdefault(key, call)()
 
 
 @pytest.mark.slow

@@ -34,20 +34,6 @@ def test_trees_are_chosen_without_a_rehearsal(models, warm, temperature):
     assert ids(engine, texts, how) == ids(plain(models, batch=4), texts, how)
 
 
-@pytest.mark.parametrize("kind, room", (("tuned", 2), ("tuned", 8), ("lookup", 2), ("mixed", 3)))
-def test_caches_of_few_tokens(models, kind, room):
-    if kind == "lookup":
-        engine = Engine(models[0], Lookup(), max_seq_len=room, compile=False)
-    else:
-        mixed = Mixed(Lookup(), Eagle(models[1], SMALL)) if kind == "mixed" else None
-        engine = tuned(models, max_seq_len=room, drafter=mixed)
-    engine.warm_up()
-    assert not engine.busy
-    (request,) = engine.generate([[40]], Sampling(9))
-    assert request.ids == ids(plain(models, max_seq_len=room), [[40]], Sampling(9))[0]
-    assert request.finish == "cache"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_anywhere(models, seed):

@@ -57,13 +57,6 @@ def test_attention(capability, heads, rows, old):
     assert made.spilled <= (16 if little else 0)
 
 
-@pytest.mark.parametrize("capability", EACH)
-@pytest.mark.parametrize("rows, old", ((10, True), *dear((60, False))))
-def test_attention_with_a_window(capability, rows, old):
-    made = attend(capability, BF16, "llama", rows, old, window=True)
-    assert made.shared <= SHARED[capability] and made.on_tensor_cores and made.spilled == 0
-
-
 @pytest.mark.parametrize("capability, rows", [*dear((86, 60)), (90, 1)])
 def test_attention_over_float8(capability, rows):
     """By the device's instruction from 8.9 on, bit by bit before. What is too large becomes the largest."""
@@ -71,19 +64,6 @@ def test_attention_over_float8(capability, rows):
     assert made.shared <= SHARED[capability] and made.on_tensor_cores
     assert made.spilled <= (32 if capability == 86 else 0)
     assert ("e4m3x2" in made.ptx) == ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == (capability >= 89)
-
-
-@pytest.mark.parametrize("capability", EACH)
-@pytest.mark.parametrize("rows", (*dear(1), 60))
-def test_large_heads_fit(capability, rows):
-    made = attend(capability, BF16, "256", rows)
-    assert made.shared <= SHARED[capability] and made.on_tensor_cores
-
-
-@pytest.mark.parametrize("capability", EACH)
-def test_attention_in_float32(capability):
-    made = attend(capability, F32, "llama", 60)
-    assert made.shared <= SHARED[capability] and made.spilled == 0
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
@@ -148,9 +128,3 @@ def test_the_others(capability, name, one):
         given = {name: 1 if kind == ANY else kind for name, kind in given.items()}
     made = compile_for(capability, kernel, given, warps)
     assert made.shared <= SHARED[capability] and made.spilled == 0
-
-
-@pytest.mark.dear
-def test_attention_of_one_row():
-    made = attend(90, BF16, "llama", 1, given={"T": 1, "M": 1})
-    assert made.shared <= SHARED[90] and made.on_tensor_cores and made.spilled == 0

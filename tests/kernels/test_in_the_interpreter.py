@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 KERNELS = ROOT / "tests/kernels"
-FILES = [*sorted(KERNELS.glob("gpu/test_*.py")), KERNELS / "test_parts.py"]
+FILES = sorted(KERNELS.glob("gpu/test_*.py"))
 
 
 @pytest.mark.slow

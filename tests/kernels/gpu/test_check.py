@@ -15,7 +15,7 @@ from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.cases import PARTS, Sizes
-from kernels.quantized import QuantizedLinear, Scheme, quantize_linears, replace_all
+from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
 from model import Experts, KVCaches, ModelArgs, Transformer
 from tree import TreeShape
 
@@ -82,11 +82,6 @@ def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
 
     monkeypatch.setattr(growing, "accept", wrong)
     assert failed(sizes, "accept") == {"accept": "the tree 12/3/4: writes outside its results"}
-
-
-def test_a_kernel_that_leaves_a_result_unwritten(sizes, monkeypatch):
-    monkeypatch.setattr(growing, "emit", lambda tokens, count, *rest: count.new_empty(count.shape))
-    assert "numbers differ" in failed(sizes, "emit")["emit"]
 
 
 def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
@@ -232,14 +227,6 @@ def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
     assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
 
 
-def test_a_check_that_does_not_start(sizes, place):
-    """All parts are left out, and checked again by the next process."""
-    command = sys.executable, "-c", "import sys; sys.exit('no memory')"
-    found = check.failures(sizes, lambda line: None, [["move"], ["rank"]], command)
-    assert list(found) == ["move", "rank"] and not list(place.rglob("*.json"))
-    assert "the check does not start (the process ended: no memory)" in found["move"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
 def test_a_target_is_checked(place, monkeypatch):
     """In a real process: at the target's sizes, whatever can be computed here."""
@@ -273,14 +260,6 @@ def test_ranks_leave_out_what_fails_on_any(monkeypatch):
     found = found[len(fails) :]
     assert [backend.name for backend in found] == ["cuda without rank, emit, captured step"] * 3
     assert found[0].failures["rank"] == "two" and "another rank" in found[2].failures["rank"]
-
-
-def test_mixtures_are_checked_at_a_part_of_their_size():
-    args = ModelArgs(8, 64, 2880, 2, 1, 1, 8, num_experts=128, experts_per_token=6, biases=True)
-    target = Transformer(args)
-    assert Sizes.of(target, False).mixtures == (("16 bits", 0, 8, 4, 1856, 64, True),)
-    replace_all(target, Scheme(None, 0, None, "mxfp4"))
-    assert Sizes.of(target, False).mixtures == (("mxfp4", 32, 8, 4, 1856, 64, True),)
 
 
 def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):

@@ -54,22 +54,6 @@ def test_golden_trace(on_kernels, path):
     replay(speculative((target, head3 if path.stem.startswith("eagle3") else head1), shape_of(path)), path)
 
 
-def test_layers_with_windows(device, backend):
-    """A tiny Gemma: its text on the kernels is that of the definition, plain and drafted by prompt lookup."""
-    torch.manual_seed(0)
-    target = Transformer(ModelArgs(
-        64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, output_norms=True,
-        activation="gelu_tanh", scaled_embedding=True, zero_centred=True, query_scalar=24.0,
-    )).requires_grad_(False).eval()
-    options = {"max_seq_len": 60, "compile": False, "chunks": (16,)}
-    made = [list(range(3, 23)) + [5, 6]], [Sampling(TOKENS)]
-    written = ids(Engine(target, **options), *made)
-    backend.prepare(target.to(device))
-    for drafter in (None, Lookup()):
-        engine = Engine(target, drafter, **options)
-        assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written
-
-
 def test_mixtures(device, backend):
     """A tiny gpt-oss: its text on the kernels is that of the definition, plain and by prompt lookup."""
     torch.manual_seed(0)

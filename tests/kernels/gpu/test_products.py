@@ -7,7 +7,7 @@ from helpers.ahead_of_time import dear
 
 from kernels.gpu import products
 from kernels.gpu.here import counters
-from kernels.quantized import QuantizedLinear, round_inputs
+from kernels.quantized import QuantizedLinear
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
@@ -101,20 +101,6 @@ def test_sums_are_rounded_once_or_not_at_all(device, dtype, mode, group):
     assert torch.equal(layer(x, onto), onto + layer(x))
 
 
-@pytest.mark.parametrize("mode, group", [("w8a8", 0), ("w4a8", 64)])
-def test_inputs_are_rounded_first(device, mode, group):
-    layer, x, _ = case(device, torch.float32, mode, group, 3, 40, 256)
-    assert error(layer(x), exactly(layer, round_inputs(x, group or 64))) < 2e-6
-
-
-def test_shapes_and_layouts(device):
-    """Rows of any number of dimensions, and those that do not lie one after the other."""
-    layer, x, onto = case(device, torch.float32, "int8", 0, 12, 20, 64)
-    together = layer(x, onto)
-    assert torch.equal(layer(x.view(2, 6, 64), onto.view(2, 6, 20)), together.view(2, 6, 20))
-    assert torch.equal(layer(x[::2], onto[::2]), together[::2])
-
-
 def test_one_node(device):
     """`torch.compile` sees one operation, with the dtype and shape that it has."""
     layer, x, onto = case(device, torch.bfloat16, "int8", 0, 4, 20, 64)
@@ -133,16 +119,6 @@ def test_one_node(device):
 def test_programs(tiles, steps, resident, count):
     """Few tiles are divided evenly, unless processors were idle; many are shared by all that fit."""
     assert products.programs(tiles, steps, 132, resident) == count
-
-
-def test_no_memory_to_measure_in(monkeypatch):
-    """The first choice is taken. Weights that differ in their groups are measured apart."""
-    def full(*a, **options):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr("triton.testing.do_bench", full)
-    tuned = products._tuned.__wrapped__(16, 8)
-    assert tuned.do_bench(lambda: None, quantiles=(0.5, 0.2)) == [float("inf")] * 2 and "GROUP" in tuned.keys
 
 
 @pytest.mark.parametrize("ranks", (False, True))
