@@ -105,18 +105,11 @@ def test_accept_follows_the_target():
         assert got[0, : len(path)].tolist() == path and not got[0, len(path) :].any()
 
 
-@pytest.mark.parametrize("shape, words", [
-    *(((TreeShape, *numbers), words) for numbers, words in (
-        ((0, 1, 1), "must be positive"), ((8, -1, 2), "must be positive"), ((8, 2, 0), "must be positive"),
-        ((8, 1, 2), "only draft 6 + the root"), ((1, 2, 0), "drafts nothing"), ((1, 0, 3), "drafts nothing"),
-    )),
-    *(((PathTree, paths), words) for paths, words in (
-        ((), "no paths"), (((),), "no list of ranks"), (((0,), (-1,)), "no list of ranks"),
-        (((True,),), "no list of ranks"), ((("a",),), "no list of ranks"), (((0,), (1, 0)), "has no parent"),
-        (((0,), (0,)), "given twice"),
-    )),
+@pytest.mark.parametrize("kind, arguments, words", [
+    (TreeShape, (8, -1, 2), "must be positive"), (TreeShape, (8, 1, 2), "only draft 6 + the root"),
+    (TreeShape, (1, 0, 3), "drafts nothing"), (PathTree, ((),), "no paths"),
+    (PathTree, (((0,), (1, 0)),), "has no parent"), (PathTree, (((0,), (0,)),), "given twice"),
 ], ids=str)
-def test_impossible_shapes_are_refused(shape, words):
-    kind, *arguments = shape
+def test_impossible_shapes_are_refused(kind, arguments, words):
     with pytest.raises(ValueError, match=f"tree: .*{re.escape(words)}"):
         kind(*arguments)

@@ -15,7 +15,6 @@ from drafters.eagle import Eagle
 from engine import compile as compiling
 from engine.compile import CapturedCalls, CompiledFunction
 from engine.engine import Engine
-from engine.passes import CUBLAS_WORKSPACE
 from kernels.backend import TORCH
 from sampling.options import Sampling
 from tree import TreeShape
@@ -202,30 +201,3 @@ def test_ready_is_ready(monkeypatch):
             engine.step()
         assert not made and set(engine.passes.captured.calls) == known, (name, way)
         assert [len(function.variants) for function in compiled] == variants, (name, way)
-
-
-@pytest.mark.parametrize("room, fits", ((1, True), (-1, False)))
-def test_passes_need_memory_beside_the_caches(monkeypatch, room, fits):
-    """Logits and noise of the tree, as they are computed and restricted, activations, cuBLAS' workspaces."""
-    target, head = random_models("tiny", torch.float32, "cpu", None)
-    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
-    passes = Engine(target, drafter, batch=2, max_seq_len=200, compile=False).passes
-    V, nodes, kept = target.args.vocab_size, drafter.shape.nodes, 0
-    for count, noisy in ((1, False), (1, True), (2, False), (2, True)):  # each keeps its results
-        rows = passes.rows(0, count)
-        for one in (passes.drafter, passes.plain):
-            found = passes._verify(
-                target, rows.caches, rows.drafter(one), rows.state, passes.span(9), noisy
-            )
-            kept += sum(x.nbytes for x in (found.logits, found.noise) if x is not None)
-    least = kept + 2 * V * (20 * nodes + 4 * passes.window) + 2 * CUBLAS_WORKSPACE + (256 << 20)
-    beside, chunks = passes._pass_bytes(), passes.chunks
-    passes.chunks = [0]
-    assert least <= passes._pass_bytes() < least + 5 * 2 * V * nodes and passes._pass_bytes() < beside
-    passes.chunks = chunks
-    monkeypatch.setattr("engine.passes.free_memory", lambda device: passes.cache_bytes + beside + room)
-    passes.on_cuda = True
-    refused = pytest.raises(ValueError, match=r"need .* GB and passes 0\.3 GB")
-    with contextlib.nullcontext() if fits else refused:
-        width = len(drafter.aux_layers) * target.args.hidden_size
-        passes._check_memory(max(passes.extra, passes.chunks[-1]) + 1, 2 * passes.unread * width * 4)

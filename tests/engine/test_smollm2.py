@@ -1,7 +1,6 @@
 """The real demo model against transformers, and lossless with its real head. Skipped until `make fetch` (or
 `make demo`) has put it into checkpoints/; CI does that first.
 """
-import json
 
 import pytest
 import torch
@@ -29,14 +28,6 @@ def test_logits_agree_with_transformers_on_512_tokens():
         ours, theirs = target.logits(target.causal(tokens)[0]), peer(tokens).logits
     assert (ours - theirs).norm() / theirs.norm() < 1e-4
     assert (ours - theirs).abs().max() / theirs.abs().max() < 1e-4
-
-
-def test_stop_ids_template_and_context():
-    config = json.loads((FOLDER / "config.json").read_text())
-    assert set(config["stop_ids"]) == {0, 2} and config["max_seq_len"] == 8192
-    model = load(FOLDER, compile=False)
-    assert model.tokenizer.decode(model.encode("Hi")).startswith("system\nYou are a helpful AI assistant")
-    assert model.generate("What is the capital of France?", max_new_tokens=60).finish == "stop"
 
 
 def test_eagle3_text_is_plain_text():

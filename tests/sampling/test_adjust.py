@@ -3,10 +3,11 @@ import math
 
 import pytest
 import torch
+from helpers.states import chain
 
 from sampling.adjust import Adjustments, adjust, floor, scores
 from sampling.options import MOST_STOPS, Sampling
-from tree import Tree, chain, link
+from tree import Tree, link
 
 V = 12
 
