@@ -6,21 +6,17 @@ every process. `CompiledFunction` does each once: it saves the graph and calls t
 `CapturedCalls` then replays the call.
 
 Saved graphs are made and loaded by torch's `aot_compile`, without its guards: some of them cannot be saved,
-and none looks at our source files. `saved_places` puts all that tracing depends on into a graph's name, and
-the file begins with the digests of the sources that the graph was traced from.
+and none looks at our source files. `saved_places` puts all that tracing depends on into a graph's name.
 """
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import gc
 import hashlib
-import json
 import os
 import pickle
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -36,12 +32,9 @@ from torch.utils._pytree import tree_leaves
 from common.errors import first_line
 from common.files import atomic_path
 from kernels.backend import TorchBackend
-from kernels.build import sources
-from kernels.gpu import here
+from kernels.build import code_digest
 from kernels.isa import features
 
-ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = time.time()  # what is changed later is not what this process runs
 # Cache folders that are read and not written: of a checkout that cannot be written.
 READ_ONLY: list[Path] = []
 
@@ -143,26 +136,21 @@ def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str],
     with settings, brief:
         compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
     try:
-        header = _digests(compiled, args)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             compiled.save_compiled_function(str(part))
-            part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
     except (OSError, RuntimeError, AttributeError, TypeError, pickle.PicklingError) as e:
         say(f"the graph cannot be saved for the next process ({first_line(e)})")
     return compiled.fn  # not `compiled` itself, which would check the guards
 
 
 def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
-    """Return the graph that `make_graph` saved; None if there is none, or none that can still be used.
+    """Return the graph that `make_graph` saved; None if there is none.
 
     say: gets a line about one that is damaged.
     """
     try:
         with open(path, "rb") as file:
-            digests = json.loads(file.readline())
-            if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
-                return None
             return torch.compiler.load_compiled_function(file).fn
     except FileNotFoundError:
         return None
@@ -171,55 +159,10 @@ def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
         return None
 
 
-def _digests(compiled, args: tuple) -> dict[str, str]:
-    """A digest of every file that a graph depends on, by path. Raises RuntimeError if it must not be saved.
-
-    The files are those of the code that was traced, of the classes of all modules (tracing reads their
-    attributes), of the constants that these files import, and of the kernels, whose operators are called.
-    Code without a file (a notebook's), or a file that has changed since this process imported it, cannot be
-    recognised later.
-    """
-    modules = {source.module for source in compiled.source_info().inlined_sources}
-    for arg in args:
-        if isinstance(arg, nn.Module):
-            modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
-    modules = {name for name in modules if not _is_library(name)}
-    if not all(getattr(sys.modules.get(name), "__file__", None) for name in modules):
-        raise RuntimeError("some of its code is in no file")
-    files = {_file_of(name) for name in modules}
-    for file in list(files):
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = {node.module for node in nodes if any(alias.name.isupper() for alias in node.names)}
-        files |= {_file_of(name) for name in names if name in sys.modules and not _is_library(name)}
-    files |= {*sources(), *Path(here.__file__).parent.glob("*.py")}
-    if any(file.stat().st_mtime > IMPORTED for file in files):
-        raise RuntimeError("a source file has changed since this process began")
-    return {os.path.relpath(file, ROOT): _digest(file) for file in sorted(files)}
-
-
-def _file_of(module: str) -> Path:
-    return Path(sys.modules[module].__file__).resolve()
-
-
-def _is_library(module: str) -> bool:
-    """Return whether a module is Python's or an installed package's: its version is in a graph's name."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return module in sys.builtin_module_names
-    path = Path(file).resolve()
-    if "site-packages" in path.parts or "dist-packages" in path.parts:
-        return True
-    return not path.is_relative_to(ROOT) and path.is_relative_to(Path(os.__file__).resolve().parent)
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     """Return the files that a graph of `function` for these arguments may be in; the first one is written.
 
-    The name stands for all that the graph depends on except our sources, whose digests are in the file.
+    The name stands for all that the graph depends on.
     """
     # Imported here: it takes seconds, which those who compile nothing save.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -227,7 +170,7 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     settings = torch._inductor.config.get_hash().hex()
     processor = platform.machine(), platform.processor(), sorted(features())
     machine = torch.__version__, processor, os.environ.get("CXX"), torch.get_num_threads()
-    made_by = function.__qualname__, machine, _gpu(args), settings, list(_described(args))
+    made_by = function.__qualname__, code_digest(), machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
 

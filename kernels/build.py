@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,8 +21,12 @@ from common.files import atomic_path
 from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
+ROOT = SOURCE.parent.parent
+STEP = "model.py", "tree.py", *(  # the code that a step runs, or that checks it
+    f"{room}/*.py" for room in ("drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling")
+)
 # Compiled code lies in this checkout or where the user wants it, never in a checkpoint: it is executed.
-COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache")
+COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / ".cache")
 CACHE = COMPILED / "kernels"
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden", "-pipe")
 
@@ -127,6 +132,13 @@ def writable(kept: Path) -> Path:
     if folder.lstat().st_uid != os.getuid():  # someone else's code, or a link to it, is not to be loaded
         raise NoKernels(f"{folder}: belongs to another user; remove it")
     return folder
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code that a step runs or that checks it, as it is at the first call."""
+    files = sorted(path for pattern in STEP for path in ROOT.glob(pattern))
+    return _digest(repr([(str(path.relative_to(ROOT)), path.read_text()) for path in files]).encode())
 
 
 def sources() -> list[Path]:

@@ -268,7 +268,7 @@ def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
     changes = (
         (name, lambda device: "one"), (name, lambda device: "two"),
         ("triton.__version__", "0"), ("torch.__version__", "0"), ("kernels.gpu.check.DRIVER", driver),
-        ("kernels.gpu.check.ROOT", place),
+        ("kernels.gpu.check.code_digest", str),
     )
     found = []
     monkeypatch.setattr("kernels.gpu.check.DRIVER", driver)
