@@ -6,7 +6,7 @@ every process. `CompiledFunction` does each once: it saves the graph and calls t
 `CapturedCalls` then replays the call.
 
 Saved graphs are made and loaded by torch's `aot_compile`, without its guards: some of them cannot be saved,
-and none looks at our source files. `saved_places` puts all that tracing depends on into a graph's name.
+and none looks at our source files. `saved_place` puts all that tracing depends on into a graph's name.
 """
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ from common.files import atomic_path
 from kernels.backend import TorchBackend
 from kernels.build import code_digest
 from kernels.isa import features
-
-# Cache folders that are read and not written: of a checkout that cannot be written.
-READ_ONLY: list[Path] = []
 
 
 def _dynamo():
@@ -86,35 +83,25 @@ class CompiledFunction:
 
     def __call__(self, *args):
         key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
-        if key in self.variants:
-            return self.variants[key](*args)
-        places = saved_places(self.function, args)
-        for place in places:
-            if graph := self.loaded.get(place) or find_graph(place, self.say):
-                try:
-                    result = graph(*args)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as e:  # made on a machine that seemed the same
-                    self.say(f"a saved graph of the {self.what} fails ({first_line(e)}) and is made again")
-                    with contextlib.suppress(OSError):
-                        place.unlink()
-                    continue
-                self.variants[key] = self.loaded[place] = graph
-                return result
+        if key not in self.variants:
+            place = saved_place(self.function, args)
+            if place not in self.loaded:
+                self.loaded[place] = find_graph(place, self.say) or self._compiled(args, place)
+            self.variants[key] = self.loaded[place]
+        return self.variants[key](*args)
+
+    def _compiled(self, args: tuple, place: Path) -> Callable:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         try:
-            graph = make_graph(self.function, args, places[0], self.say)
+            graph = make_graph(self.function, args, place, self.say)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of any of torch's compilers
             self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
-            graph = self.function
-        self.variants[key] = self.loaded[places[0]] = graph
-        result = graph(*args)
+            return self.function
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
-        return result
+        return graph
 
 
 # -- graphs on disk --------------------------------------------------------------------------------
@@ -159,11 +146,8 @@ def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
         return None
 
 
-def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
-    """Return the files that a graph of `function` for these arguments may be in; the first one is written.
-
-    The name stands for all that the graph depends on.
-    """
+def saved_place(function: Callable, args: tuple) -> Path:
+    """Return the file of a graph of `function` for these arguments, named by all that it depends on."""
     # Imported here: it takes seconds, which those who compile nothing save.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -172,7 +156,7 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     machine = torch.__version__, processor, os.environ.get("CXX"), torch.get_num_threads()
     made_by = function.__qualname__, code_digest(), machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
-    return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
+    return Path(cache_dir()) / "graphs" / f"{name}.graph"
 
 
 def _gpu(args: tuple) -> tuple:

@@ -123,11 +123,6 @@ class Engine:
         """The requests that hold a place."""
         return [request for request in self._requests if request]
 
-    @property
-    def fallbacks(self) -> list[str]:
-        """A line about each part of a GPU's path that runs in a slower way because a faster one failed."""
-        return self.passes.fallbacks
-
     # -- admit and leave ----------------------------------------------------------------------
 
     def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:

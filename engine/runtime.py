@@ -11,7 +11,6 @@ from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
 from common.threads import use_threads
-from engine.compile import READ_ONLY
 from kernels.build import COMPILED, writable
 from kernels.isa import choose
 
@@ -77,8 +76,11 @@ class Runtime:
         schema_of(Runtime).check(vars(self))
         use_threads()
         check_device(self.device_name)
-        if torch.device(self.device_name).type == "cuda":
-            use_device(torch.device(self.device_name))
+        device = torch.device(self.device_name)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
+        # Masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and slots.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         _ = self.torch_dtype, self.isa_name
         if self.kv not in KV_DTYPES:
             raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
@@ -95,7 +97,11 @@ class Runtime:
             import torch._inductor.config as settings
 
             settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
-        keep_compiled()
+        # torch.compile keeps its results beside our kernels: they are code, and never of a checkpoint.
+        try:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable(COMPILED).absolute())
+        except OSError as e:
+            raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
 
 
 def check_device(device: str) -> None:
@@ -106,26 +112,3 @@ def check_device(device: str) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise InputError(f"--device {device}: {first_line(e)}") from None
-
-
-def use_device(device: torch.device) -> None:
-    """Make a GPU the one that work is launched on."""
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    # For masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and
-    # slots.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def keep_compiled() -> None:
-    """Let torch.compile keep its results beside our kernels: they are code, and never of a checkpoint.
-
-    A place that cannot be written is still read. Raises InputError if there is no place.
-    """
-    try:
-        place = writable(COMPILED)
-    except OSError as e:
-        raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
-    if place != COMPILED and COMPILED not in READ_ONLY:
-        READ_ONLY.append(COMPILED)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place.absolute())

@@ -10,7 +10,7 @@ from helpers.drafters import make_drafter
 from helpers.launching import run
 from shapes import random_models
 
-from engine.compile import CompiledFunction, compile_graph, saved_places
+from engine.compile import CompiledFunction, compile_graph, saved_place
 from engine.engine import Engine
 from engine.passes import SPAN
 from engine.state import State
@@ -64,7 +64,7 @@ def test_another_process_finds_it(cache):
 
 def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     def where(adder=None, n=7, twice=False, function=add):
-        return saved_places(function, (adder or Adder(), span(n), twice))[0]
+        return saved_place(function, (adder or Adder(), span(n), twice))
 
     same = where()
     assert same == where(n=20)  # the length is dynamic
@@ -150,7 +150,7 @@ def test_a_span_may_be_all_slots(whole_first, name):
 def test_places_share_a_graph_but_for_their_alignment(cache):
     """Reading 16 bytes from the middle of them is an error on a GPU. Rows of the state begin at 16 bytes."""
     def where(rows):
-        return saved_places(add, (rows,))
+        return saved_place(add, (rows,))
 
     for vocabulary, window in ((16, 4), (5, 9), (32003, 7)):
         state = State(3, 40, window, 6, [], torch.bfloat16, "cpu", vocabulary=vocabulary, nodes=3)
