@@ -66,55 +66,35 @@ def test_attention_over_float8(capability, rows):
     assert ("e4m3x2" in made.ptx) == ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == (capability >= 89)
 
 
-# The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
-REQUESTS, ROW = {"temperature": F32, "top_k": I64, "top_p": F32}, {"T": ANY, "V": "i32"}
-CHUNKS = {"CHUNK": sampling.SORTED, "CHUNKS": 63}
+# The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k: their arguments
+# in order, and their warps.
+CHUNKS = sampling.SORTED, 63
 OTHERS = {
-    "rank": (ranking.best_kernel, {
-        "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
-        "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 16,
-        "CHUNK": ranking.CHUNK, "CHUNKS": 16, "NOISY": True, "CHOSEN": False, "NAMED": True, "SCORED": True,
-    }, 4),
-    "draw": (ranking.best_kernel, {
-        "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
-        "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 1,
-        "CHUNK": ranking.CHUNK, "CHUNKS": 63, "NOISY": True, "CHOSEN": True, "NAMED": False, "SCORED": False,
-    }, 4),
-    "extend": (growing.extend_kernel, {
-        "scores": F32, "tokens": I64, "old_scores": F32, "old_tokens": I64, "old_parents": I64,
-        "beam_scores": F32, "beam_flat": I64, "beam_sees": BOOL, "all_scores": F32, "all_tokens": I64,
-        "all_parents": I64, "rows": I64, "next_scores": F32, "next_tokens": I64, "next_flat": I64,
-        "next_sees": BOOL, "C": ANY, "K": ANY, "M": ANY, "BEST": 16, "CHILDREN": 128, "SEEN": 128,
-    }, 4),
-    "prune": (growing.prune_kernel, {
-        "scores": F32, "tokens": I64, "parents": I64, "root": I64, "tree_tokens": I64, "tree_parent": I64,
-        "depth": I64, "ancestors": BOOL, "tree_scores": F32, "place": I32, "C": ANY, "T": ANY, "LEVELS": ANY,
-        "CANDIDATES": 1024, "NODES": 64, "SOME": 16,
-    }, 8),
-    "accept": (growing.accept_kernel, {
-        "tokens": I64, "parent": I64, "depth": I64, "chosen": I64, "path": I64, "count": I64, "T": ANY,
-        "W": ANY, "NODES": 64, "WINDOW": 16,
-    }, 4),
-    "emit": (growing.emit_kernel, {
-        "tokens": I64, "count": I64, "text": I64, "length": I64, "done": BOOL, "out": I64, "limit": I64,
-        "stop_ids": I64, "appended": I64, "W": ANY, "S": ANY, "STOPS": ANY, "WIDTH": ANY, "WINDOW": 16,
-        "SOME": 16,
-    }, 1),
-    "move": (cache.move_kernel, {
-        "kv": BF16, "source": I64, "target": I64, "S": "i32", "W": ANY, "plane_size": ANY, "HEAD": 128,
-        "HEADS": 8,
-        "WINDOW": 16, "WIDTH": 128,
-    }, 4),
-    "gumbel": (sampling.gumbel_kernel, {
-        "key": I64, "positions": I64, "temperature": F32, "out": F32, "W": ANY, "V": "i32",
-        "CHUNK": sampling.CHUNK,
-    }, 4),
-    "sort": (sampling.sort_kernel, {"logits": F32, **REQUESTS, "order": I32, **ROW, **CHUNKS}, 8),
-    "weigh": (sampling.weigh_kernel, {"order": I32, **REQUESTS, "mass": I64, **ROW, **CHUNKS, "WIDE": 64}, 8),
-    "bar": (sampling.bar_kernel, {
-        "order": I32, "mass": I64, **REQUESTS, "bars": I32, **ROW, **CHUNKS, "WIDE": 64,
-    }, 8),
-    "cut": (sampling.cut_kernel, {"logits": F32, "bars": I32, "out": F32, "V": "i32", "CHUNK": 2048}, 4),
+    "rank": (ranking.best_kernel, (
+        F32, F32, I64, I64, F32, I64, I64, F32, I32, "i32", ANY, ANY, ANY, 16, ranking.CHUNK, 16,
+        True, False, True, True,
+    ), 4),
+    "draw": (ranking.best_kernel, (
+        F32, F32, I64, I64, F32, I64, I64, F32, I32, "i32", ANY, ANY, ANY, 1, ranking.CHUNK, 63,
+        True, True, False, False,
+    ), 4),
+    "extend": (growing.extend_kernel, (
+        F32, I64, F32, I64, I64, F32, I64, BOOL, F32, I64, I64, I64, F32, I64, I64, BOOL, ANY, ANY, ANY,
+        16, 128, 128,
+    ), 4),
+    "prune": (growing.prune_kernel, (
+        F32, I64, I64, I64, I64, I64, I64, BOOL, F32, I32, ANY, ANY, ANY, 1024, 64, 16,
+    ), 8),
+    "accept": (growing.accept_kernel, (I64, I64, I64, I64, I64, I64, ANY, ANY, 64, 16), 4),
+    "emit": (growing.emit_kernel, (
+        I64, I64, I64, I64, BOOL, I64, I64, I64, I64, ANY, ANY, ANY, ANY, 16, 16,
+    ), 1),
+    "move": (cache.move_kernel, (BF16, I64, I64, "i32", ANY, ANY, 128, 8, 16, 128), 4),
+    "gumbel": (sampling.gumbel_kernel, (I64, I64, F32, F32, ANY, "i32", sampling.CHUNK), 4),
+    "sort": (sampling.sort_kernel, (F32, F32, I64, F32, I32, ANY, "i32", *CHUNKS), 8),
+    "weigh": (sampling.weigh_kernel, (I32, F32, I64, F32, I64, ANY, "i32", *CHUNKS, 64), 8),
+    "bar": (sampling.bar_kernel, (I32, I64, F32, I64, F32, I32, ANY, "i32", *CHUNKS, 64), 8),
+    "cut": (sampling.cut_kernel, (F32, I32, F32, "i32", 2048), 4),
 }
 
 
@@ -123,8 +103,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others(capability, name, one):
     """one: all integers are 1, for which Triton compiles a kernel of its own."""
-    kernel, given, warps = OTHERS[name]
-    if one:
-        given = {name: 1 if kind == ANY else kind for name, kind in given.items()}
+    kernel, kinds, warps = OTHERS[name]
+    given = zip(kernel.params, kinds, strict=True)
+    given = {parameter.name: 1 if one and kind == ANY else kind for parameter, kind in given}
     made = compile_for(capability, kernel, given, warps)
     assert made.shared <= SHARED[capability] and made.spilled == 0
