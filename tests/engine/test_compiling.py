@@ -1,5 +1,4 @@
 """What is compiled once is found again, by the next call, object and process; a compiled step is the step."""
-import sys
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ from helpers import GOLDEN
 from helpers.compiling import Adder, add, check, span
 from helpers.decoding import check_texts, ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import make_drafter
-from helpers.launching import run
 from shapes import random_models
 
 from engine.compile import CompiledFunction, compile_graph, saved_place
@@ -42,24 +40,10 @@ def test_compiled_once_and_found_again(cache):
     other = Adder(by=5)  # a constant that is compiled in
     check(CompiledFunction(add, "sum", again.append), other, (7,))
     assert len(again) == 4
-
-
-@pytest.mark.dear
-def test_another_process_finds_it(cache):
-    """And what it finds is right; a damaged file is made again."""
-    script = (
-        "from helpers.compiling import *; lines = [];"
-        "check(CompiledFunction(add, 'sum', lines.append), Adder()); print(len(lines))"
-    )
-
-    def said() -> int:
-        return int(run(sys.executable, "-c", script))
-
-    assert said() == 4
-    assert said() == 0
     for damaged in (cache / "graphs").glob("*.graph"):
         damaged.write_bytes(damaged.read_bytes()[:20])
-    assert said() == 6, "two lines name what is damaged"
+    check(CompiledFunction(add, "sum", again.append), Adder())
+    assert len(again) == 10, "two lines name what is damaged"
 
 
 def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):

@@ -20,3 +20,9 @@ def backend(device):
     from kernels.gpu.backend import CudaBackend
 
     return CudaBackend()
+
+
+@pytest.fixture(autouse=True)
+def decoding():
+    with torch.no_grad():
+        yield

@@ -44,7 +44,6 @@ def made(device, monkeypatch):
     assert not counters(torch.empty(0, device=device).device, 1).any()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", CASES)
 def test_attention(made, backend, dtype, sizes):
@@ -54,7 +53,6 @@ def test_attention(made, backend, dtype, sizes):
     assert check.difference(case.run(backend), case.run(backend), 0) is None
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 def test_two_accumulators_on_blackwell(made, backend, monkeypatch, dtype):
     """Where products are on tensor cores. The numbers are right."""
@@ -69,7 +67,6 @@ def test_two_accumulators_on_blackwell(made, backend, monkeypatch, dtype):
     assert {*seen} == {dtype == torch.float16}
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
 def test_attention_over_float8(made, backend, dtype, sizes):
