@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -254,6 +254,13 @@ def make_store(checkpoint: Path, files: list[Path], out: Path, force: bool = Fal
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")
+    with staging(out, 0) as folder:  # fails before everything is sorted where it cannot write
+        return _fill(folder, files, tokenizer, vocab_size, divsufsort)
+
+
+def _fill(
+    folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int, divsufsort: Callable
+) -> dict:
     parts, count = [], 0
     with tqdm(unit="token", unit_scale=True, desc="reading") as bar:
         for path in files:
@@ -271,10 +278,9 @@ def make_store(checkpoint: Path, files: list[Path], out: Path, force: bool = Fal
         "vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens),
         "suffixes": str(suffixes.dtype)
     }
-    with staging(out, 0) as folder:
-        for name, array in zip(ARRAYS, (tokens, suffixes)):
-            (folder / name).write_bytes(array)  # not `tofile`, which does not report that the disk is full
-        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    for name, array in zip(ARRAYS, (tokens, suffixes)):
+        (folder / name).write_bytes(array)  # not `tofile`, which does not report that the disk is full
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     return about
 
 

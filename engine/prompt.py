@@ -49,7 +49,19 @@ def encode(
         if e.key.startswith("prompt"):
             raise Wrong("prompt", prompt, FORMS) from None
         raise
-    most = None if room is None else room - 1
+    try:
+        most = None if room is None else room - 1
+        return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)
+    except TooLong as e:
+        raise TooLong(
+            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
+        ) from None
+
+
+def _encode(
+    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
+    variables: dict, parse_special: bool,
+) -> list[int]:
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         return prompt
     if tokenizer is None:
@@ -58,17 +70,12 @@ def encode(
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
         )
-    try:
-        if isinstance(prompt, str) and (raw or not tokenizer.has_template):
-            return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system is not None:
-            turns = [{"role": "system", "content": system}, *turns]
-        return tokenizer.chat(turns, at_most=most, **variables or {})
-    except TooLong as e:
-        raise TooLong(
-            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
-        ) from None
+    if isinstance(prompt, str) and (raw or not tokenizer.has_template):
+        return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is not None:
+        turns = [{"role": "system", "content": system}, *turns]
+    return tokenizer.chat(turns, at_most=most, **variables)
 
 
 def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:
