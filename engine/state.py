@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels.backend import TORCH, TorchBackend
-from sampling.adjust import Adjustments, scores
+from sampling.adjust import scores
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
 from tree import Tree
@@ -30,7 +30,8 @@ class State(nn.Module):
     stop_ids [n]       any of them ends a text
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
-    counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
+    counts, prompted [B, V]   how often the output holds each token, the root included; which the prompt holds
+    bias [B, V], presence, frequency, repetition [B]   what is added, and the penalties of `Sampling`
     zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
     out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
@@ -127,13 +128,6 @@ class State(nn.Module):
         self.bias[place] = 0
         for token, bias in request.logit_bias:
             self.bias[place, token] = bias
-
-    @property
-    def adjustments(self) -> Adjustments:
-        """The penalties and biases of each sequence."""
-        return Adjustments(
-            self.counts, self.prompted, self.bias, self.presence, self.frequency, self.repetition
-        )
 
     def count(self, tokens: Tensor, appended: Tensor) -> None:
         """Count the first `appended` [B] of tokens [B, W] as part of the output."""

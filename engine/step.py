@@ -30,7 +30,7 @@ def shape_logits(
         logits = allow(logits, state.allowed[:, : tokens.shape[1]])
     if modes.adjusted:
         above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
-        logits = adjust(logits, state.adjustments, tokens, above)
+        logits = adjust(logits, state, tokens, above)
     if modes.restricted:
         logits = state.backend.restrict(logits, state.temperature, state.top_k, state.top_p)
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits

@@ -136,7 +136,7 @@ def writable(kept: Path) -> Path:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the code that a step runs or that checks it, as it is at the first call."""
+    """Return a digest of the code that a step runs or that checks it, read at the first call."""
     files = sorted(path for pattern in STEP for path in ROOT.glob(pattern))
     return _digest(repr([(str(path.relative_to(ROOT)), path.read_text()) for path in files]).encode())
 
