@@ -10,8 +10,9 @@ from torch import Tensor
 def adjust(logits: Tensor, state, tokens: Tensor, ancestors: Tensor) -> Tensor:
     """The logits [B, T, V] at the nodes of a tree, moved by penalties and biases.
 
-    state: an `engine.state.State`, which holds these. tokens [B, T]: the tree's, root first; ancestors [B, T, T]: who stands above whom, each node above itself.
-    At a node the output also holds the tokens on its path.
+    state: an `engine.state.State`, which holds these. tokens [B, T]: the tree's, root first; ancestors
+    [B, T, T]: who stands above whom, each node above itself. At a node the output also holds the tokens on
+    its path.
     """
     penalties = state.presence, state.frequency, state.repetition
     presence, frequency, repetition = (x[:, None, None] for x in penalties)
