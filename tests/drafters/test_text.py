@@ -5,16 +5,11 @@ import random
 import pytest
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
-from helpers.families import make_target
-from helpers.heads import make_head, write_head
-from helpers.hybrids import HYBRIDS, make_hybrid
 
-from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
-from kernels.choose import choose_backend
 from sampling.options import Sampling
 
 PROMPTS = [list(b"u:the tide comes in and the tide\na:"), [256, *range(97, 120)], [256, 1]]
@@ -84,42 +79,3 @@ def test_on_the_kernels(on_kernels, name):
     engine = make(name)
     for sampling, want in zip(([Sampling(40)] * 3, SAMPLED), expected):
         check_texts(ids(engine, PROMPTS, sampling), want, list(zip(PROMPTS, sampling)))
-
-
-FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3"  # with a state, mixtures, sinks, windows
-
-
-@pytest.fixture(scope="module", params=[
-    pytest.param(name, marks=[pytest.mark.dear] * (name != "Qwen3-Next")) for name in FAMILIES
-])
-def family(request, tmp_path_factory):
-    """A target on the kernels, its EAGLE-3 and EAGLE-1 heads, requests and their plain texts."""
-    made = tmp_path_factory.mktemp("family")
-    (make_hybrid if request.param in HYBRIDS else make_target)(made / "in", request.param)
-    folder = convert(made / "in", made / "out", quiet=True)
-    (raw, _), (target, _) = load_model(folder), load_model(folder)
-    assert choose_backend("cpu").prepare(target)
-    width, heads = target.args.hidden_size, []
-    for kind in ("eagle3", "eagle"):
-        source = write_head(made / kind, *make_head(kind, hidden=width, target=width))
-        heads.append(load_head(convert(source, target=folder, quiet=True), target, kind))
-    target.backend.prepare(*heads)
-    asked = requests(6, seed=5)  # longer than windows and blocks, greedy and sampled
-    return target, raw, heads, asked, alone((target, None), asked)
-
-
-@pytest.mark.kernels
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.dear] * (name not in {"p-eagle", "dspark", "hydra++"}))
-    for name in SAME
-])
-def test_families(family, name):
-    """A request in a batch, as they come and go, has the text that it has alone without drafts."""
-    target, raw, heads, asked, expected = family
-    if target.keeps_state and name == "draft-model":
-        return  # refused, see tests/checkpoint/test_hybrids.py
-    model = target if name == "draft-model" else raw
-    drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
-    engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
-    check_texts(decode(engine, asked, random.Random(1)), expected, asked)

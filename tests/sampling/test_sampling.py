@@ -35,15 +35,6 @@ def test_noise_is_what_it_was():
     ]))
 
 
-
-@pytest.mark.compile
-@pytest.mark.dear
-def test_same_bits_compiled():
-    key, positions = seed_keys([7, 8]), torch.tensor([[5, 6], [900, 901]])
-    compiled = torch.compile(random_bits, fullgraph=True)
-    assert torch.equal(compiled(key, positions, 1000), random_bits(key, positions, 1000))
-
-
 def test_noise_depends_on_seed_position_and_id_only():
     key, positions = seed_keys([3, 4]), torch.tensor([[10, 11], [11, 12]])
     g = gumbel(key, positions, 500)
