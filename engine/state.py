@@ -60,27 +60,23 @@ class State(nn.Module):
             rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
             self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)
 
+        for name in ("length", "limit", "n_new", "top_k"):
+            buffer(name, batch)
+        for name in ("temperature", "min_p", "presence", "frequency"):
+            buffer(name, batch, dtype=torch.float32)
+        for name in ("top_p", "repetition"):
+            buffer(name, batch, dtype=torch.float32, fill=1)
         buffer("tokens", batch, slots)
-        buffer("length", batch)
-        buffer("limit", batch)
         buffer("done", batch, dtype=torch.bool, fill=True)
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
-        buffer("n_new", batch)
         buffer("out", batch, window + 3 + (window + 1) % 2)  # kernels take it to be contiguous
         buffer("zero", batch, 1)
         buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)
-        buffer("temperature", batch, dtype=torch.float32)
-        buffer("top_p", batch, dtype=torch.float32, fill=1)
-        buffer("top_k", batch)
-        buffer("min_p", batch, dtype=torch.float32)
         buffer("counts", batch, vocabulary, dtype=torch.int32)
         buffer("prompted", batch, vocabulary, dtype=torch.bool)
         buffer("bias", batch, vocabulary, dtype=torch.float32)
-        buffer("presence", batch, dtype=torch.float32)
-        buffer("frequency", batch, dtype=torch.float32)
-        buffer("repetition", batch, dtype=torch.float32, fill=1)
         buffer("allowed", batch, nodes, -(-vocabulary // 32), dtype=torch.int32, fill=-1)
         top = min(MOST_LOGPROBS, vocabulary)
         buffer("logprob", batch, window, dtype=torch.float32)
