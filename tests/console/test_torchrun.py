@@ -79,7 +79,7 @@ def test_what_ranks_refuse(golden, capsys, monkeypatch, checkpoint, args, words)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr("llm.joined", lambda *_: contextlib.nullcontext(Ranks(0, 2, "")))
-    monkeypatch.setattr(Ranks, "agree_on", lambda *_: None)
+    monkeypatch.setattr(Ranks, "agree", lambda *_: None)
     folder = {"golden": golden, "source": ROOT / "tests" / "golden" / "target"}[checkpoint]
     assert generate.main(["--checkpoint", str(folder), *args, "--no-compile"]) == 1
     out, err = capsys.readouterr()
