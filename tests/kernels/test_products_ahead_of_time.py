@@ -77,6 +77,21 @@ def test_bfloat16(capability, kind, rows, choice):
         assert not overwritten_registers(made.sass) and not unguarded_writes(made.ptx)
 
 
+def test_what_is_looked_for_in_machine_code():
+    """A product in flight whose input is overwritten, and shared memory that is."""
+    def code(wait: str) -> str:
+        loop = ("LDS.64 R58, [R2]", "HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR16], R24, gsb0",
+                f"WARPGROUP.DEPBAR.LE gsb0, {wait}", "@!P0 BRA 0x0010")
+        return "\n".join(f"/*{16 + 16 * i:04x}*/ {x} ; /* 0x{i:016x} */" for i, x in enumerate(loop))
+
+    assert overwritten_registers(code("0x1")) == ["LDS.64 R58, [R2]"]
+    assert not overwritten_registers(code("0x0"))
+    product, write = "wgmma.mma_async.sync a;", "st.shared.b32 [a], b;"
+    assert unguarded_writes("\n".join((product, write))) == [write]
+    assert not unguarded_writes("\n".join((write, product, "bar.sync 0;", write)))
+    assert unguarded_writes("\n".join(("$L:", write, product, "@%p bra $L;"))) == [write]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", devices(80, 90, 100))
 @pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
