@@ -10,7 +10,6 @@ from torch import Tensor
 from kernels.backend import Sight, once
 from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
-from kernels.gpu.launch import begin, options
 from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
 
 
@@ -56,7 +55,7 @@ class LayerCaches(KVCaches):
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> LayerCaches:
         shape = (args.num_layers, 2, batch, args.num_kv_heads, slots, args.head_dim)
-        return cls._over(torch.zeros(shape, dtype=cls.stored(dtype), device=device))
+        return cls._over(torch.zeros(shape, dtype=cls.dtype or dtype, device=device))
 
     @classmethod
     def _over(cls, kv: Tensor) -> LayerCaches:
@@ -84,11 +83,10 @@ class Float8LayerCaches(Float8Caches, LayerCaches):
 
 @triton.jit
 def move_kernel(kv, source, target, S, W, plane_size, HEAD: tl.constexpr, HEADS: tl.constexpr,
-                WINDOW: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+                WINDOW: tl.constexpr, WIDTH: tl.constexpr):
     """One head of one sequence, keys or values of one layer: kv [L * 2, B * HEADS, S, HEAD], where a plane
     has plane_size numbers.
     """
-    begin(EARLY)
     pair, plane = tl.program_id(0), tl.program_id(1)
     w, d = tl.arange(0, WINDOW), tl.arange(0, WIDTH)
     b = pair // HEADS
@@ -111,7 +109,6 @@ def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
     move_kernel[(B * nkv, 2 * L)](
         kv, source.contiguous(), target.contiguous(), S, W, kv.stride(1), HEAD=hd, HEADS=nkv,
         WINDOW=triton.next_power_of_2(W), WIDTH=triton.next_power_of_2(hd), num_warps=4,
-        **options(kv.device),
     )
 
 

@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import INTERPRETED, programs_at_once
-from kernels.gpu.launch import begin, counters, options
+from kernels.gpu.here import INTERPRETED, counters, programs_at_once
 from kernels.quantized import QuantizedLinear, unpack_nibbles
 
 LEAST_STEPS = 4  # of a program: fewer would cost more in adding up than they save
@@ -233,7 +232,7 @@ def product_kernel(
     x, weight, scale, bias, onto, out, parts, arrived, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    RESIDENT: tl.constexpr, EARLY: tl.constexpr,
+    RESIDENT: tl.constexpr,
 ):
     """out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, + bias [N] if BIASED, onto [M, N] + that if ADDED.
 
@@ -241,7 +240,6 @@ def product_kernel(
     RESIDENT: programs of a multiprocessor, for the grid only. parts: two tiles of scratch a program; arrived:
     zeros, and zeros again afterwards. Sums are float32.
     """
-    begin(EARLY)
     worker, workers = tl.program_id(1), tl.num_programs(1)
     group_of_workers = tl.program_id(0) * workers
     steps = tl.cdiv(K, DEPTH)
@@ -389,7 +387,7 @@ def linear(
     kernel[grid](
         rows.contiguous(), weight, scale, rows if bias is None else bias,
         rows if onto is None else onto.contiguous(), out, parts, counters(x.device, most), M, N, K,
-        **given, **options(x.device),
+        **given,
     )
     return out
 
