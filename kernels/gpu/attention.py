@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.float8 import converts, loaded, stored
-from kernels.gpu.here import INTERPRETED, counters, is_blackwell, programs_at_once, shared_memory
+from kernels.gpu.here import INTERPRETED, is_blackwell, programs_at_once, shared_memory
+from kernels.gpu.launch import begin, counters, options
 
 PLENTY = 128 * 1024  # bytes of shared memory
 AMPLE = 200 * 1024  # which compute capabilities 9.0 and 10.0 have
@@ -62,7 +63,7 @@ def attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     NORM: tl.constexpr, OLD: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    CONVERTS: tl.constexpr, APART: tl.constexpr,
+    CONVERTS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One block of ROWS rows of one key/value head of one sequence, over one split of the keys.
 
@@ -72,6 +73,7 @@ def attend_kernel(
     committed slot that a row sees; slots before those of all rows of the block are left out.
     parts, marks: scratch, of SPLITS for each block; arrived: zeros, and zeros again afterwards.
     """
+    begin(EARLY)
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = pair // HEADS, pair % HEADS
     committed = tl.load(length + b).to(tl.int32)
@@ -262,7 +264,7 @@ def attend(
         NORM=q_norm is not None, OLD=M > T, WINDOWED=oldest is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         CONVERTS=converts(qkv.device), APART=qkv.dtype.itemsize == 2 and is_blackwell(qkv.device),
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **options(qkv.device),
     )
     return out
 

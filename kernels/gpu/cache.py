@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.backend import Sight, once
 from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
+from kernels.gpu.launch import begin, options
 from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
 
 
@@ -83,10 +84,11 @@ class Float8LayerCaches(Float8Caches, LayerCaches):
 
 @triton.jit
 def move_kernel(kv, source, target, S, W, plane_size, HEAD: tl.constexpr, HEADS: tl.constexpr,
-                WINDOW: tl.constexpr, WIDTH: tl.constexpr):
+                WINDOW: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
     """One head of one sequence, keys or values of one layer: kv [L * 2, B * HEADS, S, HEAD], where a plane
     has plane_size numbers.
     """
+    begin(EARLY)
     pair, plane = tl.program_id(0), tl.program_id(1)
     w, d = tl.arange(0, WINDOW), tl.arange(0, WIDTH)
     b = pair // HEADS
@@ -109,6 +111,7 @@ def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
     move_kernel[(B * nkv, 2 * L)](
         kv, source.contiguous(), target.contiguous(), S, W, kv.stride(1), HEAD=hd, HEADS=nkv,
         WINDOW=triton.next_power_of_2(W), WIDTH=triton.next_power_of_2(hd), num_warps=4,
+        **options(kv.device),
     )
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import begin, options
 from kernels.gpu.products import laid_out, sums_of
 from kernels.quantized import QuantizedStack
 from model import ACTIVATIONS, Experts
@@ -26,7 +27,7 @@ CHUNK = 1024  # slots that are sorted at a time
 
 @triton.jit
 def arrange_kernel(
-    chosen, order, tiles, S, FEW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+    chosen, order, tiles, S, FEW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr
 ):
     """Sort the slots by expert: program e writes those of expert e.
 
@@ -34,6 +35,7 @@ def arrange_kernel(
     of up to ROWS slots: the expert, the first place in `order`, the end of the expert's places; zeros, as T
     is the most that there can be. FEW: a tile's number is its first place; else it counts experts and tiles.
     """
+    begin(EARLY)
     expert, slot = tl.program_id(0), tl.arange(0, CHUNK)
     start = 0
     for at in range(0, S, CHUNK):
@@ -56,13 +58,14 @@ def arrange_kernel(
 def grouped_kernel(
     x, weight, scale, bias, order, tiles, out, N, K, STRIDE, SHARING, BITS: tl.constexpr, GROUP: tl.constexpr,
     BIASED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):
     """out [S, N] = the row of x [S / SHARING, K] of each slot @ the matrix of its expert^T, + bias [E, N].
 
     weight [E, STRIDE], scale [E, 1 or K/GROUP, N]: of each expert as `product_kernel` takes them. order,
     tiles: of `arrange_kernel`.
     """
+    begin(EARLY)
     tile = tiles + 3 * tl.program_id(0)
     first, end = tl.load(tile + 1), tl.load(tile + 2)
     if first < end:
@@ -99,6 +102,7 @@ def arrange(chosen: Tensor, experts: int, tall: int) -> tuple[Tensor, Tensor]:
     S = chosen.numel()
     order, tiles = _room(chosen, experts, tall)
     given = {"FEW": len(tiles) == S, "ROWS": tall, "CHUNK": min(CHUNK, triton.next_power_of_2(S))}
+    given |= options(chosen.device)
     arrange_kernel[(experts,)](chosen.contiguous(), order, tiles.zero_(), S, **given)
     return order, tiles
 
@@ -127,6 +131,7 @@ def grouped(
         x.contiguous(), weight, weight if scale is None else scale, x if bias is None else bias, order, tiles,
         out, N, K, weight[0].numel(), len(order) // len(x), BITS=bits, GROUP=group, BIASED=bias is not None,
         EVEN=K % tile["DEPTH"] == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **tile,
+        **options(x.device),
     )
     return out
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import begin, options
 from kernels.gpu.ranking import NONE, key_of, largest, place_of, value_of
 
 
@@ -13,9 +14,10 @@ from kernels.gpu.ranking import NONE, key_of, largest, place_of, value_of
 def extend_kernel(
     scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees, all_scores,
     all_tokens, all_parents, rows, next_scores, next_tokens, next_flat, next_sees, C, K, M,
-    BEST: tl.constexpr, CHILDREN: tl.constexpr, SEEN: tl.constexpr,
+    BEST: tl.constexpr, CHILDREN: tl.constexpr, SEEN: tl.constexpr, EARLY: tl.constexpr,
 ):
     """See `extend`. The k*k children are in one tile."""
+    begin(EARLY)
     b = tl.program_id(0)
     child, slot = tl.arange(0, CHILDREN), tl.arange(0, BEST)
     here, kept = child < K * K, slot < K
@@ -66,6 +68,7 @@ def extend(
     extend_kernel[(B,)](
         *(x.contiguous() for x in given), *made, C, k, M, BEST=triton.next_power_of_2(k),
         CHILDREN=triton.next_power_of_2(k * k), SEEN=triton.next_power_of_2(M + k), num_warps=4,
+        **options(scores.device),
     )
     return made
 
@@ -79,8 +82,10 @@ def _extended(scores, tokens, old_scores, old_tokens, old_parents, beam_scores, 
 
 @triton.jit
 def prune_kernel(scores, tokens, parents, root, tree_tokens, tree_parent, depth, ancestors, tree_scores,
-                 place, C, T, LEVELS, CANDIDATES: tl.constexpr, NODES: tl.constexpr, SOME: tl.constexpr):
+                 place, C, T, LEVELS, CANDIDATES: tl.constexpr, NODES: tl.constexpr, SOME: tl.constexpr,
+                 EARLY: tl.constexpr):
     """See `prune`. place [B, C]: scratch, the node that each candidate becomes."""
+    begin(EARLY)
     b = tl.program_id(0)
     scores += b * C
     tokens += b * C
@@ -143,6 +148,7 @@ def prune(
         scores.contiguous(), tokens.contiguous(), parents.contiguous(), root.contiguous(), tree_tokens,
         parent, depth, ancestors, tree_scores, scores.new_empty(B, C, dtype=torch.int32), C, nodes, levels,
         CANDIDATES=triton.next_power_of_2(C), NODES=triton.next_power_of_2(nodes), SOME=16, num_warps=8,
+        **options(scores.device),
     )
     return tree_tokens, parent, depth, ancestors, tree_scores
 
@@ -156,8 +162,9 @@ def _(scores, tokens, parents, root, nodes, levels):
 
 @triton.jit
 def accept_kernel(tokens, parent, depth, chosen, path, count, T, W, NODES: tl.constexpr,
-                  WINDOW: tl.constexpr):
+                  WINDOW: tl.constexpr, EARLY: tl.constexpr):
     """See `accept`."""
+    begin(EARLY)
     b = tl.program_id(0)
     tokens += b * T
     parent += b * T
@@ -192,6 +199,7 @@ def accept(
     accept_kernel[(B,)](
         tokens.contiguous(), parent.contiguous(), depth.contiguous(), chosen.contiguous(), path, count, T,
         window, NODES=triton.next_power_of_2(T), WINDOW=triton.next_power_of_2(window), num_warps=4,
+        **options(tokens.device),
     )
     return path, count
 
@@ -203,8 +211,9 @@ def _(tokens, parent, depth, chosen, window):
 
 @triton.jit
 def emit_kernel(tokens, count, text, length, done, out, limit, stop_ids, appended, W, S, STOPS, WIDTH,
-                WINDOW: tl.constexpr, SOME: tl.constexpr):
+                WINDOW: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr):
     """See `emit`."""
+    begin(EARLY)
     b = tl.program_id(0)
     at = tl.arange(0, WINDOW)
     new = tl.load(tokens + b * W + at, mask=at < W, other=0)
@@ -244,7 +253,7 @@ def emit(
     emit_kernel[(B,)](
         tokens.contiguous(), count.contiguous(), text, length, done, out, limit,
         stop_ids if len(stop_ids) else limit, appended, W, text.shape[1], len(stop_ids), width,
-        WINDOW=triton.next_power_of_2(width), SOME=16, num_warps=1,
+        WINDOW=triton.next_power_of_2(width), SOME=16, num_warps=1, **options(tokens.device),
     )
     return appended
 

@@ -10,7 +10,6 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 # Importing Triton takes time, which is only spent where it can be of use.
@@ -42,19 +41,3 @@ def shared_memory(device: torch.device) -> int:
 def programs_at_once(device: torch.device) -> int:
     """Return the number of programs that keep this device busy: one for each of its multiprocessors."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_arrived: dict[torch.device, Tensor] = {}
-
-
-def counters(device: torch.device, count: int) -> Tensor:
-    """At least `count` zeros [n] int32, which a kernel leaves as zeros. Raises ValueError if there are fewer.
-
-    They are made at the first call on a device, which no capture precedes, and never again: a captured graph
-    keeps their address. Kernels that follow each other on one stream share them.
-    """
-    if device not in _arrived:
-        _arrived[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    if count > len(_arrived[device]):
-        raise ValueError(f"{count} groups of programs in one kernel, at most {len(_arrived[device])}")
-    return _arrived[device]

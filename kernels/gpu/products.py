@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import INTERPRETED, counters, programs_at_once
+from kernels.gpu.here import INTERPRETED, programs_at_once
+from kernels.gpu.launch import begin, counters, options
 from kernels.quantized import QuantizedLinear, unpack_nibbles
 
 LEAST_STEPS = 4  # of a program: fewer would cost more in adding up than they save
@@ -232,7 +233,7 @@ def product_kernel(
     x, weight, scale, bias, onto, out, parts, arrived, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    RESIDENT: tl.constexpr,
+    RESIDENT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, + bias [N] if BIASED, onto [M, N] + that if ADDED.
 
@@ -240,6 +241,7 @@ def product_kernel(
     RESIDENT: programs of a multiprocessor, for the grid only. parts: two tiles of scratch a program; arrived:
     zeros, and zeros again afterwards. Sums are float32.
     """
+    begin(EARLY)
     worker, workers = tl.program_id(1), tl.num_programs(1)
     group_of_workers = tl.program_id(0) * workers
     steps = tl.cdiv(K, DEPTH)
@@ -387,7 +389,7 @@ def linear(
     kernel[grid](
         rows.contiguous(), weight, scale, rows if bias is None else bias,
         rows if onto is None else onto.contiguous(), out, parts, counters(x.device, most), M, N, K,
-        **given,
+        **given, **options(x.device),
     )
     return out
 

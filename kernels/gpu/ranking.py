@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import counters
+from kernels.gpu.launch import begin, counters, options
 
 CHUNK = 2048  # logits of a program, at most
 NONE = tl.constexpr(-(2**63))  # below every key
@@ -62,13 +62,14 @@ def largest(keys, K, BEST: tl.constexpr):
 def best_kernel(
     logits, noise, which, names, scores, ids, found, sums, arrived, V, K, ROWS, NOISE_ROWS,
     BEST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NOISY: tl.constexpr, CHOSEN: tl.constexpr,
-    NAMED: tl.constexpr, SCORED: tl.constexpr,
+    NAMED: tl.constexpr, SCORED: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One chunk of one row of logits [B, ROWS, V].
 
     noise [B, NOISE_ROWS, V], if NOISY: which of its rows is a row's says which [B, ROWS], if CHOSEN, else
     the row's own number, or the only one. found, sums: scratch of each chunk.
     """
+    begin(EARLY)
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < V
@@ -130,6 +131,7 @@ def _best(
         sums, counters(logits.device, B * R), V, k, R, 1 if noise is None else noise.shape[1], BEST=best,
         CHUNK=chunk, CHUNKS=chunks, NOISY=noise is not None, CHOSEN=which is not None,
         NAMED=names is not None, SCORED=scored, num_warps=4,
+        **options(logits.device),
     )
     return scores, ids
 

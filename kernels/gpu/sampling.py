@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import begin, options
 from kernels.gpu.ranking import number_of, ordered
 
 CHUNK = 1024  # numbers of noise of a program
@@ -21,8 +22,9 @@ def mixed(x):
 
 
 @triton.jit
-def gumbel_kernel(key, positions, temperature, out, W, V, CHUNK: tl.constexpr):
+def gumbel_kernel(key, positions, temperature, out, W, V, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """See `gumbel`."""
+    begin(EARLY)
     row, id = tl.program_id(0), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     b = row // W
     low, high = tl.load(key + 2 * b).to(tl.uint32), tl.load(key + 2 * b + 1).to(tl.uint32)
@@ -45,6 +47,7 @@ def gumbel(key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int)
     out = torch.empty(B, W, vocabulary, dtype=torch.float32, device=key.device)
     gumbel_kernel[(B * W, triton.cdiv(vocabulary, CHUNK))](
         key.contiguous(), positions.contiguous(), temperature, out, W, vocabulary, CHUNK=CHUNK, num_warps=4,
+        **options(key.device),
     )
     return out
 
@@ -68,8 +71,10 @@ def restricts(temperature, top_k, top_p, b, V):
 @triton.jit
 def sort_kernel(
     logits, temperature, top_k, top_p, order, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sort one chunk of one row, largest first: order [B * T, CHUNKS * CHUNK], as `ordered` integers."""
+    begin(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     any_of, _, _ = restricts(temperature, top_k, top_p, row // T, V)
     if any_of:
@@ -82,12 +87,13 @@ def sort_kernel(
 @triton.jit
 def weigh_kernel(
     order, temperature, top_k, top_p, mass, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Sum the weights of a sorted chunk from its first number on: mass [B * T, CHUNKS * CHUNK].
 
     A weight is in whole 2^-32 of that of the row's likeliest token.
     """
+    begin(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, by_mass = restricts(temperature, top_k, top_p, row // T, V)
     if by_mass:
@@ -150,9 +156,10 @@ def highest_bar(order, mass, most, need, MASS: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit
 def bar_kernel(
     order, mass, temperature, top_k, top_p, bars, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Find the lowest number of a row that stays: bars [B * T], as ordered integers."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     b = row // T
     _, by_rank, by_mass = restricts(temperature, top_k, top_p, b, V)
@@ -171,8 +178,9 @@ def bar_kernel(
 
 
 @triton.jit
-def cut_kernel(logits, bars, out, V, CHUNK: tl.constexpr):
+def cut_kernel(logits, bars, out, V, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """Copy one chunk of one row; numbers below the row's bar become -inf."""
+    begin(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * V + at, mask=at < V, other=0.0)
     tl.store(out + row * V + at, tl.where(ordered(x) >= tl.load(bars + row), x, float("-inf")), mask=at < V)
@@ -192,14 +200,14 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     order = torch.empty(B * T, chunks * chunk, dtype=torch.int32, device=logits.device)
     mass = torch.empty(B * T, chunks * chunk, dtype=torch.int64, device=logits.device)
     bars = torch.empty(B * T, dtype=torch.int32, device=logits.device)
-    requests = temperature, top_k, top_p
+    requests, launch = (temperature, top_k, top_p), options(logits.device)
     sizes = {"CHUNK": chunk, "CHUNKS": chunks}
     wide = {**sizes, "WIDE": triton.next_power_of_2(chunks)}
     grid = B * T, chunks
-    sort_kernel[grid](logits, *requests, order, T, V, **sizes, num_warps=8)
-    weigh_kernel[grid](order, *requests, mass, T, V, **wide, num_warps=8)
-    bar_kernel[(B * T,)](order, mass, *requests, bars, T, V, **wide, num_warps=8)
-    cut_kernel[grid](logits, bars, out, V, CHUNK=chunk, num_warps=4)
+    sort_kernel[grid](logits, *requests, order, T, V, **sizes, num_warps=8, **launch)
+    weigh_kernel[grid](order, *requests, mass, T, V, **wide, num_warps=8, **launch)
+    bar_kernel[(B * T,)](order, mass, *requests, bars, T, V, **wide, num_warps=8, **launch)
+    cut_kernel[grid](logits, bars, out, V, CHUNK=chunk, num_warps=4, **launch)
     return out
 
 
