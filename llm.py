@@ -82,6 +82,7 @@ class LLM:
         folder, drafting = converted(checkpoint, drafting, say)
         if verify is not False:
             verify_weights(folder, drafting.draft, bool(verify), say)
+        drafting.name_unused(folder, say)
         self.target: Target = load_target(folder, where, say, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len, serves=serves)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import signal
 import sys
@@ -115,6 +116,9 @@ class Options(argparse.ArgumentParser):
 
     def error(self, message: str):
         """Print on one line what cannot be parsed, and end with exit status 2."""
+        if unknown := message.partition("unrecognized arguments: --")[2].split():
+            near = difflib.get_close_matches(f"--{unknown[0]}", self._option_string_actions, 1)
+            message += "".join(f" (did you mean {flag}?)" for flag in near)
         self.exit(2, f"{self.prog}: error: {one_line(message)}; see --help\n")
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:

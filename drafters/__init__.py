@@ -312,6 +312,12 @@ class Drafting:
         """True if `draft` is a draft model, not a head: it has no default."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
 
+    def name_unused(self, checkpoint: Path, say: Callable[[str], None]) -> None:
+        """Call `say` with a line about the heads in a target's folder, if nothing drafts."""
+        names = "" if methods_of(self.method) else " or ".join(name for name, _ in _heads(checkpoint))
+        if names:
+            say(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
+
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.
 

@@ -83,12 +83,24 @@ class CompiledFunction:
 
     def __call__(self, *args):
         key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
-        if key not in self.variants:
-            place = saved_place(self.function, args)
-            if place not in self.loaded:
-                self.loaded[place] = find_graph(place, self.say) or self._compiled(args, place)
-            self.variants[key] = self.loaded[place]
-        return self.variants[key](*args)
+        if key in self.variants:
+            return self.variants[key](*args)
+        place = saved_place(self.function, args)
+        if graph := self.loaded.get(place) or find_graph(place, self.say):
+            try:
+                result = graph(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as e:  # made on a machine that seemed the same
+                self.say(f"a saved graph of the {self.what} fails ({first_line(e)}) and is made again")
+                graph = None
+                with contextlib.suppress(OSError):
+                    place.unlink()
+        if not graph:
+            graph = self._compiled(args, place)
+            result = graph(*args)
+        self.variants[key] = self.loaded[place] = graph
+        return result
 
     def _compiled(self, args: tuple, place: Path) -> Callable:
         self.say(f"compiling the {self.what} ...")

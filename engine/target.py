@@ -202,7 +202,7 @@ class Target:
         if not backend.prepare(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, odd sizes) but on PyTorch: slower,"
-                " and speculative text may leave plain text at near ties"
+                " and speculative text may leave plain text at near ties; --dtype bf16 suits fp16 ones"
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:

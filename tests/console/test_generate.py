@@ -61,7 +61,7 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
     for words in (
-        "GB/s of weights", "peak memory", " 1 token ", "x (the middle one of 3 turns, ", "equal: yes",
+        "peak memory", " 1 token ", "x (the middle one of 3 turns, ", "equal: yes",
     ):
         assert words in text.err
     assert "\n40 generated, 10 in the prompt; prefill " in text.err

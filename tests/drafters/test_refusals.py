@@ -5,23 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers.decoding import load
 from helpers.refusals import refused
 
-from common.errors import InputError
-from drafters import GPU_ROWS, METHODS, Drafting, default_tree, read_tree
+from drafters import GPU_ROWS, METHODS, Drafting, default_tree
 from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
-from drafters.eagle import Eagle
-from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Hydra, Medusa
 from llm import LLM
 from tree import PAPER_TREE, PathTree, TreeShape, likely_tree
 
-STORE = torch.arange(8, dtype=torch.int32)
-TREE, DEEP = TreeShape(8, 2, 3), PathTree(tuple((0,) * n for n in range(1, 5)))
+TREE = TreeShape(8, 2, 3)
 
 
 def heads(guesses: int, vocabulary: int):
@@ -30,14 +25,11 @@ def heads(guesses: int, vocabulary: int):
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda *_: Lookahead(9, level=1000), "13986 rows a pass, at most 1024"),
-    (lambda *_: Lookup(()), "each needs at least"), (lambda *_: Lookup((3, 0)), "each needs at least one"),
+    (lambda *_: Lookup((3, 0)), "each needs at least one"),
     (lambda *_: Hydra(heads(2, 99), likely_tree(8, 3)), "3 levels below its root, the head drafts 2"),
     (lambda *_: Medusa(heads(2, 3), PathTree(((0,), (3,)))), "width 4 exceeds the head's vocabulary of 3"),
-    (lambda target, head: Eagle(head, TreeShape(60, 2, 97)), "width 97 exceeds the head's vocabulary of 96"),
-    (lambda target, head: DraftModel(target, TreeShape(60, 2, 321)), "width 321 exceeds the head's"),
     (lambda target, head: DraftModel(target, TREE, rule="residual"), "needs a chain.* not 8,2,3"),
-], ids=range(8))
+], ids=range(4))
 def test_impossible_sizes(models, make, words):
     with pytest.raises(ValueError, match=words):
         make(*models)
@@ -45,7 +37,7 @@ def test_impossible_sizes(models, make, words):
 
 @pytest.mark.parametrize("options, words", [
     *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
-        ("", "unknown"), ("lookup", "two different"), ("none", "two different"), ("eagle3+rest", "two"),
+        ("", "unknown"), ("lookup", "join two methods"), ("none", "join two"), ("eagle3+rest", "join"),
     )),
     *(({"method": method, "accept": "residual"}, "--accept residual: is for --speculate draft-model")
       for method in (*sorted(METHODS.keys() - {"draft-model"}), "lookup+draft-model")),
@@ -68,8 +60,8 @@ def llm(golden) -> LLM:
 def drafts(golden, tmp_path_factory) -> Path:
     """Draft models: the target again, each with something about it that does not fit."""
     folder = tmp_path_factory.mktemp("drafts")
-    for name in ("renamed", "short", "bare", "larger"):
-        ignored = shutil.ignore_patterns("tokenizer*") if name in ("bare", "larger") else None
+    for name in ("renamed", "short", "larger"):
+        ignored = shutil.ignore_patterns("tokenizer*") if name == "larger" else None
         shutil.copytree(golden, folder / name, ignore=ignored)
     tokenizer = (golden / "tokenizer.json").read_text()
     (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
@@ -81,8 +73,7 @@ def drafts(golden, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("method, draft, options, words", [
     ("eagle3", None, {"tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
-    ("draft-model", "renamed", {}, "DRAFTS/renamed: its tokenizer gives other ids than the target's"),
-    ("draft-model", "bare", {}, "DRAFTS/bare: has no tokenizer files to compare"),
+    ("draft-model", "renamed", {}, "DRAFTS/renamed: has no tokenizer, or one that gives other ids"),
     ("draft-model", "larger", {}, "DRAFTS/larger: has a vocabulary of 321, the target one of 320"),
     ("draft-model", "short", {"tree": "auto"}, "--speculate draft-model: takes --tree paper or nodes,depth"),
 ], ids=str)
@@ -114,18 +105,3 @@ def test_default_trees():
         assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
     assert default_tree("cpu").nodes > default_tree("cpu", True).nodes
     assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
-
-
-@pytest.mark.parametrize("text, words", [
-    ("8;2;3", "--tree 8;2;3: none of auto, paper, T,D,K or a JSON file"), ("8,2", "--tree 8,2: none of"),
-    ("2000,60,60", "--tree 2000,60,60: tree: 2,000 nodes on 61 levels, at most 1,024"),
-    ("9999999999,1,1", "--tree 9999999999,1,1: none of"), ("[[0", "JSON ("), ("3", "not iterable"),
-    ("[[0], [1, 0]]", "has no parent"),
-])
-def test_trees_that_cannot_be_read(tmp_path, text, words):
-    if "--tree" not in words:
-        (tmp_path / "tree").write_text(text)
-        text = str(tmp_path / "tree")
-    with pytest.raises(InputError, match=r"^--tree") as error:
-        read_tree(text)
-    assert words in str(error.value) and "\n" not in str(error.value)

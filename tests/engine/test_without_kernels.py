@@ -2,10 +2,6 @@
 import pytest
 from helpers.decoding import load
 
-import quantize
-from common.errors import InputError
-from engine.runtime import Runtime
-from engine.target import load_target
 from kernels import build, cpu
 
 TREE = {"tree": "8,2,4"}
@@ -24,8 +20,7 @@ def failing(error: str):
 
 MACHINES = {  # what $CXX is, and what is said about it
     "no compiler": (lambda folder: "no-such", "no C++ compiler: the kernels need no-such; install it or set"),
-    "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set CXX to a newer one or name"),
-    "killed": (failing("Killed signal terminated"), "terminated); free some memory and try again"),
+    "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set another CXX"),
 }
 
 
@@ -52,15 +47,3 @@ def test_one_line_and_the_text_of_pytorch(golden, words):
     assert words in line and line.endswith(". Until then PyTorch decodes alone, which is slower")
     same = load(golden, "eagle3", dtype=dtype, compile=False, **TREE).generate("Hello", max_new_tokens=24)
     assert text.ids == same.ids and text.accept_lengths == same.accept_lengths and text.tau > 1
-
-
-@pytest.mark.parametrize("words", ["no compiler"], indirect=True)
-def test_the_kernels_alone_are_an_error_and_not_needed_for_a_text_to_calibrate_on(golden, words, monkeypatch):
-    with pytest.raises(InputError) as error:
-        load_target(golden, Runtime(device="cpu", isa="portable"))
-    assert words in str(error.value) and "\n" not in str(error.value)
-    lines = []
-    for name, value in {"note": lines.append, "ROWS": 2, "MOST_WRITTEN": 8}.items():
-        monkeypatch.setattr(quantize, name, value)
-    assert quantize.own_text(golden).shape[0] == 2
-    assert len(said(lines)) == 1 and words in said(lines)[0]
