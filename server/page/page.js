@@ -1,5 +1,5 @@
 // The page: conversations kept in the browser, answers streamed from the server that serves this file.
-import { render } from "./markdown.js";
+import { element, render } from "./markdown.js";
 import { draw, percent } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -11,73 +11,50 @@ const PROMPTS = [
   "What are the planets of the solar system?", "Write a letter to a friend about the sea.",
 ];
 const ENDINGS = { stop: "", length: "cut at the limit of tokens", stopped: "stopped" };
-const store = {
-  read(key, otherwise) {
-    try { return JSON.parse(localStorage.getItem(`eagle.${key}`)) ?? otherwise; } catch { return otherwise; }
-  },
-  write(key, value) {
-    try { localStorage.setItem(`eagle.${key}`, JSON.stringify(value)); }
-    catch { say("This browser keeps no more: delete a conversation."); }
-  },
-};
 
-// The part of a stored list that can be shown: another page, or an older version of this one, may have written
-// it. An answer that had not begun is left out: a reload came before its first word.
-function sound(list) {
-  const isMessage = (one) => one && ["user", "assistant"].includes(one.role) && typeof one.content === "string";
-  const found = (Array.isArray(list) ? list : []).filter((one) => one && typeof one.title === "string"
-    && Array.isArray(one.messages) && one.messages.every(isMessage));
-  for (const one of found) one.messages = one.messages.filter(({ role, content }) => role === "user" || content);
-  return found;
+let current = null; // a conversation: {id, title, messages: [{role, content, marks, figures, finish, plain}]}
+let running = null; // the conversation that is answered: {conversation, stop}
+let drafts = true; // the server has a drafter
+
+// -- what the browser keeps ------------------------------------------------------------------
+
+function read(key, otherwise) {
+  return JSON.parse(localStorage.getItem(`eagle.${key}`)) ?? otherwise;
 }
 
-let conversations = sound(store.read("conversations", []));
-let current = null; // a conversation: {id, title, messages: [{role, content, marks, figures, finish, plain}]}
-let running = null; // the answer in progress: {stop, message}
-let edited = null; // the message in the input: {index, unsent}; unsent: words that it displaced
-let method = "none"; // the server's, of --speculate
-let drafts = true; // the server has a drafter
+function write(key, value) {
+  try { localStorage.setItem(`eagle.${key}`, JSON.stringify(value)); }
+  catch { say("This browser keeps no more: delete a conversation."); }
+}
+
+const conversations = () => read("conversations", []); // the last one first
+const others = ({ id }) => conversations().filter((one) => one.id !== id); // another tab may have kept some
+
+function keep(conversation) {
+  write("conversations", [conversation, ...others(conversation)]);
+  showList();
+}
+
+function remove(conversation) {
+  write("conversations", others(conversation));
+  if (conversation.id === current.id) begin();
+  else showList();
+}
 
 // -- what is shown ---------------------------------------------------------------------------
 
-// Show a notice with at most one action; null hides it.
-function say(words, action, act) {
-  const button = element("button", { type: "button", onclick: () => { say(null); act?.(); } }, action ?? "Close");
-  $("banner").replaceChildren(...(words ? [words, button] : []));
-  const follows = atEnd();
-  $("banner").hidden = !words;
-  if (follows) toEnd();
-}
-
-// Fill the input. Words that are not sent outlive a reload.
-function fill(words) {
-  $("input").value = words;
-  keepInput();
-}
-
-function keepInput() {
-  sessionStorage.setItem("eagle.input", edited?.unsent ?? $("input").value);
+function say(words) {
+  $("banner").textContent = words;
 }
 
 const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "class") made.className = value;
-    else made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
+function button(name, onclick, attributes = {}) {
+  return element("button", { type: "button", onclick, ...attributes }, name);
 }
 
 function copier(text) {
-  return element("button", { type: "button", onclick: (event) => {
-    const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = "Copy"; }, 1500); };
-    if (navigator.clipboard) navigator.clipboard.writeText(text()).then(done, () => say("Copying is not allowed here."));
-    else say("Copying needs https or localhost.");
-  } }, "Copy");
+  return button("Copy", () => navigator.clipboard.writeText(text()));
 }
 
 // One answer, as it comes: its text, and a line of figures.
@@ -88,24 +65,22 @@ class Panel {
     this.aside = element("details", {}, element("summary", {}, "Thoughts"), this.thoughts);
     this.text = element("div", { class: "text" });
     this.figures = element("div", { class: "figures" });
-    this.node = element("section", { "aria-label": name }, element("h2", {}, name), this.aside, this.text, this.figures);
+    this.node = element("section", {}, element("h2", {}, name), this.aside, this.text, this.figures);
     this.show();
   }
 
   show() {
-    const { answer } = this;
-    this.aside.hidden = !answer.thoughts;
-    this.thoughts.textContent = answer.thoughts ?? "";
-    render(this.text, answer.content, answer.marks, copier);
-    const { tokens = 0, steps = 0, seconds = 0, error, waiting } = answer.figures ?? {};
-    const grows = running && [running.message, running.message.plain].includes(answer);
-    const ending = error ?? (grows ? "" : ENDINGS[answer.finish] ?? "interrupted");
+    const { content, marks, thoughts, figures, finish } = this.answer;
+    this.aside.hidden = !thoughts;
+    this.thoughts.textContent = thoughts ?? "";
+    render(this.text, { source: content, marks }, copier);
+    const { tokens = 0, steps = 0, seconds = 0, error } = figures ?? {};
     this.figures.classList.toggle("failed", Boolean(error));
     const parts = [];
-    if (waiting) parts.push("waiting for a place ...");
-    if (speed(answer)) parts.push(`${speed(answer).toFixed(1)} tokens/s`);
+    if (speed(this.answer)) parts.push(`${speed(this.answer).toFixed(1)} tokens/s`);
     if (steps) parts.push(`${((tokens - 1) / steps).toFixed(2)} tokens per step (τ)`);
     if (tokens) parts.push(count(tokens, "token"), `${seconds.toFixed(1)} s`);
+    const ending = error ?? (finish ? ENDINGS[finish] : running ? "" : "interrupted");
     if (ending) parts.push(ending);
     this.figures.textContent = parts.join(" · ");
   }
@@ -126,46 +101,33 @@ function speedup(message) {
     message.content === message.plain.content ? "texts equal" : "texts differ")];
 }
 
-function messageNode(message, index) {
-  const button = (name, onclick) => element("button", { type: "button", onclick }, name);
-  const again = index === current.messages.length - 1 ? [button("Regenerate", regenerate)] : [];
+function messageNode(message) {
+  const again = message === current.messages.at(-1) ? [button("Regenerate", regenerate)] : [];
   if (message.role === "user") {
     return element("article", { class: "message user" }, element("h2", {}, "You"),
-      element("div", { class: "text" }, message.content), element("div", { class: "tools" },
-        button("Edit", () => edit(index)), button("Delete", () => removeTurn(index)), ...again));
+      element("div", { class: "text" }, message.content), element("div", { class: "tools" }, ...again));
   }
   const { plain } = message;
-  const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : "Answer", message)];
+  const panels = [new Panel(plain ? "Speculative decoding" : "Answer", message)];
   if (plain) panels.push(new Panel("Plain decoding", plain));
   const node = element("article", { class: `message assistant${plain ? " beside" : ""}` },
-    element("div", { class: "answers" }, ...panels.map((panel) => panel.node)), ...(plain ? speedup(message) : []),
-    element("div", { class: "tools" }, copier(() => message.content), ...again));
+    element("div", { class: "answers" }, ...panels.map((panel) => panel.node)),
+    ...(plain ? speedup(message) : []), element("div", { class: "tools" }, copier(() => message.content), ...again));
   node.panels = panels;
   return node;
 }
 
 function welcome() {
-  const ask = (words) => () => {
-    const unsent = $("input").value;
-    fill(words);
-    send();
-    fill(unsent);
-  };
   const explained = drafts
-    ? "Several words are drafted at once, and the model checks them in one pass: same answer, fewer steps."
-    : "It decodes without drafts; --speculate adds them.";
-  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Coloured words"),
-    " were drafted and accepted. The model wrote the others itself.");
-  return element("section", { class: "welcome" },
-    element("p", {}, `Chat with ${$("model").textContent || "a model"} on this server. ${explained}`), ...(drafts ? [legend] : []),
-    element("div", { class: "prompts" },
-      ...PROMPTS.map((words) => element("button", { type: "button", onclick: ask(words) }, words))));
+    ? [element("span", { class: "d" }, "Coloured words"), " were drafted and accepted."]
+    : ["This server decodes without drafts; --speculate adds them."];
+  return element("section", { class: "welcome" }, element("p", { class: "legend" }, ...explained),
+    element("div", { class: "prompts" }, ...PROMPTS.map((words) => button(words, () => send(words)))));
 }
 
 function showConversation() {
-  $("title").textContent = $("title").title = current.title;
-  $("messages").replaceChildren(...(current.messages.length ? current.messages.map(messageNode) : [welcome()]));
-  $("export").hidden = !current.messages.length;
+  const { messages } = current;
+  $("messages").replaceChildren(...(messages.length ? messages.map(messageNode) : [welcome()]));
   toEnd();
   showList();
 }
@@ -180,107 +142,43 @@ function toEnd() {
 }
 
 function showList() {
-  $("conversations").replaceChildren(...conversations.map((one) => element("li", {},
-    element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
-    element("button", { type: "button", "aria-label": `Delete ${one.title}`, onclick: () => remove(one) }, "×"))));
+  $("conversations").replaceChildren(...conversations().map((one) => element("li", {},
+    button(one.title, () => open(one), { class: "pick", "aria-current": one.id === current.id }),
+    button("×", () => remove(one), { "aria-label": `Delete ${one.title}` }))));
 }
-
-// Store all conversations. An old answer stays until a new one is complete.
-function keep() {
-  const kept = (one) => (one === running?.conversation && running.old ? { ...one, messages: running.old } : one);
-  store.write("conversations", conversations.map(kept));
-}
-
-function put(conversation, messages) {
-  conversation.messages = messages;
-  keep();
-  open(conversation);
-}
-
-// Take what another tab has kept or deleted, but for a conversation that is answered here.
-addEventListener("storage", (event) => {
-  if (event.key !== "eagle.conversations") return;
-  conversations = sound(store.read("conversations", [])).map((one) => (running && one.id === current.id ? current : one));
-  const mine = conversations.find((one) => one.id === current.id);
-  if (mine && mine !== current) {
-    if (edited !== null) endEdit();
-    current = mine;
-    showConversation();
-  } else showList();
-});
-addEventListener("pagehide", () => running && keep()); // the last words of a half answer
 
 function open(conversation) {
-  if (running) running.left = true;
   running?.stop();
-  if (edited !== null) endEdit();
   current = conversation;
   $("tree").hidden = true;
-  store.write("open", current.id);
-  toggleSide(false);
   showConversation();
   $("input").focus();
 }
 
 function begin() {
-  open({ id: `${Date.now()}-${Math.random()}`, title: "New conversation", messages: [] });
+  open({ id: `${Date.now()}-${Math.random()}`, title: "", messages: [] });
 }
 
-function remove(conversation) {
-  const index = conversations.indexOf(conversation);
-  conversations = conversations.filter((one) => one !== conversation);
-  conversation.deleted = true;
-  keep();
-  if (conversation === current) begin();
-  else showList();
-  say(`Deleted "${conversation.title}".`, "Undo", () => {
-    conversation.deleted = false;
-    conversations.splice(index, 0, conversation);
-    keep();
-    open(conversation);
-  });
-}
-
-// Delete a message of the user and its answer.
-function removeTurn(index) {
-  const conversation = current, before = current.messages;
-  let next = index + 1;
-  while (before[next]?.role === "assistant") next += 1;
-  put(conversation, before.filter((_, i) => i < index || i >= next));
-  say("Message deleted.", "Undo", () => put(conversation, before));
-}
-
-// Put a message into the input. Sending replaces it and all that follows; Escape ends the edit.
-function edit(index) {
-  edited = { index, unsent: edited?.unsent ?? $("input").value };
-  fill(current.messages[index].content);
-  $("input").focus();
-  say("Sending replaces the message and what follows it.", "Cancel", endEdit);
-}
-
-function endEdit() {
-  fill(edited?.unsent ?? "");
-  edited = null;
-  say(null);
-}
-
-function save() {
-  const text = current.messages.map(({ role, content }) => `**${role}**\n\n${content}\n`).join("\n");
-  const url = URL.createObjectURL(new Blob([`# ${current.title}\n\n${text}`], { type: "text/markdown" }));
-  element("a", { href: url, download: "conversation.md" }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 1000);
-}
-
-function toggleSide(shown) {
-  $("side").classList.toggle("shown", shown);
-  $("menu").setAttribute("aria-expanded", String($("side").classList.contains("shown")));
+function showTree(tree) {
+  if (tree.texts.length < 2) return; // a step without a draft
+  $("tree").hidden = false;
+  const nodes = count(tree.texts.length, "node"), accepted = count(tree.path.length - 1, "drafted token");
+  $("tree").firstElementChild.textContent = `Last draft: ${nodes}, ${accepted} accepted`;
+  draw($("drawing"), tree);
 }
 
 // -- asking the server -----------------------------------------------------------------------
 
-function headers() {
+// The answer of the server. Asks for a key while the server does.
+async function request(path, options = {}) {
   const key = sessionStorage.getItem("eagle.key");
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  const given = response.status === 401 && prompt("This server asks for an API key:");
+  if (!given) throw new Error((await response.json()).error.message);
+  sessionStorage.setItem("eagle.key", given.trim());
+  return request(path, options);
 }
 
 // Events of a stream, one JSON object each.
@@ -292,40 +190,7 @@ async function* events(response) {
     if (done) return;
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
-    for (const block of blocks) {
-      if (!block.startsWith("data: ")) continue;
-      const data = block.slice(6);
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
-}
-
-async function post(body, signal) {
-  for (let tries = 0; ; tries++) {
-    const response = await fetch("v1/chat/completions",
-      { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
-    if (response.ok) return response;
-    const told = (await response.json().catch(() => null))?.error?.message ?? `status ${response.status}`;
-    if (response.status === 401 && askForKey()) continue;
-    if ((response.status === 429 || response.status === 503) && tries < 30) {
-      await new Promise((resolve) => setTimeout(resolve, 1000 * (response.headers.get("Retry-After") ?? 2)));
-      continue;
-    }
-    throw new Error(told);
-  }
-}
-
-function askForKey() {
-  let words = "This server asks for an API key:";
-  for (;;) {
-    const key = prompt(words)?.trim();
-    if (!key) return false;
-    if (/^[\x21-\x7e]+$/.test(key)) {
-      sessionStorage.setItem("eagle.key", key);
-      return true;
-    }
-    words = "An API key has only letters without accents, digits and signs. The key:";
+    for (const block of blocks) if (block.startsWith("data: {")) yield JSON.parse(block.slice(6));
   }
 }
 
@@ -346,267 +211,133 @@ function mark(answer, { text, tree }) {
 
 // One answer from the server into `answer`; `seen` is called as it grows.
 async function ask(body, answer, signal, seen) {
-  answer.figures = { tokens: 0, steps: 0, seconds: 0, waiting: true };
+  const figures = answer.figures = { tokens: 0, steps: 0, seconds: 0 };
   let first = 0;
-  seen();
   try {
-    for await (const chunk of events(await post(body, signal))) {
+    const options = { method: "POST", body: JSON.stringify(body), signal };
+    for await (const chunk of events(await request("v1/chat/completions", options))) {
       if (chunk.error) throw new Error(chunk.error.message);
-      const choice = chunk.choices[0];
-      if (!choice) continue;
-      const { content, reasoning_content: thoughts } = choice.delta;
+      const { delta, speculation: step, finish_reason: finish } = chunk.choices[0];
+      const { content, reasoning_content: thoughts } = delta;
       if (thoughts) answer.thoughts = (answer.thoughts ?? "") + thoughts;
-      const step = choice.speculation;
       if (step) {
-        const figures = answer.figures;
-        figures.waiting = false;
         figures.tokens += step.tokens;
         if (first) figures.steps += 1;
         first ||= performance.now();
         figures.seconds = (performance.now() - first) / 1000;
-        if (content) {
-          if (step.drafted && content.startsWith(step.text)) mark(answer, step);
-          answer.content += content;
-        }
+        if (content && step.drafted && content.startsWith(step.text)) mark(answer, step);
+        answer.content += content ?? "";
         seen(step.tree);
       }
-      if (choice.finish_reason) answer.finish = choice.finish_reason;
+      answer.finish = finish ?? answer.finish;
     }
+    if (!answer.finish) throw new Error("the connection broke");
   } catch (error) {
-    const cause = signal.reason ?? error;
-    if (cause.name === "AbortError") answer.finish = "stopped";
-    else if (cause instanceof TypeError) {
-      // Leaving the page breaks its connections too: then nothing runs after this line.
-      await new Promise((resolve) => setTimeout(resolve, 700));
-      const gone = !(await health())?.ok;
-      answer.figures.error = gone ? "the server has gone" : "the connection broke";
-      if (gone) watch();
-    } else answer.figures.error = cause.message;
+    if (signal.aborted) answer.finish = "stopped";
+    else figures.error = error.message;
   }
-  answer.figures.waiting = false;
-  seen();
-}
-
-// The answer of the server to a short question, null without one.
-function health() {
-  return fetch("health", { cache: "no-store", signal: AbortSignal.timeout(10_000) }).catch(() => null);
-}
-
-// The server does not answer: say so until it does.
-let watching = false;
-async function watch() {
-  say("The server does not answer. Trying again ...");
-  if (watching) return;
-  watching = true;
-  while (!(await health())?.ok) await new Promise((resolve) => setTimeout(resolve, 1000));
-  watching = false;
-  say(null);
-  about();
 }
 
 async function about() {
   try {
-    const response = await fetch("v1/models", { headers: headers() });
-    if (response.status === 401) { if (askForKey()) await about(); return; }
-    const model = (await response.json()).data[0];
+    const model = (await (await request("v1/models")).json()).data[0];
     $("model").textContent = model.id;
     drafts = model.speculation;
-    method = model.method;
     $("drafting").hidden = !drafts;
     if (!current.messages.length) showConversation();
-  } catch { watch(); }
+  } catch (error) { say(error.message); }
 }
 
 function settings() {
-  const numbers = Object.fromEntries(["temperature", "top_p", "max_tokens"].map((id) => [id, Number($(id).value)]));
-  return { ...numbers, seed: Number($("seed").value || Math.floor(Math.random() * 2 ** 31)) };
+  const number = (id) => Number($(id).value);
+  const seed = $("seed").value ? number("seed") : Math.floor(Math.random() * 2 ** 31);
+  return { temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("max_tokens"), seed };
 }
 
-// The first words of a text, whole ones where that is possible.
-function shortened(text, most = 40) {
-  const words = text.trim().replace(/\s+/g, " ");
-  if (words.length <= most) return words;
-  const end = words.lastIndexOf(" ", most);
-  return `${words.slice(0, end > 0 ? end : most)} …`;
-}
-
-// Ask for an answer to the conversation. before, title, edit: what was there, for when it is refused. words: just
-// sent; a new answer to an old message has none.
-async function reply({ before, words, title, edit }) {
-  const conversation = current;
-  const written = conversation.messages.filter(({ content }) => content)
-    .filter(({ role }, i, all) => role !== "user" || all[i + 1]?.role !== "user"); // never answered
-  const history = written.map(({ role, content }) => ({ role, content }));
+// Ask for an answer to the conversation.
+async function reply() {
+  const conversation = current, speculate = drafts && $("speculate").checked;
+  const history = conversation.messages.filter(({ content }) => content)
+    .filter(({ role }, i, all) => role !== all[i + 1]?.role) // a question that was never answered
+    .map(({ role, content }) => ({ role, content }));
   const system = $("system").value.trim();
   if (system) history.unshift({ role: "system", content: system });
   const body = { messages: history, stream: true, return_speculation: true, ...settings() };
-  const message = { role: "assistant", content: "", marks: [], method };
-  if (drafts && $("beside").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
-  conversation.messages = [...conversation.messages, message];
+  const message = { role: "assistant", content: "", marks: [] };
+  if (speculate && $("beside").checked) message.plain = { content: "", marks: [] };
+  conversation.messages.push(message);
   const control = new AbortController();
-  // A machine that sleeps, or a network that is left, ends no stream.
-  const guard = setInterval(async () => { if (!(await health())) control.abort(new TypeError()); }, 5000);
-  const old = before.at(-1)?.role === "assistant" && !words ? before : null; // with the answer to replace
-  const mine = { stop: () => control.abort(), message, conversation, old };
-  running = mine;
+  running = { conversation, stop: () => control.abort() };
   document.body.classList.add("running");
-  say(null);
-  if (!conversations.includes(conversation)) conversations.unshift(conversation);
-  if (words) keep(); // the question is there after a reload; an old answer stays until the new one begins
-  let kept = performance.now();
+  keep(conversation);
   showConversation();
-  const node = $("messages").lastElementChild;
+  const { panels } = $("messages").lastElementChild;
   let due = false;
-  let tree = null;
-  const seen = (newest) => {
-    tree = newest ?? tree;
-    if (performance.now() - kept > 2000 && message.content && !conversation.deleted) {
-      kept = performance.now();
-      keep();
-    }
+  const seen = (tree) => {
     if (due) return;
     due = true;
     requestAnimationFrame(() => {
       due = false;
       if (conversation !== current) return;
       const follows = atEnd();
-      for (const panel of node.panels) panel.show();
+      for (const panel of panels) panel.show();
       if (tree) showTree(tree);
       if (follows) toEnd();
     });
   };
-  await ask({ ...body, speculate: drafts && $("speculate").checked }, message, control.signal, seen);
+  await ask({ ...body, speculate }, message, control.signal, seen);
   // One after the other: together, each would slow the other down.
-  if (message.plain && message.content && !message.figures.error && !control.signal.aborted) {
+  if (message.plain && !message.figures.error && !control.signal.aborted) {
     await ask({ ...body, speculate: false }, message.plain, control.signal, () => seen());
-  } else if (message.plain) delete message.plain;
-  clearInterval(guard);
-  if (running === mine) {
-    running = null;
-    document.body.classList.remove("running");
-  }
-  const { error } = message.figures, unfinished = !["stop", "length"].includes(message.finish);
-  if (old && unfinished && (error || mine.left)) conversation.messages = old;
-  else if (!message.content && unfinished) { // refused, or stopped before it began
-    conversation.messages = error || !words ? before : conversation.messages.slice(0, -1);
-    if (error && words) {
-      conversation.title = title;
-      if (edit && conversation === current) edited = { index: edit.index, unsent: $("input").value || edit.unsent };
-      fill(edit ? words : [words, $("input").value].filter(Boolean).join("\n\n"));
-    }
-    if (!conversation.messages.length) conversations = conversations.filter((one) => one !== conversation);
-  }
-  if (!conversation.deleted) keep();
-  if (conversation === current) {
-    const follows = atEnd(), at = $("messages").scrollTop;
-    showConversation();
-    if (!follows) $("messages").scrollTop = at;
-  }
-  if (error && !watching) say(error);
-  else if (old && unfinished && message.content && !mine.left) {
-    say("Stopped.", "Back to the old answer", () => put(conversation, old));
-  }
+  } else delete message.plain;
+  running = null;
+  document.body.classList.remove("running");
+  if (conversations().some(({ id }) => id === conversation.id)) keep(conversation); // it was not deleted
+  if (conversation === current) showConversation();
 }
 
-function showTree(tree) {
-  if (tree.texts.length < 2) return; // a step without a draft
-  $("tree").hidden = false;
-  const accepted = count(tree.path.length - 1, "drafted token");
-  $("tree").firstElementChild.textContent = `Last draft: ${count(tree.texts.length, "node")}, ${accepted} accepted`;
-  draw($("drawing"), tree);
+function send(words) {
+  if (!words || running) return;
+  if (!current.messages.length) current.title = words.slice(0, 60);
+  current.messages.push({ role: "user", content: words });
+  reply();
 }
 
-function send(event) {
-  event?.preventDefault();
-  const content = $("input").value.trim();
-  if (!content || running) return;
-  const { messages: before, title } = current, edit = edited;
-  const kept = before.slice(0, edit?.index ?? before.length);
-  if (!kept.length) current.title = shortened(content);
-  current.messages = [...kept, { role: "user", content }];
-  endEdit();
+function sendInput() {
+  if (running) return;
+  const words = $("input").value.trim();
+  $("input").value = "";
   $("input").focus();
-  reply({ before, words: content, title, edit });
+  send(words);
 }
 
 function regenerate() {
-  const before = current.messages;
-  if (before.at(-1).role === "assistant") current.messages = before.slice(0, -1);
-  reply({ before });
+  if (current.messages.at(-1).role === "assistant") current.messages.pop();
+  reply();
 }
 
 // -- everything at its place -----------------------------------------------------------------
 
-const stored = store.read("settings", {});
-const kept = stored && typeof stored === "object" ? stored : {};
-for (const id of SETTINGS) {
-  const input = $(id);
-  const field = input.type === "checkbox" ? "checked" : "value";
-  if (id in kept) input[field] = kept[id];
-  input.addEventListener("change", () => {
-    if (input.value === "") input.value = input.defaultValue;
-    if (!input.validity.valid) { // take the nearest value that the server accepts
-      const value = input.step === "any" ? Number(input.value) : Math.round(input.value);
-      input.value = Math.min(input.max, Math.max(input.min, value));
-      say(`${input.parentElement.textContent.trim()}: between ${input.min} and ${input.max}.`);
-    }
-    store.write("settings", Object.fromEntries(SETTINGS.map((name) => {
-      const one = $(name);
-      return [name, one.type === "checkbox" ? one.checked : one.value];
-    })));
-    applySettings();
-  });
-}
-applySettings();
-
-function applySettings() {
-  document.body.classList.toggle("coloured", $("coloured").checked);
-  $("beside").disabled = !$("speculate").checked; // plain decoding is not compared with itself
-}
-
-function dark(on) {
-  document.documentElement.classList.toggle("dark", on);
-  $("dark").setAttribute("aria-pressed", String(on));
-}
-dark(store.read("dark", matchMedia("(prefers-color-scheme: dark)").matches));
-$("dark").addEventListener("click", () => {
-  dark(!document.documentElement.classList.contains("dark"));
-  store.write("dark", document.documentElement.classList.contains("dark"));
+const field = (id) => ($(id).type === "checkbox" ? "checked" : "value");
+for (const [id, value] of Object.entries(read("settings", {}))) $(id)[field(id)] = value;
+const colour = () => document.body.classList.toggle("coloured", $("coloured").checked);
+$("settings").addEventListener("change", () => {
+  write("settings", Object.fromEntries(SETTINGS.map((id) => [id, $(id)[field(id)]])));
+  colour();
 });
+colour();
 
-$("form").addEventListener("submit", send);
-$("stop").addEventListener("click", () => { running?.stop(); $("input").focus(); });
-$("export").addEventListener("click", save);
-$("tree").open = store.read("tree", innerWidth > 736);
-$("tree").firstElementChild.addEventListener("click", () => store.write("tree", !$("tree").open)); // soon so
-$("new").addEventListener("click", begin);
-$("menu").addEventListener("click", () => toggleSide(!$("side").classList.contains("shown")));
+$("form").addEventListener("submit", (event) => { event.preventDefault(); sendInput(); });
 $("input").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  sendInput();
 });
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") {
-    if ($("side").classList.contains("shown")) { toggleSide(false); $("menu").focus(); }
-    else if (edited !== null) endEdit();
-    else running?.stop();
-  }
-  if (event.altKey && event.key.toLowerCase() === "n") { event.preventDefault(); begin(); }
-});
-// A probability under the pointer, or of what is tapped.
-for (const kind of ["pointerover", "click"]) {
-  document.addEventListener(kind, (event) => {
-    const over = event.target.closest("[data-tip]");
-    $("tip").hidden = !over;
-    if (!over) return;
-    $("tip").textContent = over.dataset.tip;
-    const box = over.getBoundingClientRect();
-    $("tip").style.left = `${Math.max(0, Math.min(box.left, innerWidth - $("tip").offsetWidth))}px`;
-    $("tip").style.top = `${Math.max(0, box.top - $("tip").offsetHeight - 2)}px`;
-  });
-}
-fill(sessionStorage.getItem("eagle.input") ?? "");
-$("input").addEventListener("input", keepInput);
-const last = conversations.find((one) => one.id && one.id === store.read("open"));
-if (last) open(last);
-else begin();
+$("stop").addEventListener("click", () => running?.stop());
+$("new").addEventListener("click", begin);
+addEventListener("keydown", (event) => { if (event.key === "Escape") running?.stop(); });
+addEventListener("pagehide", () => running && keep(running.conversation)); // the last words of a half answer
+
+begin();
+if (conversations().length) open(conversations()[0]);
 about();
