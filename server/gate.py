@@ -107,9 +107,6 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
-        if e.status_code == 400:  # of fastapi, where reading JSON raised anything but a JSONDecodeError
-            words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
-            return Refusal(400, words, "invalid_json").response()
         response = Refusal(e.status_code, str(e.detail)).response()
         response.headers.update(e.headers or {})  # the allowed methods
         return response

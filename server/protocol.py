@@ -49,17 +49,11 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     """Return the refusal of a body, from pydantic's errors in it."""
     # In a union, the error of the member that has the right type is the one to report.
     first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
-    if first["type"] == "json_invalid":
-        why = first.get("ctx", {}).get("error", first["msg"])
-        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
     # pydantic puts the names of a union's members into the path.
-    where = ".".join(str(x) for x in first["loc"] if x not in ("body", "str", "int") and "[" not in str(x))
-    if not where and "json" not in headers.get("content-type", ""):
+    path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
+    if path == ["body"] and "json" not in headers.get("content-type", ""):
         return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
-    message = first["msg"].removeprefix("Value error, ")
-    if where or first["type"] != "value_error":
-        message = f"{where or 'the body'}: {message}"
-    return Refusal(400, message, "invalid_value", where or None)
+    return Refusal(400, f"{'.'.join(path)}: {first['msg']}", "invalid_value", ".".join(path[1:]) or None)
 
 
 class Body(BaseModel):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from common.cli import note
 from common.errors import InputError, counted, first_line
 from engine.engine import Engine
-from engine.request import Event, Request, Score
+from engine.request import Event, Request
 from sampling.options import Sampling
 from server.metrics import Metrics
 from server.protocol import Refusal
@@ -183,10 +183,6 @@ class Worker(threading.Thread):
         if event.finish == "error":
             self._refuse(job, Refusal(400, job.request.error))
             return
-        first = (job.request.prompt_scores or []) if job.last is None else []
-        if not all(map(_is_finite, (*first, *event.scores))):  # no JSON can hold it
-            self._refuse(job, Refusal(500, "the model's scores are nan or infinite: its weights are damaged"))
-            return
         self.metrics.emitted(job, event)
         job.last = job.request.last
         job.drafted += event.nodes
@@ -220,7 +216,3 @@ class Worker(threading.Thread):
     def _jobs(self) -> list[Job]:
         with self._changed:
             return [*self._running.values(), *self._waiting]
-
-
-def _is_finite(score: Score) -> bool:
-    return math.isfinite(score.logprob) and all(math.isfinite(logprob) for _, logprob in score.top)
