@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.prompt import RAISE, encode
+from engine.prompt import encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
@@ -99,15 +99,14 @@ class Server:
         http.state.reply = reply = await in_thread(partial(prepare, body))
         if self.measures or body.return_speculation:
             reply.window = self.worker.engine.window
-        events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
+        events = self._events(http, reply.jobs)
         if body.stream:
-            return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
-        try:
-            async for _, event in events:
-                if isinstance(event, Refusal):
-                    raise event
-        finally:
-            cancel()
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            sent = _stream(reply, events, body.stream_options.include_usage)
+            return StreamingResponse(sent, headers=headers, media_type="text/event-stream")
+        async for _, event in events:
+            if isinstance(event, Refusal):
+                raise event
         if not all(job.finish for job in reply.jobs):  # the client has gone
             return Response(status_code=499)
         return JSONResponse(reply.whole())
@@ -125,14 +124,17 @@ class Server:
 
         async def arriving():
             running = len(jobs)
-            while running and not await http.is_disconnected():
-                try:
-                    i, event = await asyncio.wait_for(queue.get(), QUIET)
-                except asyncio.TimeoutError:
-                    yield 0, None
-                    continue
-                running -= isinstance(event, Refusal) or event.finish is not None
-                yield i, event
+            try:
+                while running and not await http.is_disconnected():
+                    try:
+                        i, event = await asyncio.wait_for(queue.get(), QUIET)
+                    except asyncio.TimeoutError:
+                        yield 0, None
+                        continue
+                    running -= isinstance(event, Refusal) or event.finish is not None
+                    yield i, event
+            finally:
+                self.worker.cancel(*jobs)
 
         for i, job in enumerate(jobs):
             job.on_event = partial(on_event, i)
@@ -160,28 +162,13 @@ async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> Asyn
     yield "data: [DONE]\n\n"
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. close: called at the end, also if it comes before the first event."""
-
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.close = close
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.close()
-
-
 async def in_thread(work: Callable):
     """Do slow work beside other requests. Raises Refusal for an InputError, ValueError or RecursionError."""
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
         code = "context_length_exceeded" if "needs room for one more" in str(e) else None
-        raise Refusal(400, str(e).removesuffix(RAISE), code) from None
+        raise Refusal(400, str(e), code) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 

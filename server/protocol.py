@@ -17,8 +17,10 @@ RETRY_AFTER = "2"  # seconds
 STATUS_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
 # Fields that `Sampling` has under the same name.
-PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
-SAMPLED = {"temperature", "top_p", "min_p", *PENALTIES}
+SAMPLED = {
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+}
 
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]

@@ -17,10 +17,8 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
 
     Returns places in `rows`. The order is random with a generator, else shortest first.
     """
-    if generator is None:
-        order, window = list(range(len(rows))), max(1, len(rows))
-    else:
-        # Sorted within a window only, so that every epoch groups differently.
+    order, window = list(range(len(rows))), max(1, len(rows))
+    if generator is not None:  # sorted within a window only, so that every epoch groups differently
         order, window = torch.randperm(len(rows), generator=generator).tolist(), WINDOW
     groups = []
     for i in range(0, len(order), window):

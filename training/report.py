@@ -3,14 +3,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import counted
 from common.files import read_text, write_text, writing
 from common.plots import picture
 
@@ -42,25 +39,17 @@ class TrainingLog:
         self.path = folder / "log.jsonl"
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
-        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
         self.bar = live_bar(
             total=total, initial=step, desc="training",
-            bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
+            bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}]",
         )
-        self.began, self.tokens = time.time(), 0
 
-    def move(self, tokens: int, progress: float) -> None:
-        """Move the live line by `tokens` tokens of this process, to `progress` (see `Plan.progress`)."""
-        self.tokens += tokens
-        self.bar.n = min(progress, self.bar.total)
-        speed = self.tokens / (time.time() - self.began)
-        self.bar.set_postfix_str(f"{counted(self.tokens, 'token')}, {speed:.0f} tok/s", refresh=False)
-        self.bar.update(0)
-
-    def step(self, entry: dict) -> None:
-        """Add an optimizer step."""
+    def step(self, entry: dict, progress: float) -> None:
+        """Add an optimizer step, which brings the run to `progress` (see `Plan.progress`)."""
         line = f"loss {entry['loss']:.3f}, {_figures(entry['accuracy'], 2)}"
         self.bar.set_description_str(line, refresh=False)
+        self.bar.n = min(progress, self.bar.total)
+        self.bar.update(0)
         self._write(entry)
 
     def validation(self, entry: dict) -> None:
@@ -70,13 +59,8 @@ class TrainingLog:
 
     def _write(self, entry: dict) -> None:
         self.entries.append(entry)
-        with writing(self.path):
-            self.file.write(json.dumps(entry) + "\n")
-
-    def close(self) -> None:
-        """End the live line and close the file."""
-        self.bar.close()
-        self.file.close()
+        with writing(self.path), open(self.path, "a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def _figures(accuracy: list[float], digits: int) -> str:
@@ -103,10 +87,8 @@ def read_log(path: Path) -> list[dict]:
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:
-    """Draw loss, accuracy by draft step and acceptance length as a PNG, if there are steps and matplotlib."""
+    """Draw loss, accuracy by draft step and acceptance length as a PNG."""
     steps, validations = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
-    if not steps or not find_spec("matplotlib"):
-        return
 
     def plot(axes, rows: list[dict], value: Callable[[dict], float], style: str, label: str | None = None):
         axes.plot([e["step"] for e in rows], [value(e) for e in rows], style, label=label, linewidth=0.7)
@@ -129,21 +111,19 @@ def draw_curves(entries: list[dict], path: Path) -> None:
 
 
 def write_card(
-    folder: Path, *, title: str, facts: list[str], text: str, command: str, log: list[dict], speculate: str
+    folder: Path, *, title: str, facts: list[str], command: str, log: list[dict], speculate: str
 ) -> None:
     """Write the model card FOLDER/README.md.
 
-    facts: about the head and its training, a line each. text: report of the training text. command: that
-    trained the head. speculate: the method that decodes with it.
+    facts: about the head, its text and its training, a line each. command: that trained the head. speculate:
+    the method that decodes with it.
     """
     judged = [figures_of(e) for e in log if "held_out" in e][-1:]  # the curves have the course
     write_text(folder / "README.md", "\n".join([
-        f"# {title}", "", *(f"- {fact}" for fact in facts), *(f"- {line}" for line in judged), "",
-        "## Text", "", *(f"    {line}" for line in text.splitlines()), "",
-        "## Training", "", "```", command, "```", "",
-        *("![loss, accuracy and τ over the run](curves.png)", "") * bool(judged),
-        "## Use", "", "```",
+        f"# {title}", "", *(f"- {fact}" for fact in (*facts, *judged)), "",
+        "## Training", "", "```", command, "```", "", "![loss, accuracy and τ over the run](curves.png)", "",
+        "## Use", "", "TARGET is the converted target, CONVERTED a folder to make.", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET --out CONVERTED",
         f"python generate.py --checkpoint TARGET --speculate {speculate} --draft CONVERTED --prompt ...",
-        "```", "", "TARGET is the converted target, CONVERTED a folder to make.", "",
+        "```", "",
     ]))

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import time
 from dataclasses import dataclass
@@ -78,20 +77,17 @@ def save_state(folder: Path, state: dict) -> None:
 class Trainer:
     """Trains `objective.head` on rows.
 
-    copy: identity of the copy that computes the features, if one does. micro_tokens: padded tokens that are
-    computed at once. Neither it nor the number of processes changes the batches or their gradients, which are
-    sums over all of an optimizer step.
+    copy: identity of the copy that computes the features, if one does. Neither MICRO nor the number of
+    processes changes the batches or their gradients, which are sums over all of an optimizer step.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
-        work: Path, *, processes: Processes | None = None, validator: Validator | None = None,
-        micro_tokens: int = MICRO, copy: str | None = None,
+        work: Path, *, processes: Processes, validator: Validator | None = None, copy: str | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
-        self.processes, self.validator = processes or Processes(), validator
-        self.micro_tokens, self.copy = micro_tokens, copy
+        self.processes, self.validator, self.copy = processes, validator, copy
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
@@ -103,27 +99,24 @@ class Trainer:
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
         self.seconds = 0.0  # of the steps, see `_count_time`
-        self.updating = False
-        self.saved = time.time()
         self.log: TrainingLog | None = None  # in the first process, while it runs
         self._learn_scale()
 
     @torch.no_grad()
     def _learn_scale(self) -> None:
-        """Set the objective's scale from a few rows, the same ones in any order of the rows."""
-        order = sorted(self.rows, key=lambda row: hashlib.sha256(str(row["ids"]).encode()).digest())
-        sample, device = order[:SAMPLE], self.objective.device
+        """Set the objective's scale from the first rows of the first epoch."""
+        sample = [self.rows[place] for batch in self.batches[0] for place in batch][:SAMPLE]
         states = self.features.read(sample)
-        lengths = torch.tensor([len(row["ids"]) for row in sample], device=device)
-        positions = torch.arange(states.normed.shape[1], device=device)
-        self.objective.learn_scale(states, positions < lengths[:, None])
+        lengths = torch.tensor([len(row["ids"]) for row in sample])
+        real = torch.arange(states.normed.shape[1]) < lengths[:, None]
+        self.objective.learn_scale(states, real.to(self.objective.device))
 
     # -- one optimizer step ----------------------------------------------------------------------------------
 
     def micro_batches(self, places: list[int]) -> list[list[int]]:
-        """Return this process's share of a batch, cut to `micro_tokens`."""
+        """Return this process's share of a batch, cut to MICRO tokens."""
         mine = self.processes.share(places)
-        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
+        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], MICRO)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
         """Set the gradients of one batch (rows at `places`), summed over the processes.
@@ -133,15 +126,12 @@ class Trainer:
         objective = self.objective
         complete = objective.batch([self.rows[p] for p in places], steps, self._seeds(places))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
-        micros = self.micro_batches(places)
-        for done, micro in enumerate(micros, 1):
+        for micro in self.micro_batches(places):
             rows, seeds = [self.rows[p] for p in micro], self._seeds(micro)
             batch = complete if micro == places else objective.batch(rows, steps, seeds)
             micro_loss, micro_hits = objective.loss(batch, self.features.read(rows), complete.scored, seeds)
             micro_loss.backward()
             loss, hits = loss + micro_loss.detach(), hits + micro_hits
-            if self.log:
-                self.log.move(sum(len(row["ids"]) for row in rows), self._progress() + done / len(micros))
         for p in self.parameters.values():
             if p.grad is None:  # a process without rows in this batch
                 p.grad = torch.zeros_like(p)
@@ -185,25 +175,19 @@ class Trainer:
     def run(self) -> list[dict]:
         """Train to the end of the plan. Return the entries of the log, [] but in the first process.
 
-        Raises InputError if the loss is not finite; the last good state stays.
+        Raises InputError if the loss is not finite.
         """
         self.log = TrainingLog(self.work, self.step, self.total) if self.processes.first else None
         self.saved = time.time()
         try:
-            if self.epoch and not self.in_epoch:  # killed between the end of an epoch and its validation
-                self._validate()
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
                 self._run_epoch()
                 self.epoch, self.in_epoch = self.epoch + 1, 0
-                self.save()  # first: an error in validation must not lose the epoch
                 self._validate()
-        except KeyboardInterrupt:
-            if not self.updating:
                 self.save()
-            raise
         finally:
             if self.log:
-                self.log.close()
+                self.log.bar.close()
         return self.log.entries if self.log else []
 
     def _run_epoch(self) -> None:
@@ -216,43 +200,28 @@ class Trainer:
             counted = self._count_time(counted)
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._stop(loss, norm)
-            self.updating = True
+                raise InputError(f"the loss is {loss}, the norm of its gradient {norm} at step {self.step};"
+                                 " train with a smaller --lr and another --out")
             lr = self.update()
             self.step, self.in_epoch = self.step + 1, self.in_epoch + 1
-            self.updating = False
             if self.log:
                 accuracy = [round(a, 4) for a in accuracy]
-                self.log.step({"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr})
+                entry = {"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr}
+                self.log.step(entry, self._progress())
             if time.time() - self.saved > SAVE_SECONDS and self.in_epoch < len(epoch):
                 self.save()
-
-    def _stop(self, loss: float, norm: float) -> None:
-        """Raise InputError with the numbers of a batch whose loss or gradient is not finite.
-
-        The weights before this batch are saved if they are finite.
-        """
-        if all(bool(p.isfinite().all()) for p in self.parameters.values()):
-            self.save()
-        raise InputError(
-            f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch"
-            f" {self.epoch + 1}, batch {self.in_epoch}). Train with a smaller --lr and another --out: the"
-            " last good state leads here again"
-        )
 
     # -- validation ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _validate(self) -> None:
         """Validate the epochs so far in the first process, while the others wait for it."""
-        if log := self.log:
-            if not any(entry.get("epoch") == self.epoch for entry in log.entries):
-                entry = {"step": self.step, "epoch": self.epoch, "held_out": self._held_out_accuracy()}
-                if self.validator and (tau := self.validator.tau(self.trained())):
-                    entry["tau"] = tau
-                log.validation(entry)
-            # Also after a validation that was done: the run may have been killed before this line.
-            draw_curves(log.entries, self.work / CURVES)
+        if self.log:
+            entry = {"step": self.step, "epoch": self.epoch, "held_out": self._held_out_accuracy()}
+            if self.validator and (tau := self.validator.tau(self.trained())):
+                entry["tau"] = tau
+            self.log.validation(entry)
+            draw_curves(self.log.entries, self.work / CURVES)
         self.processes.wait()
 
     def _held_out_accuracy(self) -> list[float]:
@@ -260,7 +229,7 @@ class Trainer:
         steps = self.objective.steps
         hits = valid = torch.zeros(steps, dtype=torch.float64)
         with self.averaged():
-            for places in batches(self.held_out, min(self.micro_tokens, self.plan.batch_tokens)):
+            for places in batches(self.held_out, min(MICRO, self.plan.batch_tokens)):
                 rows = [self.held_out[p] for p in places]
                 batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
                 _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
@@ -276,10 +245,8 @@ class Trainer:
     def averaged(self):
         """Give the head the averaged weights, if there is an average, until the context ends."""
         self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
+        yield
+        self._swap()
 
     def _swap(self) -> None:
         for name, mean in self.average.items():
@@ -323,14 +290,10 @@ class Trainer:
             if differs := sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n)):
                 raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
                                  " use another --out, or delete it")
-            self._restore(state)
+            for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
+                for name, tensor in tensors.items():
+                    tensor.data.copy_(saved[name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.objective.scale, self.seconds = state["scale"], state["seconds"]
+            self.step, self.epoch, self.in_epoch = state["at"]
         return True
-
-    def _restore(self, state: dict) -> None:
-        for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
-            for name, tensor in tensors.items():
-                tensor.data.copy_(saved[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.objective.scale = state["scale"]
-        self.step, self.epoch, self.in_epoch = map(int, state["at"])
-        self.seconds = float(state["seconds"])

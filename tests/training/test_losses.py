@@ -14,23 +14,20 @@ from training.features import Features
 from training.heads import TRAINED, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective
 
-DEFINITIONS = {
-    "ce": lambda p, q: -(p * q.log()).sum(-1), "lk": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
-}
-
 
 def test_losses_are_summed_with_their_shares():
     """Gradients for what the lm_head reads and for itself, over more rows than a block holds."""
     g = torch.Generator().manual_seed(3)
     x, head = torch.randn(300, 8, generator=g), torch.randn(30, 8, generator=g)
     teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
-    weight, losses = torch.rand(300, generator=g), (("ce", 0.3), ("lk", 0.7))
+    weight = torch.rand(300, generator=g)
     x.requires_grad_(True), head.requires_grad_(True)
-    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, losses)
+    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, 0.7)
     found = torch.autograd.grad(loss, (x, head))
     logits, p = x @ head.T, teacher[places].softmax(-1)
     q = logits.softmax(-1)
-    expected = sum(share * (DEFINITIONS[kind](p, q) * weight).sum() for kind, share in losses)
+    ce, lk = -(p * q.log()).sum(-1), -torch.minimum(p, q).sum(-1).log()
+    expected = ((0.3 * ce + 0.7 * lk) * weight).sum()
     torch.testing.assert_close(loss, expected)
     assert torch.equal(choices, logits.argmax(-1))
     torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).detach())
@@ -203,7 +200,7 @@ def test_every_weight_of_a_block_head_learns(models, name):
     """And the target's, which it borrows, do not."""
     target, _ = models
     head = block_head(target, name, torch.arange(320))
-    objective = objective_of(target, name, head, losses=(("ce", 0.1), ("lk", 0.9)))
+    objective = objective_of(target, name, head, lk=0.9)
     objective.draw = Draw(0.7, 0.8)
     for _ in range(2):  # the Markov head begins where nothing reads it
         loss_on(objective, seeds=[1, 2, 3, 4])[0].backward()
