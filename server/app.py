@@ -56,8 +56,6 @@ class Server:
     def chat(self, body: ChatBody) -> ChatReply:
         """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
         model, tokenizer = self.model(body.model), self.tokenizer
-        if not tokenizer.has_template:
-            raise InputError("this checkpoint has no chat template: use /v1/completions")
         channels = not body.is_forced and has_channels(tokenizer.template)
         form, shown = None, shown_channels(tokenizer.control) if channels else []
         if body.tools and not channels:

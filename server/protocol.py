@@ -267,8 +267,6 @@ class CompletionBody(GenerationBody):
     def _check(self) -> CompletionBody:
         if self.suffix:
             raise ValueError("suffix: text cannot be filled in here; leave it out")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 is only of use with echo")
         return self
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.cli import note
-from common.errors import InputError, counted, first_line
+from common.errors import counted, first_line
 from engine.engine import Engine
 from engine.request import Event, Request
 from sampling.options import Sampling
@@ -122,7 +122,7 @@ class Worker(threading.Thread):
     # -- in the thread ------------------------------------------------------------------------
 
     def run(self) -> None:
-        failures, lost = 0, False
+        failures = 0
         try:
             while self._wait():
                 try:
@@ -138,10 +138,9 @@ class Worker(threading.Thread):
                         note(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
         except EngineLost as e:
-            self.failed, lost = f"{GOING_DOWN}: {e}", True
-        self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
-        if lost:
+            self.failed = f"{GOING_DOWN}: {e}"
             self.on_lost()
+        self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
 
     def _wait(self) -> bool:
         """Wait for work. Returns False at the end."""
@@ -170,11 +169,7 @@ class Worker(threading.Thread):
                     self._pass_on(job, event)
 
     def _admit(self, job: Job) -> None:
-        try:
-            job.request = self.engine.admit(job.prompt, job.sampling, **job.options)
-        except (ValueError, InputError) as e:
-            self._refuse(job, Refusal(400, first_line(e)))
-            return
+        job.request = self.engine.admit(job.prompt, job.sampling, **job.options)
         with self._changed:
             self._running[job.request] = self._waiting.popleft()
         self.metrics.admitted(job.request)

@@ -15,7 +15,7 @@ from engine.compile import compile_graph
 from model import Transformer
 from networks.eagle import PEagleHead
 from networks.head import Head
-from training.batches import Batch, Draw
+from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates
 
@@ -99,7 +99,7 @@ class Objective:
 
     outputs = None  # one of `training.chains`
     decay = 1.0  # the weight of draft step i is decay**i
-    draw = Draw()  # of the chains that are trained on
+    share = keep = 1.0  # of the chains that are trained on, see `Batch`
 
     def __init__(
         self, target: Transformer, head: Head, steps: int, *, lk: float = 0.0, start: Head | None = None,
@@ -116,7 +116,9 @@ class Objective:
 
     def batch(self, rows: list[dict], steps: int, seeds: list[int] | None = None) -> Batch:
         """Return rows as a batch on the device. seeds: of the chains drawn from each row; None takes all."""
-        return Batch(rows, steps, self.in_draft, self.device, self.draw, seeds)
+        return Batch(
+            rows, steps, self.in_draft, self.device, share=self.share, keep=self.keep, seeds=seeds
+        )
 
     def autocast(self):
         """Return a context for bfloat16 products if the target is in bfloat16; the head is in float32."""
@@ -129,7 +131,8 @@ class Objective:
 
     def hits(self, batch: Batch, choices: Tensor, greedy: Tensor) -> Tensor:
         """Count the choices [M] (target ids) that are the target's own, greedy [B, T], by step [steps]."""
-        return batch.sum_by_step((choices == batch.after(greedy)[batch.shifted]).float())
+        right = (choices == batch.after(greedy)[batch.shifted]).float()
+        return right.new_zeros(len(batch.scored)).index_add(0, batch.step, right)
 
     def settings(self) -> dict:
         """Return what changes the loss: runs that differ here are different runs."""
@@ -210,13 +213,13 @@ class BlockObjective(Eagle3Objective):
     nothing else learns from it (arXiv 2607.05147, section 3).
     """
 
-    outputs, draw = block_outputs, Draw(share=0.5)
+    outputs, share = block_outputs, 0.5
 
 
 class PEagleObjective(BlockObjective):
     """P-EAGLE: the same with fewer chains at each draft step."""
 
-    outputs, draw = p_eagle_outputs, Draw(share=0.5, keep=0.7)
+    outputs, keep = p_eagle_outputs, 0.7
 
 
 class Eagle1Objective(Objective):

@@ -1,15 +1,13 @@
-"""The outputs of a run that people read: its log, its curves, and the model card beside the head."""
+"""The outputs of a run that people read: its log, and the model card beside the head."""
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
 
 from common.files import read_text, write_text, writing
-from common.plots import picture
 
 
 def live_bar(**how) -> tqdm:
@@ -45,7 +43,7 @@ class TrainingLog:
         )
 
     def step(self, entry: dict, progress: float) -> None:
-        """Add an optimizer step, which brings the run to `progress` (see `Plan.progress`)."""
+        """Add an optimizer step, which brings the run to `progress` (see `Trainer._progress`)."""
         line = f"loss {entry['loss']:.3f}, {_figures(entry['accuracy'], 2)}"
         self.bar.set_description_str(line, refresh=False)
         self.bar.n = min(progress, self.bar.total)
@@ -86,30 +84,6 @@ def read_log(path: Path) -> list[dict]:
     return entries
 
 
-def draw_curves(entries: list[dict], path: Path) -> None:
-    """Draw loss, accuracy by draft step and acceptance length as a PNG."""
-    steps, validations = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
-
-    def plot(axes, rows: list[dict], value: Callable[[dict], float], style: str, label: str | None = None):
-        axes.plot([e["step"] for e in rows], [value(e) for e in rows], style, label=label, linewidth=0.7)
-
-    with picture(path, 13, 3.8) as figure:
-        loss, right, taus = figure.subplots(1, 3)
-        plot(loss, steps, lambda e: e["loss"], "-")
-        for i in range(max(len(e["accuracy"]) for e in steps)):
-            some = [e for e in steps if len(e["accuracy"]) > i]
-            plot(right, some, lambda e, i=i: e["accuracy"][i], f"C{i}-")
-            some = [e for e in validations if len(e["held_out"]) > i]
-            plot(right, some, lambda e, i=i: e["held_out"][i], f"C{i}o", f"step {i + 1}")
-        plot(taus, validations, lambda e: chain_tau(e["held_out"]), "o-", "chain τ")
-        plot(taus, [e for e in validations if "tau" in e], lambda e: e["tau"], "o-", "tree τ")
-        loss.set(title="training loss", xlabel="optimizer step")
-        right.set(title="accuracy (line: training, dots: held out)", xlabel="optimizer step", ylim=(0, 1))
-        taus.set(title="acceptance length τ", xlabel="optimizer step")
-        right.legend(ncols=2, fontsize=7, loc="lower right")
-        taus.legend(loc="lower right")
-
-
 def write_card(
     folder: Path, *, title: str, facts: list[str], command: str, log: list[dict], speculate: str
 ) -> None:
@@ -118,10 +92,10 @@ def write_card(
     facts: about the head, its text and its training, a line each. command: that trained the head. speculate:
     the method that decodes with it.
     """
-    judged = [figures_of(e) for e in log if "held_out" in e][-1:]  # the curves have the course
+    judged = [figures_of(e) for e in log if "held_out" in e][-1:]
     write_text(folder / "README.md", "\n".join([
         f"# {title}", "", *(f"- {fact}" for fact in (*facts, *judged)), "",
-        "## Training", "", "```", command, "```", "", "![loss, accuracy and τ over the run](curves.png)", "",
+        "## Training", "", "```", command, "```", "",
         "## Use", "", "TARGET is the converted target, CONVERTED a folder to make.", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET --out CONVERTED",
         f"python generate.py --checkpoint TARGET --speculate {speculate} --draft CONVERTED --prompt ...",

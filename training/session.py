@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import copy
 import shlex
-import shutil
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -34,14 +33,14 @@ from training.features import Features, training_copy
 from training.heads import TRAINED, HeadShape, head_args, new_head
 from training.processes import Processes
 from training.report import write_card
-from training.trainer import CURVES, STATE, Plan, Trainer
+from training.trainer import STATE, Plan, Trainer
 from training.validate import TOKENS, Validator
 from training.writing import Collector
 
 LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
 MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
-WRITTEN = CONFIG, WEIGHTS, CURVES, "README.md", CALIBRATION  # to OUT
+WRITTEN = CONFIG, WEIGHTS, "README.md", CALIBRATION  # to OUT
 
 
 class Session:
@@ -210,7 +209,7 @@ class Session:
     # -- export ----------------------------------------------------------------------------------------------
 
     def export(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
-        """Write the head, its calibration, its model card and its curves to OUT."""
+        """Write the head, its calibration and its model card to OUT."""
         o, kind, calibration = self.o, TRAINED[self.o.kind], None
         if trainer.validator:
             try:
@@ -231,7 +230,6 @@ class Session:
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
                        command=shlex.join(["python", "train.py", *self.command]), speculate=kind.speculate)
-            shutil.copyfile(self.work / CURVES, folder / CURVES)
             if calibration:
                 calibration.write(folder)
         print(f"wrote {o.out}; its README.md says how to use it")

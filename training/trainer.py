@@ -20,10 +20,10 @@ from training.batches import batches
 from training.features import Features
 from training.losses import Objective
 from training.processes import Processes
-from training.report import TrainingLog, draw_curves
+from training.report import TrainingLog
 from training.validate import Validator
 
-STATE, CURVES = "state.pt", "curves.png"  # in WORK
+STATE = "state.pt"  # in WORK
 SAMPLE = 16  # rows that the scale of the features is learnt from
 # Unrolled steps of the short epochs: they teach most of what later steps need, in a quarter of the time.
 SHORT = 3
@@ -46,13 +46,6 @@ class Plan:
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
 
-    def progress(self, step: int, total: int, seconds: float) -> float:
-        """Return the steps of `total` that count as done: by steps or by seconds, whichever is further.
-
-        It is `total` or more when the steps or the time are over.
-        """
-        return max(step, total * seconds / (60 * self.minutes)) if self.minutes else step
-
     def rate(self, step: float, total: int) -> float:
         """Return the learning rate of a step: linear warm-up, then along a cosine down to a tenth."""
         warm = max(1, round(total * WARMUP))
@@ -60,10 +53,6 @@ class Plan:
             return self.lr * min(step + 1, warm) / warm
         done = (step - warm) / max(1, total - warm)
         return self.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-
-    def unrolled(self, epoch: int, steps: int) -> int:
-        """Return how many of the head's `steps` draft steps an epoch unrolls."""
-        return min(SHORT, steps) if epoch < self.short_epochs else steps
 
 
 def save_state(folder: Path, state: dict) -> None:
@@ -98,7 +87,7 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
-        self.seconds = 0.0  # of the steps, see `_count_time`
+        self.seconds = 0.0  # of the steps
         self.log: TrainingLog | None = None  # in the first process, while it runs
         self._learn_scale()
 
@@ -156,19 +145,12 @@ class Trainer:
         return lr
 
     def _progress(self) -> float:
-        """Return the steps of `total` that the plan counts as done."""
-        return self.plan.progress(self.step, self.total, self.seconds)
+        """Return the steps of `total` that count as done: by steps or by seconds, whichever is further.
 
-    def _count_time(self, since: float) -> float:
-        """Add the seconds since then, on the clock of the first process: all processes end at one step.
-
-        Returns the time now.
+        It is `total` or more when the steps or the time are over.
         """
-        now = time.monotonic()
-        took = torch.tensor((now - since) * self.processes.first, device=self.objective.device)
-        self.processes.sum([took])
-        self.seconds += float(took)
-        return now
+        minutes = self.plan.minutes
+        return max(self.step, self.total * self.seconds / (60 * minutes)) if minutes else self.step
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -192,12 +174,18 @@ class Trainer:
 
     def _run_epoch(self) -> None:
         """Run the rest of the current epoch."""
-        epoch, steps = self.batches[self.epoch], self.plan.unrolled(self.epoch, self.objective.steps)
+        epoch, steps = self.batches[self.epoch], self.objective.steps
+        if self.epoch < self.plan.short_epochs:
+            steps = min(SHORT, steps)
         counted = time.monotonic()
         while self.in_epoch < len(epoch) and self._progress() < self.total:
             places = epoch[self.in_epoch]
             loss, accuracy = self.gradients(places, steps)
-            counted = self._count_time(counted)
+            now = time.monotonic()
+            # On the clock of the first process: all processes end at one step.
+            took = torch.tensor((now - counted) * self.processes.first, device=self.objective.device)
+            self.processes.sum([took])
+            self.seconds, counted = self.seconds + float(took), now
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise InputError(f"the loss is {loss}, the norm of its gradient {norm} at step {self.step};"
@@ -221,7 +209,6 @@ class Trainer:
             if self.validator and (tau := self.validator.tau(self.trained())):
                 entry["tau"] = tau
             self.log.validation(entry)
-            draw_curves(self.log.entries, self.work / CURVES)
         self.processes.wait()
 
     def _held_out_accuracy(self) -> list[float]:

@@ -2,7 +2,6 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -48,9 +47,9 @@ class Serving:
         with httpx.stream("POST", self.url + path, json=body, headers=headers, timeout=60) as events:
             yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))
 
-    def end(self, which: int = signal.SIGTERM) -> int:
-        """Send a signal and wait; returns the exit status."""
-        self.process.send_signal(which)
+    def end(self) -> int:
+        """End the server in order and return its exit status."""
+        self.process.terminate()
         return self.process.wait(60)
 
 

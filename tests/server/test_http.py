@@ -49,7 +49,6 @@ OF_CHATS = (
 )
 REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     ("/v1/completions", {"prompt": []}, "prompt: "), ("/v1/completions", {"prompt": [[]]}, "is empty"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens: 0 is only of use with echo"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: text cannot be filled in"),
     # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
     ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),

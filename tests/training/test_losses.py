@@ -9,7 +9,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
 from networks.eagle import PEagleHead
-from training.batches import Draw
 from training.features import Features
 from training.heads import TRAINED, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective
@@ -185,7 +184,7 @@ def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
     rows = random_rows((40, [[2, 40]]), (30, [[5, 28]]))
     head = new_head(models[0], "p-eagle", torch.arange(320), BLOCKS["p-eagle"], 0)
     objective = objective_of(models[0], "p-eagle", head)
-    objective.draw = Draw(0.5, 0.5)
+    objective.keep = 0.5
     batch = objective.batch(rows, 3, [1, 2])
     assert batch.at.shape == (2, 19) and batch.chains == [19, 10, 5]
     assert batch.valid[0] == 19 + 11 and batch.valid[1] <= 10 + 6 and batch.valid[2] <= 5 + 3
@@ -201,7 +200,7 @@ def test_every_weight_of_a_block_head_learns(models, name):
     target, _ = models
     head = block_head(target, name, torch.arange(320))
     objective = objective_of(target, name, head, lk=0.9)
-    objective.draw = Draw(0.7, 0.8)
+    objective.share, objective.keep = 0.7, 0.8
     for _ in range(2):  # the Markov head begins where nothing reads it
         loss_on(objective, seeds=[1, 2, 3, 4])[0].backward()
         with torch.no_grad():

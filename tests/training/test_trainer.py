@@ -9,7 +9,7 @@ from training.features import Features
 from training.losses import Eagle3Objective
 from training.processes import Processes
 from training.report import chain_tau
-from training.trainer import Plan, Trainer, save_state
+from training.trainer import Plan, Trainer
 
 
 def trainer(models, tmp_path, **plan) -> Trainer:
@@ -58,7 +58,6 @@ def test_rates_of_the_schedule():
     assert plan.rate(0, 200) == pytest.approx(2 / 6) and plan.rate(5, 200) == pytest.approx(2.0)
     assert plan.rate(6 + 194 // 2, 200) == pytest.approx(2 * 0.55, rel=0.02)
     assert plan.rate(200, 200) == pytest.approx(0.2)
-    assert [Plan(short_epochs=1).unrolled(epoch, 7) for epoch in (0, 1)] == [3, 7]
     assert chain_tau([0.5, 0.5]) == 1.75
 
 
@@ -68,6 +67,6 @@ def test_a_state_of_something_else(models, tmp_path, other):
     trainer(models, tmp_path).save()
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     for part in ("head", "optimizer"):
-        save_state(tmp_path, state | {part: other})
+        torch.save(state | {part: other}, tmp_path / "state.pt")
         with pytest.raises(InputError, match=r"state.pt: cannot be restored; if it is damaged, delete it"):
             trainer(models, tmp_path).resume()
