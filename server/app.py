@@ -78,10 +78,7 @@ class Server:
         """
         count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
         if count > most:  # before prompts are read
-            raise InputError(
-                f"{count} outputs at once, at most {most} run or wait here: send fewer prompts at a time, or"
-                " start the server with a larger --queue"
-            )
+            raise InputError(f"{count} outputs at once, at most {most} run or wait here")
         samplings, jobs = body.samplings(self.max_seq_len), []
         same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:

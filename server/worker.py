@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.cli import note
-from common.errors import counted, first_line
+from common.errors import first_line
 from engine.engine import Engine
 from engine.request import Event, Request
 from sampling.options import Sampling
@@ -80,8 +80,7 @@ class Worker(threading.Thread):
             if self.closing or self.failed:
                 raise Refusal(503, self.failed or GOING_DOWN, "closing")
             if self.running + self.waiting + len(jobs) > self.capacity:
-                now = f"{counted(self.running, 'request')} decoded, {self.waiting} waiting"
-                raise Refusal(429, f"{now}, no room for {len(jobs)} more: try again later", "queue_full")
+                raise Refusal(429, f"no room for {len(jobs)} more: try again later", "queue_full")
             self._waiting.extend(jobs)
             self._changed.notify()
 

@@ -93,8 +93,9 @@ class Objective:
     real [B, T]: False on padding.
 
     loss(batch, states, scored, seeds) returns (loss [], correct first choices [steps]) of a batch with the
-    target's states on it. scored: predictions of each step in the complete optimizer step, of which the batch
-    may be a part. seeds: of the noise on each row. A target's choice outside the draft vocabulary is a miss.
+    target's states on it. The batch may be a part of an optimizer step: scored counts the predictions of each
+    draft step in all of it. seeds: of the noise on each row. A target's choice outside the draft vocabulary
+    is a miss.
     """
 
     outputs = None  # one of `training.chains`

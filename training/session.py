@@ -106,7 +106,7 @@ class Session:
         same = replace(self.copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
         if not same or config["stop_ids"] != self.config["stop_ids"]:
             raise InputError(f"--copy {self.o.copy}: its shape or its stop ids are not those of the target")
-        self.copy_name = identity(self.copy)  # of its weights as they are stored
+        self.copy_name = identity(self.copy)  # before its weights are packed
         self.decoding.backend.prepare(self.copy)
 
     # -- collect ---------------------------------------------------------------------------------------------

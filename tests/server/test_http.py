@@ -120,19 +120,18 @@ def test_speculation_is_told(server):
         assert all(tree["parent"][node] == above for above, node in zip(tree["path"], tree["path"][1:]))
         assert "".join(tree["texts"][node] for node in tree["path"][1:]) == step["text"]
         assert all(score <= 0 for score in tree["scores"]) and step["drafted"] <= step["tokens"]
-    plain = speculative(server.post(**body | {"speculate": False}).json())
-    assert plain["num_spec_steps"] == 0
 
 
 def test_figures_of_one_request(server):
     """As vLLM has them, where `return_speculation` asks for them; in a stream on the last chunk."""
-    body = {**ENDLESS, "max_tokens": 30}
-    assert "metrics" not in server.post(**body).json()
-    want = speculative(server.post(**body, return_speculation=True).json())
+    body = {**ENDLESS, "max_tokens": 30, "return_speculation": True}
+    assert "metrics" not in server.post(**body | {"return_speculation": False}).json()
+    assert speculative(server.post(**body | {"speculate": False}).json())["num_spec_steps"] == 0
+    want = speculative(server.post(**body).json())
     assert want["num_accepted_draft_tokens"] > 0
-    assert server.post(**body, return_speculation=True, n=2).json()["metrics"] is None
+    assert server.post(**body, n=2).json()["metrics"] is None
     for options in ({}, {"stream_options": {"include_usage": True}}):
-        with server.stream(**body, **options, return_speculation=True) as events:
+        with server.stream(**body, **options) as events:
             chunks = [json.loads(event) for event in events if event != "[DONE]"]
         assert [i for i, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
         assert speculative(chunks[-1]) == want

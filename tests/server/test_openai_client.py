@@ -70,16 +70,6 @@ def test_penalties_biases_and_stops(chat, plain):
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == len(short.ids)
 
 
-def test_json(chat):
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    for seed in range(3):
-        (choice,) = chat(seed=seed, response_format=schema, max_tokens=200, temperature=0.8).choices
-        value = json.loads(choice.message.content)
-        assert value.keys() == {"word", "count"} and value["count"] in (1, 2, 3)
-    (choice,) = chat(seed=1, response_format={"type": "json_object"}, max_tokens=50, temperature=0.8).choices
-    assert choice.message.content.startswith("{")
-
-
 @pytest.mark.parametrize("choice, names", (
     ("required", {"walk", "wait"}), ({"type": "function", "function": {"name": "wait"}}, {"wait"}),
 ), ids=("required", "named"))

@@ -61,12 +61,11 @@ def test_rates_of_the_schedule():
     assert chain_tau([0.5, 0.5]) == 1.75
 
 
-@pytest.mark.parametrize("other", (None, {"fc.weight": torch.zeros(1)}), ids=repr)
-def test_a_state_of_something_else(models, tmp_path, other):
+def test_a_state_of_something_else(models, tmp_path):
     """Options that fit, and the rest of another kind."""
     trainer(models, tmp_path).save()
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    for part in ("head", "optimizer"):
-        torch.save(state | {part: other}, tmp_path / "state.pt")
+    for part in {"head": {"fc.weight": torch.zeros(1)}}, {"optimizer": None}:
+        torch.save(state | part, tmp_path / "state.pt")
         with pytest.raises(InputError, match=r"state.pt: cannot be restored; if it is damaged, delete it"):
             trainer(models, tmp_path).resume()

@@ -24,19 +24,6 @@ def collector(golden, folder, **changes) -> Collector:
     return Collector(engine, Tokenizer.load(golden), folder, **SETTINGS | changes)
 
 
-@pytest.fixture
-def decoded(monkeypatch) -> list[list[int]]:
-    """Every prompt that is decoded."""
-    original, prompts = Engine.admit, []
-
-    def watched(engine, prompt, *rest):
-        prompts.append(prompt)
-        return original(engine, prompt, *rest)
-
-    monkeypatch.setattr(Engine, "admit", watched)
-    return prompts
-
-
 def read_rows(c: Collector) -> list[dict]:
     return [line.model_dump() for line in c.read(320) if not line.left_out]
 
@@ -85,8 +72,15 @@ def written_by(c: Collector, prompts: list) -> Collector:
     return c
 
 
-def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
+def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, monkeypatch):
     """Those that ended are not decoded again, and half a line is none; other settings find none of them."""
+    original, decoded = Engine.admit, []
+
+    def watched(engine, prompt, *rest):
+        decoded.append(prompt)
+        return original(engine, prompt, *rest)
+
+    monkeypatch.setattr(Engine, "admit", watched)
     prompts = [users("one", "two"), *(users(f"question {i}") for i in range(5))]
     alone = written_by(collector(golden, tmp_path / "alone"), prompts)
     killed, ended = collector(golden, tmp_path / "killed"), []
