@@ -177,7 +177,7 @@ def make_app(
     key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
     log: gets a line per request.
     """
-    tokenizer, worker = server.tokenizer, server.worker
+    worker = server.worker
     app = FastAPI(title="EAGLE", redoc_url=None)
     app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN, log=log)
     if origins:
@@ -210,6 +210,31 @@ def make_app(
     async def model(name: str):
         return described(server.model(name))
 
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health():
+        if worker.failed or worker.closing or not worker.is_alive():
+            raise Refusal(503, worker.failed or GOING_DOWN)
+        return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
+
+    @app.get("/metrics")
+    async def metrics():
+        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    for path, name in FILES.items():
+        app.add_route(path, partial(_file, name))
+    add_tokenizer(app, server)
+    return app
+
+
+async def _file(name: str, http: HttpRequest) -> Response:
+    return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
+
+
+def add_tokenizer(app: FastAPI, server: Server) -> None:
+    """Add the routes that use the tokenizer alone."""
+    tokenizer = server.tokenizer
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody):
         def work() -> list[int]:
@@ -233,22 +258,3 @@ def make_app(
     async def tokenizer_info():
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
         return {"chat_template": tokenizer.template, **names}
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health():
-        if worker.failed or worker.closing or not worker.is_alive():
-            raise Refusal(503, worker.failed or GOING_DOWN)
-        return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
-
-    @app.get("/metrics")
-    async def metrics():
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    for path, name in FILES.items():
-        app.add_route(path, partial(_file, name))
-    return app
-
-
-async def _file(name: str, http: HttpRequest) -> Response:
-    return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
