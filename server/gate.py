@@ -101,16 +101,13 @@ class Gate:
 def add_handlers(app: FastAPI) -> None:
     """Make an app answer every error with a Refusal."""
 
-    @app.exception_handler(Refusal)
-    async def refused(http: HttpRequest, e: Refusal) -> Response:
-        return e.response()
-
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
         response = Refusal(e.status_code, str(e.detail)).response()
         response.headers.update(e.headers or {})  # the allowed methods
         return response
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: HttpRequest, e: RequestValidationError) -> Response:
-        return refusal_of_body(e.errors(), http.headers).response()
+    app.add_exception_handler(Refusal, lambda http, e: e.response())
+    app.add_exception_handler(
+        RequestValidationError, lambda http, e: refusal_of_body(e.errors(), http.headers).response()
+    )

@@ -109,9 +109,11 @@ def test_echo_with_logprobs_scores_the_prompt(client):
     def echo(most: int):
         return client.completions.create(
             model="golden", prompt=[prompt], echo=True, logprobs=1, max_tokens=most, temperature=0
-        ).choices[0]
+        )
 
-    one, none = echo(1), echo(0)
+    answers = [echo(1), echo(0)]
+    assert all(answer.usage.completion_tokens == 1 for answer in answers)
+    one, none = (answer.choices[0] for answer in answers)
     found = one.logprobs
     assert one.text.startswith("the sea is wide") and found.token_logprobs[0] is None
     assert len(found.token_logprobs) == len(found.tokens) == len(prompt) + 1
