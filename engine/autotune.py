@@ -77,24 +77,25 @@ def middle(seconds: Iterable[float]) -> float:
 
 
 class Timed(NamedTuple):
-    """Seconds of a step, and when and at which context it ran."""
+    """Seconds of a step, and when it ran."""
 
     when: int
-    context: int
     seconds: float
 
 
 class Times:
-    """Seconds of real steps: by sequences in the step, whether it draws noise, and its tree (None: plain)."""
+    """Seconds of real steps: by sequences in the step, whether it draws noise, the size of the context
+    (`size_of`), and the tree (None: plain).
+    """
 
     def __init__(self):
         self.steps = 0
-        self._timed: dict[tuple[int, bool, TreeShape | None], deque[Timed]] = {}
+        self._timed: dict[tuple[int, bool, int], dict[TreeShape | None, deque[Timed]]] = {}
 
     def add(self, count: int, noisy: bool, shape: TreeShape | None, context: int, seconds: float) -> None:
         """Record a step."""
-        timed = self._timed.setdefault((count, noisy, shape), deque(maxlen=TIMED))
-        timed.append(Timed(self.steps, context, seconds))
+        of_size = self._timed.setdefault((count, noisy, size_of(context)), {})
+        of_size.setdefault(shape, deque(maxlen=TIMED)).append(Timed(self.steps, seconds))
 
     @property
     def known(self) -> bool:
@@ -103,53 +104,68 @@ class Times:
 
     def refresh(self) -> None:
         """Take all times as of now."""
-        for key, timed in self._timed.items():
-            self._timed[key] = deque((t._replace(when=self.steps) for t in timed), TIMED)
+        for timed in self._timed.values():
+            for shape in timed:
+                timed[shape] = deque((t._replace(when=self.steps) for t in timed[shape]), TIMED)
 
     def of(
         self, count: int, noisy: bool, shapes: Iterable[TreeShape | None], context: int
     ) -> dict[TreeShape | None, float]:
         """Return the seconds of a step with each tree now, of those that have run.
 
-        A time that is old, or of a much shorter context, is taken to have changed as the fresh ones have.
+        What has run at contexts of another size only is taken to differ as much as what has run at both.
         """
-        seconds, stale, changes = {}, set(), []
-        since, least, most = self.steps - FRESH, (context - 256) / 2, 2 * context + 256
-        for shape in shapes:
-            fresh, old = [], []
-            for t in self._timed.get((count, noisy, shape), ()):
-                is_fresh = t.when >= since and least <= t.context <= most
-                (fresh if is_fresh else old).append(t.seconds)
-            if fresh:
-                seconds[shape] = middle(fresh)
-                changes += [seconds[shape] / middle(old)] if old else []
-            elif old:
-                seconds[shape] = middle(old)
-                stale.add(shape)
-            elif guess := self._guess(count, shape):
-                seconds[shape], is_stale = guess
-                if is_stale:
-                    stale.add(shape)
-        change = middle(changes) if changes else 1.0
-        return {s: t * change if s in stale else t for s, t in seconds.items()}
+        size, shapes = size_of(context), [*shapes]
+        sizes = [s for n, drew, s in self._timed if (n, drew) == (count, noisy)]
+        seconds, there = {}, {}
+        for nearest in sorted(sizes, key=lambda s: abs(s - size))[:2]:
+            found = self._now(self._timed[count, noisy, nearest], shapes)
+            seconds, there = (found, {}) if nearest == size else (seconds, there or found)
+        more = [t / there[s] for s, t in seconds.items() if s in there]
+        seconds = {s: t * (middle(more) if more else 1) for s, t in there.items()} | seconds
+        guesses = {s: self._guess(count, s) for s in shapes if s not in seconds}
+        return seconds | {s: t for s, t in guesses.items() if t}
 
-    def _guess(self, count: int, shape: TreeShape | None) -> tuple[float, bool] | None:
+    def _now(
+        self, timed: dict[TreeShape | None, deque[Timed]], shapes: list[TreeShape | None]
+    ) -> dict[TreeShape | None, float]:
+        """Return the seconds of steps of one size. Old times are taken to have changed as the fresh ones
+        have.
+        """
+        seconds, stale, changes = {}, [], []
+        for shape in timed.keys() & shapes:
+            fresh = [t.seconds for t in timed[shape] if t.when >= self.steps - FRESH]
+            old = [t.seconds for t in timed[shape] if t.when < self.steps - FRESH]
+            seconds[shape] = middle(fresh or old)
+            if not fresh:
+                stale.append(shape)
+            elif old:
+                changes.append(seconds[shape] / middle(old))
+        change = middle(changes) if changes else 1.0
+        return seconds | {shape: seconds[shape] * change for shape in stale}
+
+    def _guess(self, count: int, shape: TreeShape | None) -> float | None:
         """Guess the seconds of a step that has not run, if it has with other numbers of sequences.
 
-        Returns whether they may be stale, too. Between steps with fewer and with more sequences they are
-        interpolated. Else they are those with few sequences, and the cost of additional rows there.
+        Between steps with fewer and with more sequences they are interpolated. Else they are those with few
+        sequences, and the cost of additional rows there.
         """
-        found = self._timed.items()
-        by_count = minima((n, middle(t.seconds for t in timed)) for (n, _, s), timed in found if s == shape)
+        found = [(n, s, middle(t.seconds for t in timed))
+                 for (n, *_), of_size in self._timed.items() for s, timed in of_size.items()]
+        by_count = minima((n, seconds) for n, s, seconds in found if s == shape)
         if not by_count:
             return None
         few, rows = min(by_count), shape.nodes if shape else 1
         if few <= count <= max(by_count):
-            return between(by_count, count), False
-        at_few = [(s, middle(t.seconds for t in timed)) for (n, _, s), timed in found if n == few]
-        by_rows = minima((s.nodes if s else 1, seconds) for s, seconds in at_few)
-        alone = max(seconds for s, seconds in at_few if s == shape)
-        return alone + between(by_rows, rows * count // few) - between(by_rows, rows), True
+            return between(by_count, count)
+        by_rows = minima((s.nodes if s else 1, seconds) for n, s, seconds in found if n == few)
+        alone = max(seconds for n, s, seconds in found if n == few and s == shape)
+        return alone + between(by_rows, rows * count // few) - between(by_rows, rows)
+
+
+def size_of(context: int) -> int:
+    """Return the size of a context: 0 up to 362 tokens, and one more each time that it doubles."""
+    return max(0, round(math.log2(max(context, 1) / 256)))
 
 
 def minima(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:

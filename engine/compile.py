@@ -382,13 +382,16 @@ class CapturedCalls:
             for _ in range(2):
                 call()
         torch.cuda.current_stream().wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 result = call()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as e:
+            # If it cannot be ended, its stream stays current, and its pool records for ever.
+            torch.cuda.set_stream(before)
+            self.pool = torch.cuda.graph_pool_handle()
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
             self.failed(f"the {what} cannot be captured and is launched each time ({first_line(e)})")
             return call, call
 

@@ -414,7 +414,7 @@ class Engine:
         if not after:
             return
         with self.passes.here():
-            logits = self.target.logits(x[:, : len(after)])
+            logits = self.target.logits(x)[:, : len(after)]  # of all rows, as they were warmed up
         own, top, ids = scores(logits, torch.tensor([after], device=x.device), MOST_LOGPROBS)
         found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
         wanted = request.sampling.logprobs or 0
@@ -423,7 +423,7 @@ class Engine:
     def _launch(self, group: int) -> None:
         """Launch one step of a group that decodes."""
         requests, first = self._members(group), sum(self._sizes[:group])
-        before = first if self.passes.captured else 0  # captured steps begin with the batch's first row
+        before = first if self.passes.prepared else 0  # prepared steps begin with the batch's first row
         count = next(c for c in self.step_counts if c >= before + len(requests))
         rows = self.passes.rows(min(first - before, self.batch - count), count)
         offset = first - rows.first  # of the group's requests in those rows
@@ -617,7 +617,10 @@ class Engine:
                 for size in passes.chunks if every_length else ():
                     for first, count in sorted(places | {(0, self.batch)}):
                         if size <= span.shape[0]:
-                            passes.prefill(passes.rows(first, count), span, size, rare)
+                            x = passes.prefill(passes.rows(first, count), span, size, rare)
+                            if (first, count) == (0, 1):  # as `_score_prompt`
+                                with passes.here():
+                                    self.target.logits(x)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

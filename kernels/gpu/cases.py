@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
     vocabulary: int
     layers: tuple[tuple[str, int, int, int], ...]
     tree: tuple[int, int, int] = (60, 7, 10)
-    rows: tuple[int, ...] = (1, 16, 60, 128)
+    rows: tuple[int, ...] = (1, 16, 24, 60, 128, 130)  # one for each height of a tile, and two tiles
     lengths: tuple[int, ...] = (0, 63, 64, 65, 3000)
     repeats: int = 1000
     mixtures: tuple[tuple[str, int, int, int, int, int, bool], ...] = ()
@@ -57,10 +57,12 @@ class Sizes(NamedTuple):
     def of(cls, model: Transformer, float8: bool) -> Sizes:
         """Take the sizes of a target. float8: of its caches.
 
-        A head is quantised to int8 when it is loaded, and its layers are like the target's.
+        A head is quantised to int8 when it is loaded. Its layers are like the target's, but an EAGLE-3 head
+        reads three states, and the token beside them.
         """
         args, weight = model.args, model.embed.weight
-        found, mixtures = set(), set()
+        H, heads = args.hidden_size, args.num_heads + 2 * args.num_kv_heads
+        found, mixtures = {("int8", 0, H, 3 * H), ("int8", 0, heads * args.head_dim, 2 * H)}, set()
         for layer in model.modules():
             if isinstance(layer, QuantizedLinear) and layer.mode != "fp8":
                 found.add((layer.mode, layer.group, min(layer.outputs, COLUMNS), layer.inputs))
@@ -145,7 +147,7 @@ def attention(s: Sizes, B: int, T: int, M: int, lengths: tuple[int, ...], unseen
 
 def _attend(s: Sizes) -> Iterator[Case]:
     whole, (nodes, _, width) = s._replace(window=0), s.tree
-    for T in (1, nodes):
+    for T in sorted({1, min(8, nodes), nodes}):  # a tile of 16, of 32 and of 64 rows with groups of four
         for n in s.lengths:
             yield attention(whole, 1, T, T, (n,))
     # The rows of a draft level. None sees the first tiles after the committed slots.

@@ -103,19 +103,23 @@ def errors(
 ) -> Iterator[str]:
     """Check parts by name, each on a backend without those that have failed. Yield its error, or "".
 
-    Raises an error if the device cannot go on.
+    Ends the process, with the error as its last line, if the device cannot go on.
     """
     for name in names:
         backend, what, error = CudaBackend().without(failed), "", ""
         try:
             for case in parts[name](sizes):
                 what = f"{case.what}: "
+                print(what, file=sys.stderr, flush=True)  # the last line of a process that dies
                 check(case, backend)
         except Exception as e:  # whatever a compiler or a device raises
             error = what + first_line(e)
             failed = failed | {name: error}
             if sizes.device != "cpu":
-                torch.cuda.synchronize()
+                try:
+                    torch.cuda.synchronize()
+                except Exception:  # an illegal address: every later call fails
+                    raise SystemExit(error) from None
         yield error
 
 
@@ -136,8 +140,11 @@ def main(parts: dict[str, Callable]) -> None:
 # -- the parent ------------------------------------------------------------------------------------
 
 
-def place_of(sizes: Sizes) -> Path:
-    """Return the file of the result for these sizes, this device and what compiled the kernels."""
+def places_of(sizes: Sizes) -> list[Path]:
+    """Return the files that the result for these sizes, this device and what compiled the kernels may be in.
+
+    The last one is written.
+    """
     device = torch.device(sizes.device)
     depends = [
         sizes, torch.__version__, triton.__version__, torch.version.cuda,
@@ -145,7 +152,8 @@ def place_of(sizes: Sizes) -> Path:
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         [(p.name, p.read_text()) for pattern in CHECKED for p in sorted(ROOT.glob(pattern))],
     ]
-    return COMPILED / "graphs" / f"kernels-{hashlib.sha256(repr(depends).encode()).hexdigest()[:24]}.json"
+    name = f"kernels-{hashlib.sha256(repr(depends).encode()).hexdigest()[:24]}.json"
+    return [folder / "graphs" / name for folder in (COMPILED, writable(COMPILED))]
 
 
 def failures(
@@ -157,10 +165,11 @@ def failures(
     is built on the others, and checked once more without those of their parts that fail. command: what runs
     the check. The result is kept unless a check cannot run.
     """
-    place = place_of(sizes)
-    try:
-        found = json.loads(place.read_text())
-    except (OSError, ValueError):
+    found, places = None, places_of(sizes)
+    for place in places:
+        with contextlib.suppress(OSError, ValueError):
+            found = found or json.loads(place.read_text())
+    if found is None:
         say("comparing our kernels with their definitions, once on this GPU ...")
         run = partial(_checked, sizes, command)
         with ThreadPoolExecutor(len(groups)) as pool:
@@ -169,7 +178,8 @@ def failures(
         found = failed | (run(failed, groups[-1]) if failed else steps)
         with contextlib.suppress(OSError):
             if not any("out of memory" in error or UNABLE in error for error in found.values()):
-                with atomic_path(writable(place.parent) / place.name) as part:
+                places[-1].parent.mkdir(exist_ok=True)
+                with atomic_path(places[-1]) as part:
                     part.write_text(json.dumps(found))
     lines = {part: f"the GPU path does without {part!r}, which is slower: {e}" for part, e in found.items()}
     for line in lines.values():
@@ -198,7 +208,8 @@ def _checked(
             )
             output, death = done.stdout, _death(done)
         except subprocess.TimeoutExpired as e:
-            output, death = (e.stdout or b"").decode(), f"no end after {SECONDS} s"
+            last = _last_line((e.stderr or b"").decode())
+            output, death = (e.stdout or b"").decode(), f"{last} no end after {SECONDS} s"
         texts = [json.loads(line) for line in output.splitlines() if line.startswith('"')]
         if not texts:
             return found | dict.fromkeys(left, f"{UNABLE} ({death})")
@@ -209,7 +220,17 @@ def _checked(
 
 
 def _death(done: subprocess.CompletedProcess) -> str:
-    """Describe the end of a process: its signal, or the last line that it printed."""
+    """Describe the end of a process: the last line that it printed, and its signal.
+
+    Raises KeyboardInterrupt if it got that.
+    """
+    if done.returncode == -signal.SIGINT:
+        raise KeyboardInterrupt
+    last = _last_line(done.stderr)
     if done.returncode < 0:
-        return f"the process died of {signal.Signals(-done.returncode).name}"
-    return f"the process ended: {(done.stderr.strip().splitlines() or [str(done.returncode)])[-1]}"
+        return f"{last} the process died of {signal.Signals(-done.returncode).name}"
+    return f"the process ended: {last or done.returncode}"
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]

@@ -136,7 +136,8 @@ def test_old_times_follow_the_fresh_ones_and_unknown_ones_the_rows():
     times.add(1, False, None, 10, 3.0)
     assert times.of(1, False, (None, SMALL), 10) == {None: 3.0, SMALL: 6.0}
     times.add(1, False, SMALL, 4000, 9.0)  # at a much longer context, where no plain step has run
-    assert times.of(1, False, (None, SMALL), 4000) == {None: 13.5, SMALL: 9.0}
+    assert times.of(1, False, (None, SMALL), 4000) == {None: 4.5, SMALL: 9.0}
+    assert times.of(1, False, (None, SMALL), 10) == {None: 3.0, SMALL: 6.0}  # which it does not change
     alone = Times()
     for shape, seconds in ((None, 1.0), (SMALL, 2.0)):  # four rows for two: a row more is a third
         alone.add(2, False, shape, 10, seconds)

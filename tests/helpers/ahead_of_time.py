@@ -121,13 +121,20 @@ def _registers(first: str, count: int) -> set[str]:
 
 
 def unguarded_writes(ptx: str) -> list[str]:
-    """Return the writes of shared memory that follow a `wgmma` without a barrier."""
-    found, reads = [], False
-    for line in ptx.splitlines():
-        if "wgmma.mma_async" in line:
-            reads = True
-        elif re.search(r"bar(rier)?(\.cta)?\.sync", line):
-            reads = False
-        elif reads and re.search(r"cp\.async\.c[ag]|st\.shared|stmatrix", line):
-            found.append(line.strip())
+    """Return the writes of shared memory that follow a `wgmma` without a barrier, also in a loop's next turn.
+    """
+    code, found = [line.strip() for line in ptx.splitlines()], []
+    places, parts = {line: i for i, line in enumerate(code)}, [code]
+    for end, line in enumerate(code):
+        if jump := re.search(r"bra(?:\.uni)?\s+([$\w]+);", line):
+            parts.append(code[places.get(f"{jump[1]}:", end) : end] * 2)
+    for part in parts:
+        reads = False
+        for line in part:
+            if "wgmma.mma_async" in line:
+                reads = True
+            elif re.search(r"bar(rier)?(\.cta)?\.sync", line):
+                reads = False
+            elif reads and re.search(r"cp\.async\.c[ag]|st\.shared|stmatrix", line):
+                found.append(line)
     return found

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from helpers.ahead_of_time import SHARED, compile_for, dear, devices
 from triton import next_power_of_2
 
-from kernels.gpu import attention, cache, growing, ranking, sampling
+from kernels.gpu import attention, cache, growing, here, ranking, sampling
 
 pytestmark = pytest.mark.slow
 EACH, THREE = devices(80, 86, 90, 100), devices(80, 90, 100)
@@ -166,3 +166,16 @@ def test_the_others(capability, name, one):
 def test_attention_of_one_row():
     made = attend(90, BF16, "llama", 1, given={"T": 1, "M": 1})
     assert made.shared <= SHARED[90] and made.on_tensor_cores and made.spilled == 0
+
+
+def test_blackwell_begins_at_10_0(monkeypatch):
+    for capability, blackwell in (((9, 0), False), ((10, 0), True), ((12, 0), True)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, found=capability: found)
+        assert here.is_blackwell.__wrapped__(torch.device("cuda")) == blackwell
+
+
+def test_no_two_groups_of_warps_compute_the_same():
+    """One multiplies 64 rows at once on an H100."""
+    for rows in (1, 16, 17, 33, 60, 300):
+        tall, _, warps, _ = attention.tiles(rows, BF16, SHARED[90], 128)
+        assert warps == 4 and tall <= 64, rows

@@ -107,6 +107,7 @@ def test_what_is_looked_for_in_machine_code():
     product, write = "wgmma.mma_async.sync a;", "st.shared.b32 [a], b;"
     assert unguarded_writes("\n".join((product, write))) == [write]
     assert not unguarded_writes("\n".join((write, product, "bar.sync 0;", write)))
+    assert unguarded_writes("\n".join(("$L:", write, product, "@%p bra $L;"))) == [write]
 
 
 @pytest.mark.dear

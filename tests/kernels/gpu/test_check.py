@@ -10,6 +10,8 @@ from helpers.ahead_of_time import dear
 from engine import check as steps
 from engine import compile as compiling
 from engine.check import STEPS
+from engine.runtime import Runtime
+from engine.target import load_target
 from kernels.backend import TORCH
 from kernels.gpu import attention, check, growing, products, sampling
 from kernels.gpu.backend import CudaBackend
@@ -72,12 +74,25 @@ def test_a_kernel_that_reads_a_slot_that_nobody_may_see(sizes, monkeypatch):
     assert failed(sizes, "attend")["attend"].endswith("64 of 64 numbers differ, by up to nan")
 
 
-def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch):
+def test_a_kernel_that_is_wrong_where_a_tile_is_masked(sizes, monkeypatch):
+    right = attention.attend
+
+    def wrong(*given):
+        own = given[9]
+        return right(*given) + (own.shape[2] > 64 and not own[:, :, :64].any()) * 0.1
+
+    monkeypatch.setattr("kernels.gpu.cache.attend", wrong)
+    assert failed(sizes, "attend")["attend"].startswith("5 x 4 rows of 172 after (0, 63, 64, 65, 150)")
+
+
+@pytest.mark.parametrize("where", (-1, 1))
+def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch, where):
     right = growing.accept
 
     def wrong(*arguments):
         path, count = right(*arguments)
-        torch.as_strided(path, (1,), (1,), path.storage_offset() + path.numel()).zero_()
+        offset = path.numel() if where > 0 else -1
+        torch.as_strided(path, (1,), (1,), path.storage_offset() + offset).zero_()
         return path, count
 
     monkeypatch.setattr(growing, "accept", wrong)
@@ -184,8 +199,9 @@ def test_a_replay_that_reads_memory_given_away(small, compiled, captured):
     assert list(found) == ["captured step"] and "numbers differ, by up to nan" in found["captured step"]
 
 
-def test_a_step_that_cannot_be_captured(small, compiled, captured):
-    keys = []
+def test_a_step_that_cannot_be_captured(small, compiled, captured, monkeypatch):
+    keys, scribbled = [], []
+    monkeypatch.setattr(steps, "scribble", scribbled.append)
 
     def refuse(passes, key, call, still):
         passes.fallbacks.append("the step cannot be captured")
@@ -195,6 +211,7 @@ def test_a_step_that_cannot_be_captured(small, compiled, captured):
     captured(refuse)
     assert failed(small, "captured step")["captured step"].endswith(": the step cannot be captured")
     assert keys == ["step", "scribble"] * steps.REPLAYS, "another graph writes between the replays"
+    assert len(scribbled) == 2 * steps.REPLAYS, "and all that is free is written"
 
 
 CHILD = """
@@ -207,10 +224,12 @@ for part in sys.argv[1:]:
     print(error, flush=True)
 """
 DEATHS = {
-    "if part == 'rank': os.abort()": "the process died of SIGABRT",
+    "if part == 'rank': print('8 rows:', file=sys.stderr, flush=True); os.abort()":
+        "8 rows: the process died of SIGABRT",
     "if part == 'rank': sys.exit('CUDA error: an illegal address')":
         "the process ended: CUDA error: an illegal address",
-    "if part == 'rank': import time; time.sleep(60)": "no end after 3 s",
+    "if part == 'rank': print('8 rows:', file=sys.stderr, flush=True); import time; time.sleep(60)":
+        "8 rows: no end after 3 s",
     "if part == 'rank': error = '\"3 rows: wrong\"'": "3 rows: wrong",
 }
 
@@ -230,6 +249,36 @@ def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
     found = asked((sys.executable, "-c", CHILD % does))
     assert found == {"rank": f"the GPU path does without 'rank', which is slower: {error}"}
     assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
+
+
+def test_a_device_that_cannot_go_on(sizes, monkeypatch, capsys):
+    """The process ends with the part's error, whatever else is printed; until then, with the case."""
+    def illegal(case, backend):
+        raise RuntimeError("an illegal address\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(check, "check", illegal)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: illegal(None, None))
+    case = PARTS["accept"](sizes)
+    monkeypatch.setitem(PARTS, "accept", lambda sizes: case)
+    with pytest.raises(SystemExit, match=r"the tree 12/3/4: an illegal address$"):
+        failed(sizes._replace(device="cuda"), "accept", "rank")
+    assert capsys.readouterr().err == "the tree 12/3/4: \n"
+
+
+def test_a_check_that_is_interrupted(sizes, place):
+    """No further process begins, and nothing is kept."""
+    command = sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    with pytest.raises(KeyboardInterrupt):
+        check.failures(sizes, print, [["move"], ["rank"]], command)
+    assert not list(place.rglob("*.json"))
+
+
+def test_a_result_where_nothing_can_be_written(sizes, place, monkeypatch, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.setattr(check, "writable", lambda folder: elsewhere)
+    asked = partial(check.failures, sizes, print, [["move"], ["rank"]])
+    found = asked((sys.executable, "-c", CHILD % "if part == 'rank': error = '\"wrong\"'"))
+    assert found and asked(("no-such-program",)) == found
 
 
 def test_a_check_that_does_not_start(sizes, place):
@@ -255,6 +304,13 @@ def test_a_target_is_checked(place, monkeypatch):
     assert ("int8", 0, 96, 32) in sizes.layers and not sizes.mixtures
 
 
+def test_a_target_on_a_gpu_is_checked_when_it_is_loaded(golden, monkeypatch):
+    monkeypatch.setattr(steps, "checked", lambda backend, model, float8, say: 1 / 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ZeroDivisionError):
+        load_target(golden, Runtime("cpu"))
+
+
 def test_ranks_leave_out_what_fails_on_any(monkeypatch):
     """In one order: some would capture exchanges that others launch."""
     fails = {"captured step": "one", "rank": "two"}, {"emit": "three"}, {}
@@ -273,6 +329,17 @@ def test_ranks_leave_out_what_fails_on_any(monkeypatch):
     found = found[len(fails) :]
     assert [backend.name for backend in found] == ["cuda without rank, emit, captured step"] * 3
     assert found[0].failures["rank"] == "two" and "another rank" in found[2].failures["rank"]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_every_height_of_a_tile_is_checked(dtype):
+    """And a head's own layers."""
+    target = Transformer(ModelArgs(32, 64, 48, 1, 8, 2, 16)).to(getattr(torch, dtype))
+    sizes, kind = Sizes.of(target, False), (getattr(torch, dtype), 8)
+    used = {products.tile_rows(M, *kind) for M in range(1, 200)}
+    assert {products.tile_rows(M, *kind) for M in sizes.rows} == used and max(sizes.rows) > max(used)
+    assert {("int8", 0, 64, 192), ("int8", 0, 12 * 16, 128)} <= {*sizes.layers}
+    assert sizes.repeats >= 1000 and {0, 63, 64, 65} < {*sizes.lengths}
 
 
 def test_mixtures_are_checked_at_a_part_of_their_size():
@@ -295,14 +362,14 @@ def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
     monkeypatch.setattr("kernels.gpu.check.DRIVER", driver)
     for name, value in changes:
         monkeypatch.setattr(name, value)
-        found.append(check.place_of(sizes))
+        found.append(check.places_of(sizes))
     driver.write_text("580")
-    found += [check.place_of(sizes), check.place_of(sizes._replace(dtype="bfloat16"))]
+    found += [check.places_of(sizes), check.places_of(sizes._replace(dtype="bfloat16"))]
     (place / "engine").mkdir()
     (place / "engine" / "step.py").write_text("changed")
-    found.append(check.place_of(sizes))
-    assert len({*found}) == len(found) - 1, "a driver's file that is not there is as none"
-    assert check.place_of(sizes) == found[-1]
+    found.append(check.places_of(sizes))
+    assert len({*map(str, found)}) == len(found) - 1, "a driver's file that is not there is as none"
+    assert check.places_of(sizes) == found[-1]
 
 
 @pytest.mark.parametrize("part", (*dear(*sorted({*PARTS} - {"rank", "attend"})), "rank", "attend"))
