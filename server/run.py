@@ -4,7 +4,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
@@ -56,7 +55,6 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:
     )
     # Uvicorn raises a signal again after its work: SIGTERM then ends as orderly as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    worker.on_lost = lambda: os.kill(os.getpid(), signal.SIGTERM)
     worker.start()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Uvicorn(config, worker, grace).serve(sockets=[listener]))

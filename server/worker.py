@@ -64,7 +64,6 @@ class Worker(threading.Thread):
         self.engine, self.metrics, self.capacity = engine, metrics, queue + engine.batch
         self.failed: str | None = None  # why nothing can be decoded any more
         self.is_lost: Callable[[], bool] = lambda: False  # returns whether a process of the engine has died
-        self.on_lost: Callable[[], None] = lambda: None  # called once, when the thread ends for that reason
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
@@ -136,9 +135,8 @@ class Worker(threading.Thread):
                         self.failed = f"decoding has failed {failures} times in a row; see the server's log"
                         note(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
-        except EngineLost as e:
+        except EngineLost as e:  # torchrun ends this process
             self.failed = f"{GOING_DOWN}: {e}"
-            self.on_lost()
         self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
 
     def _wait(self) -> bool:
