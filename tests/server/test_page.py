@@ -4,6 +4,7 @@ Needs the package playwright and a Chromium in the PATH; its own download is not
 """
 import re
 import shutil
+from itertools import pairwise
 
 import pytest
 from helpers.launching import free_port
@@ -76,6 +77,8 @@ def test_an_answer_beside_plain_decoding_and_its_tree(page):
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
     expect(page.locator("#drawing g title").nth(1)).to_have_text(re.compile(r" likely, with its path .* %$"))
     assert page.locator(".coloured .d[title*='% likely']").count()
+    marks = page.evaluate("JSON.parse(localStorage['eagle.conversations'])[0].messages[1].marks")
+    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(marks))
     shown = page.evaluate(
         "import('./tree.js').then((tree) => [1, 0.996, 0.25, 1e-5].map((p) => tree.percent(Math.log(p))))")
     assert shown == ["100 %", "100 %", "25 %", "< 0.1 %"]
