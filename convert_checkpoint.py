@@ -10,22 +10,18 @@ read, cast and appended: memory does not grow with the model.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
 from checkpoint.layouts import Answers
-from common.cli import Options, check_replaceable, command, library_errors
+from common.cli import Options, command, count, library_errors
 from common.dtypes import DTYPES
 from common.threads import use_threads
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:
     """An argparse type: layer numbers with commas between them."""
-    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", value):
-        raise argparse.ArgumentTypeError(f"takes layer numbers such as 2,15,27, got {value!r:.200}")
-    return tuple(map(int, value.split(",")))
+    return tuple(map(count, value.split(",")))
 
 
 def parser() -> Options:
@@ -54,10 +50,6 @@ def parser() -> Options:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
-    if o.target:
-        read_config(o.target, "target", "--target")
-    if o.out:
-        check_replaceable("--out", o.out)
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     # A checkpoint can be malformed in more ways than anyone can list.
@@ -68,7 +60,7 @@ def run(o) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    return command(parser(), argv, run, OSError, interrupted="error: interrupted")
+    return command(parser(), argv, run, OSError)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, count, positive, seed
+from common.cli import Options, check_folder, command, count, positive, seed, within
 from common.errors import InputError
 from common.torchrun import is_first, several
 from drafters import METHODS, add_flags, grows
-from sampling.options import Sampling
 
 
 def parser() -> Options:
@@ -55,7 +54,7 @@ def parser() -> Options:
     add("--limit", type=positive, help="only the first so many of every set")
     add("--calibrate", action="store_true",
         help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
-    add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
+    add("--temperature", type=temperatures, default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
     p.add_runtime()
@@ -67,13 +66,9 @@ def parser() -> Options:
     return p
 
 
-def read_temperatures(text: str) -> list[float]:
-    """Parse --temperature, each value once. Raises InputError."""
-    try:
-        temperatures = [Sampling(temperature=float(part)).temperature for part in text.split(",")]
-    except ValueError as e:
-        raise InputError(f"--temperature {text}: {e}") from None
-    return list(dict.fromkeys(value + 0.0 for value in temperatures))  # -0 is 0
+def temperatures(text: str) -> list[float]:
+    """An argparse type: temperatures with commas between them, each once."""
+    return list(dict.fromkeys(map(within(0, 1e6, float), text.split(","))))
 
 
 def say(line: str) -> None:
@@ -85,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs.
     """
     # torch raises RuntimeError when memory runs out.
-    return command(parser(), argv, run, OSError, ValueError, RuntimeError, say=say,
+    return command(parser(), argv, run, OSError, ValueError, RuntimeError,
                    interrupted="stopped (the same command goes on)")
 
 
@@ -99,7 +94,6 @@ def run(o) -> int:
         raise InputError("--calibrate: trees are measured by one process; start it without torchrun")
     if o.calibrate and not any(map(grows, methods)):
         raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
-    o.temperature = read_temperatures(o.temperature)
     from evaluation.answers import read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
@@ -123,15 +117,10 @@ def run(o) -> int:
                     say("the table so far:")
                     evaluation.report()
                 raise
-            return finish(o, evaluation)
-
-
-def finish(o, evaluation) -> int:
-    """Write and print the table, observe trees. Returns the exit status."""
-    errors = evaluation.report()
-    if o.observe or o.show_tree:
-        evaluation.observe(o.observe, o.show_tree)
-    return int(errors > 0)
+            errors = evaluation.report()
+            if o.observe or o.show_tree:
+                evaluation.observe(o.observe, o.show_tree)
+            return int(errors > 0)
 
 
 if __name__ == "__main__":

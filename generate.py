@@ -12,7 +12,6 @@ from dataclasses import fields, replace
 from common.cli import Options, check_writable, command, note, positive, within
 from common.errors import InputError
 from common.files import read_text
-from common.schema import Wrong
 from common.torchrun import several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
@@ -21,7 +20,6 @@ from tokens.grammar import ANY_OBJECT, grammar_of, read_schema
 
 STARTED = time.perf_counter()
 Prompts = list[str | list[int]]
-STDIN = "/dev/stdin"
 TURNS = 3  # of --compare
 
 
@@ -35,7 +33,7 @@ def parser() -> Options:
     add = p.add_argument_group("prompts").add_argument
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="may be repeated: decoded as one batch; - is standard input")
-    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids")
+    add("--prompt-ids", action="append", default=[], type=ids, metavar="1,2,3", help="a prompt as token ids")
     add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
     add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
@@ -49,31 +47,21 @@ def parser() -> Options:
         return o.prompt + o.prompt_ids + o.prompt_file
 
     refuse(lambda o: o.interactive and (
-               prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw),
+               prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or several()),
            lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
-                     " --prompt*, --json, --compare, --trace, --num-samples, --raw")
-    refuse(lambda o: o.interactive and sys.stdin is None,
-           lambda o: "--interactive reads its prompts from standard input, which is closed")
-    refuse(lambda o: o.interactive and several(),
-           lambda o: "--interactive: ranks have one terminal together; start it without torchrun")
-    refuse(lambda o: o.system and o.raw,
-           lambda o: "--system: is written by the chat template, which --raw leaves out; choose one")
-    refuse(lambda o: not (o.raw or o.parse_special),
-           lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
-    refuse(lambda o: "" in o.prompt, lambda o: "--prompt: is empty; give a text")
+                     " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"
                      " or --interactive")
 
-    add = p.add_sampling().add_argument
-    add("--json-object", action="store_true", help="the output is a JSON object")
-    add("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
+    group = p.add_sampling()
+    add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    either("--json-object", action="store_true", help="the output is a JSON object")
+    either("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
     add("--num-samples", type=within(1, 100_000), default=1,
         help="samples per prompt, with seeds SEED, SEED+1, ...")
-    refuse(lambda o: o.json_object and o.json_schema,
-           lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
@@ -107,28 +95,21 @@ def tree_numbers(o) -> list[int | None]:
     return [o.tree_nodes, o.tree_depth, o.tree_width]
 
 
-def text_of(path: str, flag: str) -> str:
-    """Return the text of a file, or of standard input ("-"), without the line end that editors write.
+def ids(text: str) -> list[int]:
+    """An argparse type: token ids with commas between them."""
+    return [int(i) for i in text.split(",")]
 
-    Raises InputError if there is none.
-    """
-    if not (text := read_text(STDIN if path == "-" else path, what=flag).removesuffix("\n")):
-        where = "standard input" if path == "-" else "the file"
-        raise InputError(f"{flag} {path}: {where} is empty; give a text")
-    return text
+
+def text_of(path: str) -> str:
+    """Return the text of a file, or of standard input ("-"), without the line end that editors write."""
+    return read_text("/dev/stdin" if path == "-" else path, "--prompt-file").removesuffix("\n")
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """Return a prompt and its sampling for each text. Raises InputError or ValueError."""
-    prompts: Prompts = [text_of("-", "--prompt") if text == "-" else text for text in o.prompt]
-    for text in o.prompt_ids:
-        try:
-            prompts.append([int(i) for i in text.replace(" ", "").split(",")])
-        except ValueError:
-            raise InputError(f"--prompt-ids {text!r:.200}: expected numbers separated by commas") from None
+    prompts: Prompts = [text_of("-") if text == "-" else text for text in o.prompt] + o.prompt_ids
     for path in o.prompt_file:
-        many = path.endswith(".jsonl")
-        prompts += read_prompts(path) if many else [text_of(path, "--prompt-file")]
+        prompts += read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
@@ -136,10 +117,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     o.json_schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     if o.json_schema:
         grammar_of(o.json_schema)  # judged before anything is loaded
-    try:
-        sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
-    except Wrong as e:
-        raise InputError(f"--{e.key.replace('_', '-')}{str(e).removeprefix(e.key)}") from None
+    sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
@@ -222,7 +200,7 @@ def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampli
     if requests and not o.json:
         note(figures(requests, engine, read, o.stats or o.compare))
         if turns:
-            note(comparison(turns, rule))
+            note(comparison(turns))
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])
     for request in requests:

@@ -17,13 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import InstanceOf
-from typing_extensions import TypedDict
-
 from checkpoint.folder import known_config
 from checkpoint.folder import verify as verify_weights
 from common.cli import note
-from common.schema import Schema, as_python, whole, with_options
+from common.schema import as_python
 from common.threads import use_threads
 from common.torchrun import command_in_words, several
 from drafters import AUTO, Drafting
@@ -33,12 +30,6 @@ from engine.runtime import Runtime
 from engine.target import Target, converted, load_target
 from kernels.tp import Ranks, joined, own_device
 from sampling.options import Sampling
-
-ARGUMENTS = {
-    "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
-    "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
-}
-CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
 
 
 @contextlib.contextmanager
@@ -83,12 +74,10 @@ class LLM:
         ranks: Ranks | None = None, verify: bool | None = False, serves: bool = False, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
-        given = locals()
-        CHECKED.check({name: given[name] for name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
             raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        where = with_options(Runtime, runtime, ARGUMENTS)
+        where = Runtime(**runtime)
         where.prepare()  # mistakes are refused before anything is converted
         folder, drafting = converted(checkpoint, drafting, say)
         if verify is not False:
@@ -117,7 +106,7 @@ class LLM:
         that cannot be.
         """
         prompts = as_python(prompts)
-        alone, first = is_one(prompts), with_options(Sampling, sampling)
+        alone, first = is_one(prompts), Sampling(**sampling)
         encoding = {"raw": raw, "system": system, "parse_special": parse_special}
         ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
@@ -131,7 +120,7 @@ class LLM:
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
-        options = with_options(Sampling, sampling)
+        options = Sampling(**sampling)
         self._warm_up(options)
         yield from self.engine.run([ids], [options], [])
 
@@ -140,7 +129,7 @@ class LLM:
 
         variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
         """
-        ids, options = self.encode(messages, variables=variables), with_options(Sampling, sampling)
+        ids, options = self.encode(messages, variables=variables), Sampling(**sampling)
         self._warm_up(options)
         return self.engine.generate([ids], options)[0]
 

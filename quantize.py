@@ -55,23 +55,19 @@ def parser() -> Options:
         help="int4, w4a8: gptq, calibrated (default for a target), or each weight to the nearest value")
     add("--calibrate", metavar="FILE",
         help="gptq: a text to calibrate on (default: one that the target writes); never that of --text")
-    add("--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
-        help="the lm_head's mode (default: --mode's; int8 for int4, w8a8 for w4a8)")
-    add("--keep-lm-head", action="store_true", help="leave the lm_head in 16 bits")
+    either = p.add_mutually_exclusive_group().add_argument
+    either("--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
+           help="the lm_head's mode (default: --mode's; int8 for int4, w8a8 for w4a8)")
+    either("--keep-lm-head", action="store_true", help="leave the lm_head in 16 bits")
     add("--text", metavar="FILE",
         help="compare with the original on this text: perplexity, next-token agreement")
     add("--force", action="store_true", help="replace an existing output folder")
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
-    refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
     refuse(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
            lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out")
-    refuse(lambda o: o.method == "gptq" and o.mode not in FOUR_BITS,
-           lambda o: f"--method gptq: not for --mode {o.mode}")
-    refuse(lambda o: o.calibrate and (o.mode not in FOUR_BITS or o.method == "nearest"),
-           lambda o: "--calibrate: only for --mode int4 or w4a8 with --method gptq")
-    refuse(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
-           lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
-                     " others; name two files")
+    refuse(lambda o: (o.calibrate or o.method == "gptq") and (
+               o.mode not in FOUR_BITS or o.method == "nearest"),
+           lambda o: "--calibrate and --method gptq: only for --mode int4 or w4a8 with gptq")
     return p
 
 
@@ -161,8 +157,6 @@ def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     compared, calibrate = (read_text(file, what=flag) if file else None
                            for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)))
-    if o.out:
-        check_replaceable("--out", o.out)
     source = Path(converted_folder(o.checkpoint, note))
     out, parts = judge(o, source)
     use_threads()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 
-from bench import RESULTS  # first: it makes the modules below importable
+from bench import RESULTS, ROOT  # first: it makes the modules below importable
 
 from common.plots import picture
 
@@ -29,22 +28,9 @@ NAMES = {
 }
 
 
-def read(name: str) -> dict:
-    """A result file."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def write_csv(name: str, head: list[str], rows: list[list]) -> None:
-    """benchmarks/results/NAME.csv; numbers with three digits after the point."""
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows([f"{x:.3f}" if isinstance(x, float) else x for x in row] for row in rows)
-
-
 def drafters() -> None:
     """All drafters and plain decoding on the papers' six sets, and what Spec-Bench published."""
-    record = read("drafters")
+    record = json.loads((ROOT / "benchmarks" / "results" / "drafters.json").read_text())
     rows = {(r["temperature"], r["method"], r["set"]): r for r in record["rows"]}
     cells = {(method, name): row for (temperature, method, name), row in rows.items() if temperature == 0}
     ranked = sorted({method for method, _ in cells}, key=lambda m: -cells[m, "mean"]["speedup"])
@@ -55,7 +41,10 @@ def drafters() -> None:
             figures = [rows[temperature, method, name][what] for name in SETS for what in ("speedup", "tau")]
             known = PUBLISHED.get(method, ("", "")) if temperature == 0 else ("", "")
             lines.append([temperature, method, *figures, rows[temperature, method, "mean"]["equal"], *known])
-    write_csv("drafters", [*head, "texts equal", "Spec-Bench speedup", "Spec-Bench tau"], lines)
+    with open(RESULTS / "drafters.csv", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*head, "texts equal", "Spec-Bench speedup", "Spec-Bench tau"])
+        writer.writerows([f"{x:.3f}" if isinstance(x, float) else x for x in line] for line in lines)
     ranked.remove("none")
     with picture(RESULTS / "drafters.png", 11, 0.9 + 0.41 * len(ranked)) as figure:
         speed, tau, published = figure.subplots(1, 3, sharey=True, width_ratios=(7, 7, 5))
@@ -84,20 +73,9 @@ def drafters() -> None:
         published.tick_params(axis="y", length=0)
         published.set(xlim=(0, 2.9), title="speedup here and published")
         published.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
-        machine = _machine(record)
+        machine = f"{record['threads']} threads of a virtual {record['device']} ({record['isa']})"
         figure.suptitle(f"SmolLM2-135M-Instruct, greedy, {machine}; Spec-Bench: Vicuna-7B, one RTX 3090")
 
 
-def _machine(record: dict) -> str:
-    """Return processor, threads and instruction set of a result file."""
-    return f"{record['threads']} threads of a virtual {record['device']} ({record['isa']})"
-
-
-def main() -> int:
-    """Draw it. Returns the exit status."""
-    drafters()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    drafters()

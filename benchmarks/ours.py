@@ -14,18 +14,13 @@ import torch
 from bench import Decoded, settle
 from shapes import random_models
 
-from checkpoint.calibration import Calibration
 from common.cli import note
-from common.errors import InputError
 from drafters import Drafting
 from drafters.eagle import Eagle
-from engine import autotune
-from engine.autotune import Tuner
 from engine.compile import CapturedCalls
 from engine.engine import Engine
 from engine.memory import bytes_per_step
 from engine.prompt import encode
-from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import Target, load_target
 from kernels.backend import TORCH
@@ -72,16 +67,6 @@ class Model:
                 compile=target.runtime.compile,
             )
         return Runner(engine)
-
-    def times(self, temperature: float) -> dict[TreeShape | None, float]:
-        """Return the seconds of a step, by tree, as a warm-up times them; None is a plain one.
-
-        Raise InputError if the head has no calibration.
-        """
-        engine = self.runner("eagle3").warm_up(temperature).engine
-        if not engine.tuner:
-            raise InputError("the head has no calibration; see evaluate.py --calibrate")
-        return engine.tuner.times.of(1, temperature > 0, (None, *engine.tuner.shapes), 1)
 
     def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> Places:
         """Return a decoder whose requests come and go, as a server's."""
@@ -176,54 +161,11 @@ class Places:
         return [r.ids for r in requests], seconds, reading, sum((r.trees for r in requests), Counter())
 
 
-class Choice:
-    """The tuner of a new process, and one simulated request. seconds: of a step, by tree; None is plain."""
-
-    def __init__(self, checkpoint: str, seconds: dict[TreeShape | None, float]):
-        calibration = Calibration.read(Path(checkpoint) / "eagle3")
-        self.tuner, self.seconds = Tuner(calibration, [shape for shape in seconds if shape]), seconds
-        self.eases = calibration.ease
-
-    def begin(self, temperature: float, run: Callable[[], object] | None = None) -> None:
-        """Start a text. run: a step, to warm up first."""
-        self.request = Request([0] * 64, Sampling(temperature=temperature))
-        self.tuner.begin(self.request)
-        if run:
-            self.tuner.rehearse(1, temperature > 0, run)
-
-    def next(self) -> TreeShape | None:
-        """Choose the tree of the next step."""
-        return self.tuner.next([self.request], 1)
-
-    def tau(self, shape: TreeShape | None, ease: float) -> float:
-        """Return the tokens per step of a text of this ease."""
-        return self.tuner.tau(shape, self.request.sampling.temperature, self.request.length, ease)
-
-    def took(self, shape: TreeShape | None, emitted: int, seconds: float) -> float:
-        """Let the tuner know of a step. Return its seconds."""
-        noisy = self.request.sampling.temperature > 0
-        self.tuner.times.add(1, noisy, shape, self.request.length, seconds)
-        self.tuner.record(self.request, shape, emitted)
-        self.request.ids += [0] * emitted
-        return seconds
-
-
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
     if device.type != "cuda":
         return call
     return partial(CapturedCalls(device, note), ("call",), call, nullcontext)
-
-
-def set_constant(setting: str) -> None:
-    """Change a constant of the choice, as NAME=NUMBER. Raise InputError if the name is unknown."""
-    name, _, value = setting.partition("=")
-    try:
-        if not name.isupper() or type(before := getattr(autotune, name, None)) not in (int, float):
-            raise ValueError
-        setattr(autotune, name, type(before)(value))
-    except ValueError:
-        raise InputError(f"--set {setting}: is no NAME=NUMBER of engine/autotune.py") from None
 
 
 def load(

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from checkpoint.folder import CONFIG, is_gguf
 from common.cli import library_errors
-from common.errors import InputError, did_you_mean
+from common.errors import InputError
 from common.files import read_json
 from common.schema import Schema, in_words, text
 from tokens.files import TOKENIZER_FILES
@@ -96,22 +96,20 @@ def resolve_source(checkpoint: str | Path) -> Path:
         inside = f"; name the folder that it is in, {path.parent}" if (path.parent / CONFIG).exists() else ""
         raise InputError(f"{path}: not a folder (nor a .gguf file){inside}")
     name, place = str(checkpoint), next(parent for parent in path.parents if parent.is_dir())
-    known = sorted(p for p in (*Path("checkpoints").glob("*"), *place.glob("*")) if p.is_dir() or is_gguf(p))
-    guess = did_you_mean(name, map(str, known))
-    missing = f"{path}: no such file or folder{guess}"
+    missing = f"{path}: no such file or folder"
     if place not in (Path(), Path("/")):  # a mistyped path is no hub id
         raise InputError(f"{missing}; not looked up on the hub, as {place} is a folder here, which holds"
                          f" {listed(place)}")
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub"
                          " id (org/name)")
-    return _download(name, guess)
+    return _download(name)
 
 
-def _download(repo: str, guess: str) -> Path:
+def _download(repo: str) -> Path:
     """Download the files that we need of a hub repository into the hub's cache -> the local folder.
 
-    An interrupted download is resumed. Raises InputError, which has the guess of a local name.
+    An interrupted download is resumed. Raises InputError.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -119,7 +117,7 @@ def _download(repo: str, guess: str) -> Path:
     def fetch(*names: str) -> Path:
         return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
 
-    with library_errors(f"{repo}: no such folder{guess}, and the hub did not send it"):
+    with library_errors(f"{repo}: no such folder, and the hub did not send it"):
         try:
             try:  # one request with a time limit: listing the files page by page retries for half a minute
                 files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
@@ -143,7 +141,7 @@ def _download(repo: str, guess: str) -> Path:
                 f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
         except errors.RepositoryNotFoundError:
             raise InputError(
-                f"{repo}: no such folder{guess}, and no such public repository on the hub") from None
+                f"{repo}: no such folder, and no such public repository on the hub") from None
 
 
 def shards(index: Path) -> dict[str, str]:

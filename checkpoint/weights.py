@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import InputError, first_line, printable
-from common.files import check_readable
+from common.files import check_file
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
     """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
     try:
-        check_readable("", path)
+        check_file(path)
     except InputError as e:
         raise InputError(f"{e}; {advice}") from None
     try:

@@ -3,50 +3,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from common import VERSION
-from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import ELSEWHERE, InputError, did_you_mean, escaped, is_panic, not_utf8
-from common.torchrun import one_voice, several
+from common.dtypes import DTYPES, KV_DTYPES
+from common.errors import InputError, one_line
+from common.torchrun import is_first, several
 
 MOST_THREADS = 1024
-MOST_SHOWN = 1500  # characters of an error
-MOST_USED = {
-    "--checkpoint", "--prompt", "--prompt-file", "--interactive", "--system", "--speculate", "--draft",
-    "--max-new-tokens", "--temperature", "--seed", "--compare", "--json", "--out", "--host", "--port",
-    "--api-key", "--slots", "--questions", "--limit", "--kind", "--prompts", "--synthesize",
-    "--conversations", "--epochs", "--mode", "--target", "--force",
-}
-# PyTorch appends to its messages where in its own code they come from.
-FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
 
 
 def note(line: str) -> None:
     """Print a line to stderr. Everything but the answer goes there."""
     print(line, file=sys.stderr, flush=True)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error on one escaped line (see `on_one_line`)."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = error.filename or "the output"
-        return on_one_line(f"{where}: no space left on the device; make room and try again")
-    return on_one_line(FRAMES.split(str(error), maxsplit=1)[0]) or type(error).__name__
-
-
-def on_one_line(text: str) -> str:
-    """Return a text on one line, escaped (`common.errors.escaped`), without the middle of a very long one."""
-    line = " ".join(text.split())
-    if len(line) > MOST_SHOWN:
-        line = f"{line[: MOST_SHOWN * 2 // 3]} ... {line[-MOST_SHOWN // 3 :]}"
-    return escaped(line)
 
 
 @contextlib.contextmanager
@@ -55,7 +29,8 @@ def library_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as e:  # a panic is no Exception
-        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic(e)):
+        is_panic = type(e).__module__ == "pyo3_runtime"
+        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic):
             raise
         raise InputError(f"{what} ({one_line(e)})") from None
 
@@ -69,50 +44,50 @@ def no_memory(error: BaseException) -> bool:
 
 
 def run_command(
-    action: Callable[[], int | None], *expected: type[Exception], say: Callable[[str], None] = note,
-    interrupted: str = "interrupted", last: Callable[[str], None] | None = None,
+    action: Callable[[], int | None], *expected: type[Exception], interrupted: str = "interrupted",
+    errors: TextIO | None = None,
 ) -> int:
     """Run a command and return its exit status.
 
-    The status is the value of `action` (None is 0); 1 after an InputError or one of `expected`, printed as
-    one line, and where memory runs out or native code panics; 130 after Ctrl-C, where `interrupted` is
-    printed; 141 when the reader of the output has left. last: prints an error in place of `say`.
+    The status is the value of `action` (None is 0); 1 after an InputError or one of `expected`, and where
+    memory runs out, printed to `errors` (None: stderr) as one line; 130 after Ctrl-C, where `interrupted` is
+    printed; 141 when the reader of the output has left.
     """
     try:
         return action() or 0
     except KeyboardInterrupt:
         if several():  # the terminal and torchrun both send it
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        say(interrupted)
+        note(interrupted)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except BaseException as e:
+    except Exception as e:
         words = one_line(e)
         if no_memory(e):
             words = f"not enough memory ({words}); give it less at a time, or a smaller model"
-        elif not (is_panic(e) or isinstance(e, (InputError, *expected))):
+        elif not isinstance(e, (InputError, *expected)):
             raise
-        (last or say)(f"error: {words}")
-        try:
-            sys.stdout.flush()
-        except (OSError, ValueError, AttributeError):  # a full disk: Python would print it again at its end
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {words}", file=errors or sys.stderr, flush=True)
         return 1
 
 
 def command(
     options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
-    *expected: type[Exception], **how,
+    *expected: type[Exception], interrupted: str = "interrupted",
 ) -> int:
-    """Read a command line and run it with its options; of several processes one speaks.
+    """Read a command line and run it with its options. Mute all processes but the first, except for errors.
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    with one_voice() as voice:
-        return run_command(lambda: run(options.read(argv)), *expected, last=voice, **how)
+    with contextlib.ExitStack() as stack:
+        errors = sys.stderr  # any process may fail
+        if not is_first():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        return run_command(lambda: run(options.read(argv)), *expected, interrupted=interrupted, errors=errors)
 
 
 class Options(argparse.ArgumentParser):
@@ -122,7 +97,6 @@ class Options(argparse.ArgumentParser):
         how = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=how, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-        self._words: list[str] = []  # of the command line
         self._rules: list[Callable[[argparse.Namespace], object]] = []
 
     def judge(self, rule: Callable[[argparse.Namespace], object]) -> None:
@@ -140,63 +114,8 @@ class Options(argparse.ArgumentParser):
         self.judge(rule)
 
     def error(self, message: str):
-        """Print on one line what cannot be parsed, and end with exit status 2.
-
-        An unknown option comes first: it is often the one that is missed.
-        """
-        flags = self._option_string_actions
-        for name in (word.partition("=")[0] for word in self._words):
-            known = any(flag.startswith(name) for flag in flags) or (name[1:2] != "-" and name[:2] in flags)
-            if re.fullmatch("--?[a-zA-Z][^ ]*", name) and (name in ELSEWHERE or not known):
-                message = f"unrecognized arguments: {name}{did_you_mean(name, flags)}"
-                break
-        else:
-            if "required" in message and self._words and self._words[0][0] != "-":
-                message += f" (write -m {self._words[0]})"
-        note(f"{self.prog}: error: {on_one_line(message)}; see --help")
-        sys.exit(2)
-
-    def format_help(self) -> str:
-        """Like argparse, but name only required options in the usage, and list `MOST_USED` before others."""
-        first = [action for action in self._actions if MOST_USED & {*action.option_strings}]
-        groups = [(group.title, group.description, group._group_actions) for group in self._action_groups]
-        text = self._get_formatter()
-        needed = ((*a.option_strings[-1:], a.dest.upper()) for a in self._actions if a.required)
-        text.add_usage(" ".join(["%(prog)s", *map(" ".join, needed), "[option ...]"]), [], [])
-        text.add_text(self.description)
-        for title, description, actions in (("most used", None, first), *groups):
-            text.start_section(title)
-            text.add_text(description)
-            text.add_arguments([a for a in actions if actions is first or a not in first])
-            text.end_section()
-        return text.format_help()
-
-    def _check_value(self, action, value):
-        """Like argparse, but guess which of the choices is meant."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as e:
-            e.message += did_you_mean(str(value), map(str, action.choices))
-            raise
-
-    def parse_args(self, args=None, namespace=None):
-        """Like argparse, but reject values that are not UTF-8, or empty where the metavar is not TEXT."""
-        self._words = sys.argv[1:] if args is None else list(args)
-        for word in self._words:
-            if not_utf8(word):
-                self.error(f"argument {word}: is no UTF-8")
-        if any(word in ELSEWHERE and word[0] == "-" for word in self._words):
-            self.error("")  # argparse would take -hf for -h
-        o, unknown = self.parse_known_args(self._words, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)} (quote texts with spaces)")
-        for action in self._actions:
-            value = getattr(o, action.dest, None)
-            empty = value == "" or (isinstance(value, list) and "" in value)
-            if empty and action.nargs is None and action.metavar != "TEXT":
-                name = "/".join(action.option_strings) or action.dest
-                self.error(f"argument {name}: is empty; give a value")
-        return o
+        """Print on one line what cannot be parsed, and end with exit status 2."""
+        self.exit(2, f"{self.prog}: error: {one_line(message)}; see --help\n")
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:
         """Return the options of a command line. Raises InputError on the first rule that they break."""
@@ -214,7 +133,7 @@ class Options(argparse.ArgumentParser):
         group = self.add_argument_group("where and how it runs")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
-        add("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
+        add("--dtype", choices=(*DTYPES, *DTYPES.values()), help="default: as stored")
         add("-c", "--max-seq-len", type=within(2),
             help="prompt and output together (default: what suits the model and the memory)")
         add("-t", "--threads", type=within(1, MOST_THREADS),
@@ -259,14 +178,12 @@ class Options(argparse.ArgumentParser):
 
 def within(low: float, high: float = 2**31 - 1, kind: type = int) -> Callable[[str], float]:
     """Return an argparse type: a number of this kind from `low` to `high`, both included."""
-    what = "a whole number" if kind is int else "a number"
-    span = f"of at least {low:,} (and below 2^31)" if high == 2**31 - 1 else f"from {low:,} to {high:,}"
-
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
             if low <= (value := kind(text)) <= high:
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} {span}")
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {low:,} to {high:,}")
 
     return read
 
@@ -282,25 +199,13 @@ def seed(text: str) -> int:
 def bias(value: str) -> tuple[int, float]:
     """An argparse type: a token id and what is added to its logit, as ID=X."""
     token, _, number = value.partition("=")
-    try:
-        return count(token), float(number)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{value!r} is no ID=X, such as 50=-100") from None
-
-
-def dtype(value: str) -> str:
-    """An argparse type: the short name of a dtype."""
-    try:
-        return short_dtype(value)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
+    return int(token), float(number)
 
 
 def check_writable(flag: str, file: str) -> None:
     """Raise InputError unless a file of this name can be written."""
-    path = Path(os.path.realpath(file))
-    place = path if path.exists() and not path.is_file() else path.parent  # a device is written directly
-    if path.is_dir() or not os.access(place, os.W_OK):
+    path = Path(file).resolve()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(f"{flag} {file}: not a file that can be written")
 
 

@@ -1,7 +1,7 @@
 """The names of the dtypes that a model may compute in."""
 from __future__ import annotations
 
-from common.errors import InputError, did_you_mean
+from common.errors import InputError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
 KV_DTYPES = ("auto", "int8", "fp8")  # of the target's keys and values; auto: the model's own
@@ -13,5 +13,4 @@ def short_dtype(name: str) -> str:
     for short, long in DTYPES.items():
         if name in (short, long):
             return short
-    names = *DTYPES, *DTYPES.values()
-    raise InputError(f"dtype {name!r}: unknown{did_you_mean(name, names)}; choose from {', '.join(names)}")
+    raise InputError(f"dtype {name!r}: unknown; choose from {', '.join([*DTYPES, *DTYPES.values()])}")

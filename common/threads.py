@@ -17,35 +17,22 @@ def processors(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     that names those of this process.
     """
     on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min(on, _quota(cgroups, own))))
-
-
-def _quota(cgroups: Path, own: Path) -> float:
-    """Return the least share of processors that a cgroup of this process, or one above it, allows."""
     try:
-        lines = own.read_text().splitlines()
+        group = Path(own.read_text().rpartition("::")[2].strip("/\n"))
     except OSError:  # no Linux
-        return math.inf
-    shares = [math.inf]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):  # in a container without a namespace only the top is mounted
-            old = cgroups / "cpu" / folder  # version 1
-            files = [old / "cpu.cfs_quota_us", old / "cpu.cfs_period_us"] if controllers else []
-            shares.append(_share(*(files or [cgroups / folder / "cpu.max"])))
-    return min(shares)
+        return on
+    # In a container without a namespace of its own only the top is mounted.
+    shares = [_share(cgroups / folder / "cpu.max") for folder in (group, *group.parents)]
+    return max(1, math.ceil(min(on, *shares)))
 
 
-def _share(*files: Path) -> float:
-    """Return the share of a cgroup whose files hold a quota and a period, infinite where it has none."""
+def _share(file: Path) -> float:
+    """Return the processors that a cgroup may use by its quota and period, infinite where it has none."""
     try:
-        quota, period = map(int, " ".join(file.read_text() for file in files).split())
+        quota, period = map(int, file.read_text().split())
     except (OSError, ValueError):  # "max"
         return math.inf
-    return quota / period if quota > 0 else math.inf
+    return quota / period
 
 
 def use_threads(count: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from common.cli import note, one_line
-from common.errors import InputError, did_you_mean
+from common.cli import note
+from common.errors import InputError, one_line
 from console.output import figures, is_terminal, show
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.request import Request
 from sampling.options import Sampling
 
-# Each with the names that it has elsewhere.
-COMMANDS = {"/help": ("/?",), "/reset": ("/clear", "/new"), "/exit": ("/bye", "/quit")}
 HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before a / makes it text"
 
 
@@ -36,14 +34,13 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool) ->
             line = input("> " if is_terminal(sys.stdin) else "")
         except (EOFError, KeyboardInterrupt):
             return 0
-        command = next((name for name, others in COMMANDS.items() if line.rstrip() in others), line.rstrip())
+        command = line.rstrip()
         if command == "/exit":
             return 0
         if command == "/reset":
             messages = list(opening)
         elif command.startswith("/"):
-            unknown = f"{command}: unknown{did_you_mean(command, COMMANDS)}; "
-            note(HELP if command == "/help" else unknown + HELP)
+            note(HELP)
         if not command or command.startswith("/"):
             continue
         messages.append({"role": "user", "content": line})

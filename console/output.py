@@ -15,7 +15,6 @@ from common.files import atomic_path
 from engine.engine import Engine
 from engine.memory import peak_memory
 from engine.request import Event, Request
-from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 from tree import AnyTree, PathTree, TreeShape, link
 
@@ -135,33 +134,23 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     return "\n".join(lines)
 
 
-def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> str:
+def comparison(turns: list[tuple[list[Request], list[Request]]]) -> str:
     """Return one line: the speeds and the speedup of the middle turn, and whether the texts are equal.
 
     turns: requests, and the same prompts decoded plainly, each time that both were decoded.
     """
+    pairs = [pair for requests, plain in turns for pair in zip(requests, plain)]
+    equal = sum(a.ids == b.ids for a, b in pairs)
+    texts = "yes" if equal == len(pairs) else f"{equal} of {len(pairs)}, see docs/how-it-works.md#exactness"
     speeds = [(together(requests)[1], together(plain)[1]) for requests, plain in turns]
-    ratios = [fast / slow for fast, slow in speeds if fast and slow]
-    pairs = max(([*zip(*turn)] for turn in turns), key=lambda pairs: sum(a.ids != b.ids for a, b in pairs))
-    unequal = [i for i, (a, b) in enumerate(pairs) if a.ids != b.ids]
-    verdict = f"{len(pairs) - len(unequal)} of {len(pairs)}; " if unequal else "yes"
-    if unequal and rule != "equal":
-        verdict += f"{rule} acceptance draws with other random numbers"
-    elif unequal:
-        same = common_prefix(*(request.ids for request in pairs[unequal[0]]))
-        verdict += (
-            f"prompt {unequal[0] + 1} parts at token {same + 1}: where our kernels do not compute (a GPU,"
-            " fp16, fp8, --no-kernels, --no-compile) a pass over many rows rounds differently from"
-            " a pass over one, so near ties may fall either way; --dtype fp32 helps"
-        )
-    speedup = "the answer is too short to compare speeds"
-    if len(ratios) == len(turns):
-        ratio, fast, slow = sorted(zip(ratios, *zip(*speeds)))[len(turns) // 2]
-        speedup = (
-            f"{fast:.1f} tok/s, plain: {slow:.1f} tok/s; speedup {ratio:.2f}x (the middle one of {len(turns)}"
-            f" turns, {min(ratios):.2f} to {max(ratios):.2f})"
-        )
-    return f"{speedup}; texts equal: {verdict}"
+    if not all(fast and slow for fast, slow in speeds):
+        return f"the answer is too short to compare speeds; texts equal: {texts}"
+    ratios = sorted((fast / slow, fast, slow) for fast, slow in speeds)
+    ratio, fast, slow = ratios[len(turns) // 2]
+    return (
+        f"{fast:.1f} tok/s, plain: {slow:.1f} tok/s; speedup {ratio:.2f}x (the middle one of {len(turns)}"
+        f" turns, {ratios[0][0]:.2f} to {ratios[-1][0]:.2f}); texts equal: {texts}"
+    )
 
 
 class Trace:

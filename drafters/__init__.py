@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.cli import Options
-from common.errors import InputError, did_you_mean
+from common.errors import InputError
 from common.files import parse_json, read_text
 from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 from sampling.options import RULES
 
 MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
-MOST_TREE = 1 << 20  # bytes of a tree's file
 TARGET = "target"  # what a draft model is, as a checkpoint
 AUTO = "auto"  # the method that stands for another, see `Drafting.at`
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
@@ -83,8 +82,8 @@ def methods_of(name: str) -> dict[str, Method]:
     """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
     """
     parts = name.split("+")
-    if unknown := [part for part in parts if part not in METHODS]:
-        raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
+    if any(part not in METHODS for part in parts):
+        raise InputError(f"--speculate {name}: unknown; choose from"
                          f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
         raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
@@ -186,7 +185,7 @@ def read_tree(text: str | None) -> TreeSpec:
     except ValueError as e:
         raise InputError(f"--tree {text}: {e}") from None
     try:
-        paths = parse_json(read_text(text, MOST_TREE).encode(), text)
+        paths = parse_json(read_text(text), text)
         return within_limits(PathTree(tuple(map(tuple, paths))))
     except (InputError, ValueError, TypeError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"

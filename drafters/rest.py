@@ -37,7 +37,7 @@ from checkpoint.folder import read_config
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command
 from common.errors import InputError, counted
-from common.files import MOST_OF_DATA, check_file, read_json, read_text
+from common.files import check_file, read_json, read_text
 from common.schema import Schema, Sha256, whole
 from drafters.base import Drafter, Proposal, Setup, constants
 from tokens.dataset import read_rows, row_texts
@@ -220,7 +220,7 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     The file holds JSON lines (conversations, prompts, "text", or token "ids") or one text.
     """
     if path.suffix.lower() not in (".jsonl", ".json"):
-        text = read_text(path, MOST_OF_DATA)
+        text = read_text(path)
         if text.strip():
             yield tokenizer.encode(text)
         return

@@ -18,7 +18,7 @@ from checkpoint.calibration import SHORT, Calibration
 from engine.request import Request
 from tree import TreeShape
 
-# Trees that are tried, smallest first. benchmarks/choice.py judges the choice among them.
+# Trees that are tried, smallest first.
 CANDIDATES = tuple(TreeShape(*numbers) for numbers in (
     (2, 0, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2), (4, 2, 1), (6, 1, 3), (6, 2, 2), (8, 2, 3), (8, 3, 2),
     (12, 3, 4), (16, 4, 4), (24, 5, 6), (40, 6, 8), (60, 7, 10),

@@ -1,7 +1,6 @@
 """Prompts as callers give them, and as token ids that fit."""
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 from pydantic import Strict
@@ -28,8 +27,7 @@ class _Asked(TypedDict):
 
 
 ASKED = Schema(_Asked)
-MESSAGE = 'a message such as {"role": "user", "content": "Hello!"}'
-FORMS = {"prompt": f"a text, token ids, or a list with {MESSAGE}", "prompt[]": f"a token id, or {MESSAGE}"}
+FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
 
 
 def encode(
@@ -48,7 +46,9 @@ def encode(
     try:
         ASKED.check({"prompt": prompt, "system": system, "variables": variables})
     except Wrong as e:
-        raise Wrong(e.key, e.found, FORMS.get(re.sub("[0-9]", "", e.key), e.expected)) from None
+        if e.key.startswith("prompt"):
+            raise Wrong("prompt", prompt, FORMS) from None
+        raise
     try:
         most = None if room is None else room - 1
         return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)

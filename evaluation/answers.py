@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from common.errors import InputError, printable
-from common.files import check_readable, digest, parse_json, read_bytes, read_json, write_text, writing
+from common.errors import InputError
+from common.files import digest, parse_json, read_json, write_text, writing
 from common.schema import Name, Text, Whole, number, schema_of, text, whole
 from tokens.dataset import read_questions
 
@@ -33,25 +32,17 @@ def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
     if place.is_dir():
         files = sorted((*place.glob("*.jsonl"), *place.glob("*/question.jsonl")))
     else:
-        check_readable("--questions", place)
         files = [place]
     if not files:
         raise InputError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
     sets = {}
     for file in files:
         name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
-        if name == MEAN or name in sets or not name.isprintable() or name.startswith("."):
-            raise InputError(
-                f"{file}: a set cannot be named {printable(name)} here (hidden, the table's own, or taken);"
-                " rename it"
-            )
+        if name == MEAN or name in sets:
+            raise InputError(f"{file}: a set cannot be named {name} (the table's own, or taken); rename it")
         sets[name] = read_questions(file)[:limit]
-        counts = Counter(question["question_id"] for question in sets[name])
-        if double := [i for i, count in counts.items() if count > 1]:
-            raise InputError(
-                f"{file}: question_id {printable(str(double[0]))} is there twice (rows without one are"
-                " numbered from 0)"
-            )
+        if len({question["question_id"] for question in sets[name]}) < len(sets[name]):
+            raise InputError(f"{file}: a question_id is there twice (rows without one are numbered from 0)")
     return sets
 
 
@@ -115,11 +106,7 @@ class Answer:
     @classmethod
     def read(cls, line: bytes, where: str) -> Answer:
         """Read a line of answers.jsonl. Raises InputError, which begins with `where`, on a damaged one."""
-        try:
-            row = parse_json(line, where)
-        except InputError as e:
-            raise InputError(f"{e}; {ADVICE}") from None
-        return cls(**schema_of(cls).require(row, where, ADVICE))
+        return cls(**schema_of(cls).require(parse_json(line, where), where, ADVICE))
 
 
 def check_out(folder: Path, options: dict) -> None:
@@ -130,13 +117,10 @@ def check_out(folder: Path, options: dict) -> None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if any(not name.startswith(".") for name in names) and OPTIONS not in names:
         raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
-    try:
-        first = read_json(folder / OPTIONS) if OPTIONS in names else options
-    except InputError as e:
-        raise InputError(f"{e}; {ADVICE}") from None
+    first = read_json(folder / OPTIONS) if OPTIONS in names else options
     if other := sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n)):
-        words = printable(", ".join(other))
-        raise InputError(f"{folder}: holds answers made with other options ({words}); choose another --out")
+        raise InputError(f"{folder}: holds answers made with other options ({', '.join(other)});"
+                         " choose another --out")
 
 
 class Book:
@@ -148,7 +132,7 @@ class Book:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
         write_text(folder / OPTIONS, json.dumps(options, indent=1) + "\n")
-        content = read_bytes(self.path) if self.path.exists() else b""
+        content = self.path.read_bytes() if self.path.exists() else b""
         *lines, _ = content.split(b"\n")  # a killed run leaves a line without an end
         answers = (Answer.read(line, f"{self.path}: line {i}") for i, line in enumerate(lines, 1))
         self.answers = {answer.key: answer for answer in answers}

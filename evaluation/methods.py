@@ -22,8 +22,7 @@ from tokens.tokenizer import TooLong
 def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
     """Read the METHOD=VALUE texts of a flag, by method.
 
-    The method may be left out if only one drafts. Raises InputError on an unknown method, or one that is
-    named twice.
+    The method may be left out if only one drafts. Raises InputError on an unknown method.
     """
     drafting = [name for name in methods if name != PLAIN]
     settings = {}
@@ -33,8 +32,6 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
             if len(drafting) != 1:
                 raise InputError(f"{flag} {value}: of which method? write {flag} METHOD={value}")
             name, setting = drafting[0], value
-        if name in settings:
-            raise InputError(f"{flag} {value}: {name} is named twice")
         if name not in drafting:
             raise InputError(f"{flag} {value}: {name} is none of {', '.join(drafting)}")
         settings[name] = setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from common.files import digest, write_text
 from drafters import Drafting, grows
 from engine.runtime import Runtime
 from engine.target import converted, load_target
-from evaluation.answers import MEAN, PLAIN, Answer, Book, check_out, rotated
+from evaluation.answers import PLAIN, Answer, Book, check_out, rotated
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
@@ -69,7 +69,7 @@ class Evaluation:
             ranks.agree(f"the answers so far, {sorted(map(repr, self.book.answers))}", weight.device)
 
     def answer(self) -> None:
-        """Ask every question that a method has not answered yet. A live line shows the figures so far."""
+        """Ask every question that a method has not answered yet."""
         todo = [
             (name, question, temperature, methods)
             for name, question, temperature, methods in self._rounds()
@@ -79,16 +79,11 @@ class Evaluation:
             for engine, _ in self.contenders.values():
                 engine.warm_up(Sampling(8, temperature, seed=self.o.seed), every_length=True)
                 ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.o.seed))
-        bar = tqdm(todo, desc="questions", unit="question", disable=not todo)
-        for name, question, temperature, methods in bar:
-            self.book.forget(name, question, temperature)
-            for method in methods:
-                self._ask(name, question, method, temperature)
-            means = (r for r in self._rows() if (r["set"], r["temperature"]) == (MEAN, temperature))
-            bar.set_postfix_str(", ".join(
-                f"{r['method']} τ {r['tau']:.2f} {r['speedup']:.2f}×" for r in means
-                if r["method"] != PLAIN and r["speedup"] and r["tau"]
-            ))
+        with tqdm(todo, desc="questions", unit="question", disable=not todo) as bar:
+            for name, question, temperature, methods in bar:
+                self.book.forget(name, question, temperature)
+                for method in methods:
+                    self._ask(name, question, method, temperature)
 
     def _ask(self, name: str, question: dict, method: str, temperature: float) -> None:
         """Ask one question of one method and store the answer."""
@@ -123,9 +118,6 @@ class Evaluation:
         for name, question, temperature, methods in self._rounds():
             yield from filter(None, (self._find(name, question, method, temperature) for method in methods))
 
-    def _rows(self, differences: Sequence[Difference] = ()) -> list[dict]:
-        return summarise(self._answers(), [*self.sets], [*self.contenders], differences)
-
     def report(self) -> int:
         """Write and print the figures so far. Returns the number of texts that differ by more than rounding.
         """
@@ -134,7 +126,7 @@ class Evaluation:
         pairs = ((plain.get((a.set, a.question, a.temperature)), a) for a in answers)
         judged = ((p, a) for p, a in pairs if p and bound_to_be_plain(a.method, a.temperature))
         differences = [d for d in (self.judge.difference(p, a) for p, a in judged) if d]
-        rows = self._rows(differences)
+        rows = summarise(answers, [*self.sets], [*self.contenders], differences)
         if not rows:
             self.say("no answers yet")
             return 0
@@ -150,9 +142,7 @@ class Evaluation:
         """Write the tables and the differences; print the table. answered: number of questions."""
         out, rest = self.book.folder, ""
         if left := sum(map(len, self.sets.values())) - answered:
-            room = self.contenders[PLAIN].engine.max_seq_len
-            rest = (f"{counted(left, 'question')} without an answer: not asked yet, or too long for {room}"
-                    " tokens.\n")
+            rest = f"{counted(left, 'question')} without an answer: not asked yet, or too long.\n"
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]

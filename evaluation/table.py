@@ -9,7 +9,6 @@ from evaluation.answers import MEAN, PLAIN, Answer
 from evaluation.lossless import Difference, bound_to_be_plain
 
 MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
-LONGEST_NAME = 19  # characters of a method's or a set's name in the table
 HEADS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
@@ -79,7 +78,7 @@ def _mean(rows: list[dict]) -> dict:
 
 
 def text_of(rows: list[dict]) -> str:
-    """Write a table for each temperature, at most 100 characters wide: a line per method and set."""
+    """Write a table for each temperature: a line per method and set."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         of_it = [row for row in rows if row["temperature"] == temperature]
@@ -99,10 +98,9 @@ def text_of(rows: list[dict]) -> str:
 def _cells(row: dict) -> list[str]:
     """Return the cells of a row, in the order of HEADS."""
     names = "plain" if row["method"] == PLAIN else row["method"], row["set"]
-    short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
     figures = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
     numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in figures]
     equal = ["other draws", "", ""]
     if row["equal"] is not None:
         equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
-    return [*short, *numbers, *equal]
+    return [*names, *numbers, *equal]

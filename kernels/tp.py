@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group, end_with_torchrun
+from common.torchrun import end_with_torchrun
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
 from model import Block, Linear, ModelArgs, Transformer
@@ -168,7 +168,6 @@ def joined(device: str, heads: bool = False, patience: timedelta | None = None) 
     environment describes no rank, if they do not find each other, or, out of the context, if one of them is
     lost or torchrun ends this one.
     """
-    check_group()
     end_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:

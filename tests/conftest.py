@@ -8,7 +8,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-pytest_plugins = ["helpers.skips"]
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 
@@ -21,12 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         weight = max((weights.get(mark.name, 0) for mark in item.iter_markers()), default=0)
         dearest[item.path] = max(weight, dearest.get(item.path, 0))
     items.sort(key=lambda item: -dearest[item.path])
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Print the command that runs each failed test again, alone."""
-    for report in terminalreporter.stats.get("failed", []):
-        terminalreporter.write_line(f"again: {sys.executable} -m pytest -n 0 '{report.nodeid}'")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def refused(words: str):
 
 @pytest.mark.parametrize("config, change, words", [
     *((CONFIG, {"num_layers": value}, f"num_layers is {words}") for value, words in (
-        (10_001, "10001; expected at most 10,000"),
+        (10_001, "10001; expected less than or equal to 10000"),
     )),
     (CONFIG, {"num_heads": 3}, "num_kv_heads is 2; expected a divisor of num_heads, 3"),
     (CONFIG, {"head_dim": 7}, "head_dim is 7; expected an even number"),
@@ -36,13 +36,13 @@ def refused(words: str):
     (CONFIG, {"norm_eps": float("nan")}, "norm_eps is nan; expected a finite number"),
     (CONFIG, {"rope_scaling": {"rope_type": "divisors", "divisors": [1.0] * 3}}, "expected 4 divisors"),
     (CONFIG, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "expected less than high_freq_factor"),
-    (CONFIG, {"windows": [4]}, "windows is [4]; expected one for each of 2 layers"),
+    (CONFIG, {"windows": [4]}, "windows is (4,); expected one for each of 2 layers"),
     (CONFIG, {"activation": "gelu"}, "activation is 'gelu'; expected 'silu', 'gelu_tanh' or"),
     (CONFIG, {"stop_ids": [96]}, "stop_ids[0] is 96; expected an id below vocab_size, 96"),
     (CONFIG, {"quantization": {"mode": "int4", "group": 0, "lm_head": None}}, "quantization.group is 0"),
     (HEAD, {"draft_vocab_size": 97}, "draft_vocab_size is 97; expected at most vocab_size, 96"),
-    (HEAD, {"aux_layers": [2, 1]}, "aux_layers is [2, 1]; expected ascending layers"),
-    (MEDUSA, {"aux_layers": [0, 1]}, "aux_layers is [0, 1]; expected one"),
+    (HEAD, {"aux_layers": [2, 1]}, "aux_layers is (2, 1); expected ascending layers"),
+    (MEDUSA, {"aux_layers": [0, 1]}, "aux_layers is (0, 1); expected one"),
     (HEAD | {"kind": "dflash"}, {"mask_id": 96}, "mask_id is 96; expected an id below vocab_size"),
     (HEAD | {"kind": "dspark"}, {"markov_gated": True}, "markov_rank is 0; expected at least 1"),
 ], ids=str)

@@ -24,7 +24,7 @@ from tokenizers import AddedToken
 
 from common.cli import library_errors
 from common.errors import InputError
-from common.files import check_file, read_bytes, read_json
+from common.files import check_file, read_json
 from common.schema import in_words
 from tokens.files import DEFAULTS, MERGES, listed_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
@@ -32,7 +32,6 @@ from tokens.word_rules import WORD_RULES, byte_level_bpe
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-LARGEST_FILE = 256 << 20  # bytes of a file
 LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
@@ -63,7 +62,7 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     type. Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.
     """
     if path.name == "tokenizer.json":
-        return tokenizers.Tokenizer.from_buffer(read_bytes(path, LARGEST_FILE))
+        return tokenizers.Tokenizer.from_file(str(path))
     config = path.with_name("config.json")
     kind = settings.get("tokenizer_class")
     known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
@@ -176,7 +175,8 @@ class SentencePieceBackend:
     """A sentencepiece tokenizer.model. The library neither makes nor finds a control token in a text."""
 
     def __init__(self, path: Path, settings: dict):
-        content, given = read_bytes(path, LARGEST_FILE), settings["added_tokens_decoder"]
+        check_file(path)
+        content, given = path.read_bytes(), settings["added_tokens_decoder"]
         with library_errors(f"{path}: cannot be read as a sentencepiece model"):
             # Few checkpoints need the package.
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2

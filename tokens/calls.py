@@ -21,7 +21,6 @@ import uuid
 from collections.abc import Mapping
 
 from common.errors import InputError
-from common.files import check_characters
 from tokens.messages import JSON, arguments_of
 from tokens.stops import begun
 
@@ -217,7 +216,7 @@ def call_of(found: object, tools: Mapping[str, dict]) -> dict:
     given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
     if not given or not isinstance(arguments := arguments_of(given[0]), dict):
         raise ValueError("no call")
-    check_characters(found, "a call")
+    json.dumps(found, ensure_ascii=False).encode()  # a ValueError if it holds half a character
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
     # The templates of Mistral take ids of nine characters only.
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.cli import library_errors, on_one_line
-from common.errors import InputError
+from common.cli import library_errors
+from common.errors import InputError, one_line
 from common.files import parse_json, read_text
 from tokens.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ LONGEST_SCHEMA = 1 << 16  # characters of a schema
 def read_schema(path: str) -> str:
     """Return the schema in a file. Raises InputError if it holds no JSON object."""
     name = f"--json-schema {path}"
-    found = parse_json(read_text(path, 16 * LONGEST_SCHEMA, "--json-schema").encode(), name)
+    found = parse_json(read_text(path, "--json-schema"), name)
     if not isinstance(found, dict):
         raise InputError(f"{name}: expected a JSON object, found {type(found).__name__}")
     return json.dumps(found)
@@ -43,7 +43,7 @@ class Guide:
         """The reason, on one line, why the text cannot follow the grammar any more; None if it can."""
         if not self._matcher.is_error():
             return None
-        return f"the JSON schema cannot be followed ({on_one_line(self._matcher.get_error())})"
+        return f"the JSON schema cannot be followed ({one_line(self._matcher.get_error())})"
 
     def take(self, ids: Iterable[int]) -> None:
         """Append these ids to the text."""
@@ -86,7 +86,7 @@ def grammar_of(schema: str, tokenizer=None) -> str:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
         problem = LLMatcher.validate_grammar(grammar, tokenizer)
     if problem:
-        raise InputError(f"{UNUSABLE} ({on_one_line(problem)})")
+        raise InputError(f"{UNUSABLE} ({one_line(problem)})")
     return grammar
 
 
@@ -123,7 +123,7 @@ class Grammars:
         with library_errors(UNUSABLE):
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise InputError(f"{UNUSABLE} ({on_one_line(matcher.get_error())})")
+            raise InputError(f"{UNUSABLE} ({one_line(matcher.get_error())})")
         guide = Guide(matcher, self._stop_ids)
         # Some schemas, such as one that refers to itself alone, fail only here.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))

@@ -23,12 +23,10 @@ import jinja2
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.cli import one_line
-from common.errors import InputError
+from common.errors import InputError, one_line
 from common.files import read_json, read_text
 from tokens.files import TEMPLATE_FILES, TOKENIZER_CONFIG, TOOL_TEMPLATES, has
 
-LONGEST_TEMPLATE = 4 << 20  # bytes of a template's file
 _FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
 # Pattern of the name under which a model is published: its template.
@@ -51,7 +49,7 @@ def find_template(choice: str, *names: str) -> str | None:
     if choice in TEMPLATES:
         return TEMPLATES[choice]
     try:
-        return read_text(choice, LONGEST_TEMPLATE)
+        return read_text(choice)
     except InputError as e:
         known = f"none of auto, none, {', '.join(TEMPLATES)} or a readable file"
         raise InputError(f"--template {choice}: {known} ({e})") from None
@@ -72,7 +70,7 @@ def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
     own = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
     file = folder / (own or "tokenizer_config.json")
     if file.suffix == ".jinja":
-        found = read_text(file, LONGEST_TEMPLATE)
+        found = read_text(file)
     else:
         found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
     # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or an object of the same
@@ -82,7 +80,7 @@ def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
     for_tools = Template(by_name.get("tool_use", text), file)
     for name in TOOL_TEMPLATES:
         if has(folder, name):
-            for_tools = Template(read_text(folder / name, LONGEST_TEMPLATE), folder / name)
+            for_tools = Template(read_text(folder / name), folder / name)
     return (for_tools if text is None else Template(text, file)), for_tools
 
 

@@ -121,7 +121,7 @@ def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
     """
     lines = []
     for path in paths:
-        for number, text in enumerate(read_text(path, most=1 << 40).splitlines(), 1):
+        for number, text in enumerate(read_text(path).splitlines(), 1):
             try:
                 line = Line.model_validate_json(text)
             except ValidationError:

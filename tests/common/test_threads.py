@@ -12,10 +12,6 @@ CASES = {
         2, {"own": "0::/a/b", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}
     ),
     "only the top is mounted": (2, {"own": "0::/docker/1234", "cpu.max": "200000 100000"}),
-    "version 1": (2, {
-        "own": "3:memory:/elsewhere\n1:cpu,cpuacct:/a", "cpu/a/cpu.cfs_quota_us": "200000",
-        "cpu/a/cpu.cfs_period_us": "100000",
-    }),
     "no cgroups": (8, {}),
 }
 

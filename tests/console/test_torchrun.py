@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
-from helpers.refusals import refused
+from helpers.launching import ONE_THREAD, TORCHRUN
 
 import generate
 from common.errors import InputError
-from kernels.tp import Ranks, joined
+from kernels.tp import Ranks
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 EAGLE = ("--speculate", "eagle3", "--tree", "8,2,3", "--prompt", "Hello")
 
 
 def start(*args) -> subprocess.Popen:
+    command = *TORCHRUN, "--standalone", "--nproc-per-node", "2", *map(str, args)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*LAUNCH, *map(str, args)], cwd=ROOT, env=ENVIRONMENT, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=ONE_THREAD, **pipes)
 
 
 def ours(err: str) -> list[str]:
@@ -69,7 +68,7 @@ def test_drafted_text_is_plain_text_on_the_kernels_too(golden, kv):
 
 
 @pytest.mark.parametrize("checkpoint, args, words", [
-    ("golden", ("--interactive",), "--interactive: ranks have one terminal"),
+    ("golden", ("--interactive",), "--num-samples, --raw and torchrun"),
     ("golden", ("--prompt", "Hello", "--autotune"), "--autotune: ranks would choose different kernels"),
     ("golden", ("--prompt", "Hello", "--max-seq-len", "9999"), "--max-seq-len 9999: must be 2 to 1024"),
     ("source", ("--prompt-ids", "1,2"), "not converted yet; run python convert_checkpoint.py"),
@@ -107,20 +106,6 @@ def test_when_one_dies_all_end_within_seconds(golden):
     (line,) = (line for line in ours(err) if line.startswith("error: "))
     assert line.startswith("error: rank 0 of 2 ") and ("has lost another one" in line or "is ended: " in line)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-@pytest.mark.parametrize("changes, words", [
-    ({"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, "WORLD_SIZE=2 RANK= MASTER_PORT= "),
-    *(({"RANK": rank}, f"WORLD_SIZE=2 RANK={rank} MASTER_PORT=29511 ") for rank in ("5", "x", "²", "-1")),
-    ({"MASTER_PORT": "abc"}, "WORLD_SIZE=2 RANK=0 MASTER_PORT=abc "),
-    ({"WORLD_SIZE": ""}, "WORLD_SIZE= "),
-], ids=str)
-def test_an_environment_that_is_none(monkeypatch, changes, words):
-    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    for name, value in (usual | changes).items():
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    with refused(words), joined("cpu"):
-        pass
 
 
 def test_ranks_that_differ_do_not_decode():

@@ -1,13 +1,11 @@
 """evaluate.py on the golden target: losslessness, its files, going on, two ranks, refusals."""
 import json
-import os
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
-from helpers import ROOT
+from helpers import launching
+from helpers.launching import TORCHRUN
 
 import evaluate
 from checkpoint.calibration import Calibration
@@ -119,17 +117,10 @@ def test_calibrating_a_head(run, golden, tmp_path, capsys):
 @pytest.mark.dear
 def test_two_ranks_answer_as_one_process_does(run):
     options = run.options("--speculate", "eagle3", "--tree", "8,2,3", "--observe", 1, out="two")
-
-    def together() -> str:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run([*launch, "evaluate.py", *options], cwd=ROOT, capture_output=True, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    assert together().count("Temperature 1") == 1
+    command = *TORCHRUN, "--standalone", "--nproc-per-node", 2, "evaluate.py", *options
+    assert launching.run(*command).count("Temperature 1") == 1
     alone = {key: ids for key, ids in ids_in(run.folder / "out").items() if key[2] != "eagle2"}
     assert ids_in(run.folder / "two") == alone and (run.folder / "two" / "acceptance.png").exists()
     before = (run.folder / "two" / "answers.jsonl").read_text()
-    together()  # nothing is left to ask
+    launching.run(*command)  # nothing is left to ask
     assert (run.folder / "two" / "answers.jsonl").read_text() == before

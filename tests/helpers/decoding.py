@@ -156,21 +156,16 @@ def shape_of(path: Path) -> TreeShape:
     return TreeShape(int(meta["total_token"]), int(meta["depth"]), int(meta["top_k"]))
 
 
-def check_distribution(
-    target, engine: Engine, batches: int = 16, tokens: int = 2, temperature: float = 0.8
-) -> None:
-    """Each of the first tokens after 256 seeds a batch, given those before it, against the target's exact
+def check_distribution(target, engine: Engine) -> None:
+    """The first two tokens after 16 batches of 256 seeds, given those before them, against the target's exact
     probabilities: one chi-square per position over all beginnings that are common enough, each at 1e-6.
     """
-    prompt, B = prompts(1, seed=5, shortest=20)[0], 256
+    prompt, B, temperature = prompts(1, seed=5, shortest=20)[0], 256, 0.8
     rows = []
-    for i in range(batches):
-        rows += ids(
-            engine, [prompt] * B,
-            [Sampling(tokens + 1, temperature=temperature, seed=i * B + j) for j in range(B)]
-        )
+    for i in range(16):
+        rows += ids(engine, [prompt] * B, [Sampling(3, temperature, seed=i * B + j) for j in range(B)])
     rows = torch.tensor(rows)
-    for position in range(tokens):
+    for position in range(2):
         begun, inverse = rows[:, :position].unique(dim=0, return_inverse=True) if position else (
             rows[:1, :0], torch.zeros(len(rows))
         )

@@ -79,18 +79,15 @@ class Launch:
             for rank in range(machines)
         ]
 
-    def workers(self) -> list[int]:
-        """The processes that were started, by their ids."""
-        lists = [Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text() for run in self.runs]
-        return [int(child) for children in lists for child in children.split()]
-
     def kill_one(self, when: Callable[[], bool]) -> None:
         """kill -9 one process as soon as this is so."""
         limit = time.time() + 300
         while not when():
             assert all(run.poll() is None for run in self.runs) and time.time() < limit, self.end()
             time.sleep(0.01)
-        os.kill(self.workers()[-1], signal.SIGKILL)
+        parent = self.runs[-1].pid
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
 
     def end(self) -> tuple[list[int], str]:
         """Wait for all -> (exit statuses, what was said)."""

@@ -77,5 +77,5 @@ def test_metrics_name_what_a_gpu_does_without():
 def test_an_address_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         host, port = busy.getsockname()
-        with refused(f"--host {host} --port {port}: "):
+        with refused(f"--host {host} --port {port}: Address already in use"):
             serve.listen(host, port)

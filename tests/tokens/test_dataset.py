@@ -45,7 +45,6 @@ def test_prompt_files_of_every_kind(write):
     (read_prompts, '{"messages": ["hello"]}', "line 1: a message is no JSON object"),
     (read_prompts, '{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
     (read_prompts, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "holds no prompts"),
-    (read_prompts, '{"prompt": "\\ud800"}', "line 1: holds \\\\ud800, half of a character"),
     (read_conversations, '{"prompt": "a"}', "line 1: no conversation"),
     (read_conversations, '{"conversations": [{"from": "human", "value": "x"}]}', "no conversation with an"),
     (read_questions, '{"prompt": "a"}\n{"messages": []}', "no question in 1 row"),

@@ -174,7 +174,7 @@ def vocab_json(folder, more: dict | None = None, **files: dict | None):
     ({}, {"model_type": "qwen2"}),
 ])
 def test_vocab_json_and_merges(tmp_path, config, model):
-    with pytest.raises(InputError, match=r"vocab.json: tokenizer_class null .* save the tokenizer as"):
+    with pytest.raises(InputError, match=r"vocab.json: tokenizer_class None .* save the tokenizer as"):
         Tokenizer.load(vocab_json(tmp_path / "unknown"))
     (tmp_path / "unknown" / "merges.txt").unlink()
     assert Tokenizer.load(tmp_path / "unknown") is None  # of no use without merges
