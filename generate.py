@@ -145,8 +145,6 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         ids.append(llm.encode(prompt, name=name, **encoding))
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
-    if engine.tuner:
-        note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
     if o.compare:
         plain = llm.target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
         plain.warm_up(samplings[0])
@@ -162,7 +160,7 @@ def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampli
 
     tokenizer, ranks = engine.tokenizer, engine.target.ranks
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
-    requests, turns, printed, interrupted, before = [], [], 0, False, engine.bytes_read
+    requests, turns, printed, interrupted = [], [], 0, False
     rule = engine.drafter.rule if o.temperature > 0 else "equal"
 
     def print_one(i: int) -> None:
@@ -177,16 +175,13 @@ def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampli
     if trace:
         events = trace.watch(events)
     try:
-        try:
-            if o.json or len(ids) > 1:
-                for _ in events:  # in order, as they end
-                    while printed < len(requests) and requests[printed].finish and not (plain and o.json):
-                        print_one(printed)
-                        printed += 1
-            else:
-                show(events, tokenizer)
-        finally:
-            read = engine.bytes_read - before
+        if o.json or len(ids) > 1:
+            for _ in events:  # in order, as they end
+                while printed < len(requests) and requests[printed].finish and not (plain and o.json):
+                    print_one(printed)
+                    printed += 1
+        else:
+            show(events, tokenizer)
         if plain:
             note(f"comparing with plain decoding, {TURNS} turns ...")
         for turn in range(TURNS if plain else 0):
@@ -198,7 +193,7 @@ def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampli
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        note(figures(requests, engine, read, o.stats or o.compare))
+        note(figures(requests, engine, o.stats or o.compare))
         if turns:
             note(comparison(turns))
     if trace and requests and (ranks is None or ranks.rank == 0):

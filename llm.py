@@ -49,7 +49,7 @@ def started(o, *read: object) -> Iterator[tuple[Runtime, Ranks | None]]:
         yield runtime, None
         return
     with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
-        ranks.agree_on(command_in_words(o, *read), runtime.device_name)
+        ranks.agree(command_in_words(o, *read), runtime.device_name)
         yield runtime, ranks
 
 
@@ -82,7 +82,6 @@ class LLM:
         folder, drafting = converted(checkpoint, drafting, say)
         if verify is not False:
             verify_weights(folder, drafting.draft, bool(verify), say)
-        drafting.name_unused(folder, say)
         self.target: Target = load_target(folder, where, say, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len, serves=serves)

@@ -103,8 +103,9 @@ class ModelArgs:
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """The factor of embeddings, rounded to their dtype."""
-        scale = self.hidden_size**0.5 if self.scaled_embedding else 1.0
-        return torch.tensor(scale, dtype=dtype, device="cpu").item()
+        if not self.scaled_embedding:
+            return 1.0
+        return torch.tensor(self.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
     @property
     def rope_factor(self) -> float:
@@ -293,19 +294,14 @@ class KVCaches(nn.ModuleList):
     """
 
     Layer = KVCache
+    dtype = None  # of the buffers; None: the model's
 
     @classmethod
     def of(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> KVCaches:
         """Allocate caches for a model of this shape. backend: what the model was prepared for, or None."""
-        dtype = cls.stored(dtype)
-        return cls(cls.Layer(batch, slots, args, dtype, device) for _ in range(args.num_layers))
-
-    @staticmethod
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the buffers for a model of this dtype."""
-        return dtype
+        return cls(cls.Layer(batch, slots, args, cls.dtype or dtype, device) for _ in range(args.num_layers))
 
     def rows(self, first: int, count: int) -> KVCaches:
         """Return the caches of the sequences first ... first + count - 1: views."""
@@ -667,7 +663,11 @@ class Transformer(nn.Module):
         side by side [B, T, len(aux_layers)*H], else None.
         """
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        return self.run_layers(self.embedded(tokens), caches, shared, aux_layers)
+
+        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
+            return _finish(layer, x, layer.attend(caches[i], projected(layer, x), shared))
+
+        return self.through(tokens, aux_layers, apply)
 
     def reaching(self, length: int) -> Transformer:
         """Return this target for texts of up to `length` tokens: all turn alike, see `short_length`."""
@@ -678,29 +678,17 @@ class Transformer(nn.Module):
         other._buffers = self._buffers | {"inv_freq": turning}
         return other
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Return the first residual stream [B, T, H]."""
-        x = self.embed(tokens)
-        return x * self.args.embedding_scale(x.dtype) if self.args.scaled_embedding else x
-
-    def run_layers(
-        self, x: Tensor, caches: KVCaches, shared: Pass, aux_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Take the residual stream x [B, T, H] through all layers; returns what `through` does."""
-        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
-            return _finish(layer, x, layer.attend(caches[i], projected(layer, x), shared))
-
-        return self.through(x, aux_layers, apply)
-
     def through(
-        self, x: Tensor, aux_layers: tuple[int, ...], apply: Callable
+        self, tokens: Tensor, aux_layers: tuple[int, ...], apply: Callable
     ) -> tuple[Tensor, Tensor | None]:
-        """Take x [B, T, H] through all layers: x = apply(i, layer, x).
+        """Take embeddings x [B, T, H] through all layers: x = apply(i, layer, x).
 
         Returns the stream after them, and the streams entering `aux_layers` side by side (None without any);
         the number of layers, L, stands for the stream after the last one.
         """
-        features = []
+        x, features = self.embed(tokens), []
+        if self.args.scaled_embedding:
+            x = x * self.args.embedding_scale(x.dtype)
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
                 features.append(x)
@@ -732,7 +720,7 @@ class Transformer(nn.Module):
                 attended = attention(q, k, v, bias, None if layer.sinks is None else layer.sinks[:, None])
             return layer.finish(x, attended.transpose(1, 2).flatten(2))
 
-        return self.through(self.embedded(tokens), aux_layers, apply)
+        return self.through(tokens, aux_layers, apply)
 
     @property
     def lm_rows(self) -> Tensor:

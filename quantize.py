@@ -164,7 +164,7 @@ def run(o) -> None:
     calibrated = parts[""].before["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
     text, errors = calibration_text(o, calibrate, source) if calibrated else None, {}
     # The target and its heads are there together, or not at all.
-    with staging(out, sum(plan.size for plan in parts.values())) as folder:
+    with staging(out) as folder:
         for name, plan in parts.items():
             errors[name] = quantize_folder(plan, folder / name, None if name else text, o.allow_nonfinite)
     for name in parts:

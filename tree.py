@@ -85,13 +85,6 @@ def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return ancestors.sum(-1) - 1, ancestors
 
 
-def chain(tokens: Tensor) -> Tree:
-    """Tokens [B, T] as a tree with one path; T = 1 is the bare root of plain decoding."""
-    B, T = tokens.shape
-    parent = (torch.arange(T, device=tokens.device) - 1).clamp(min=0).expand(B, T)
-    return Tree(tokens, parent, *link(parent, T - 1))
-
-
 class Growth:
     """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): k nodes, each with k children.
 

@@ -24,7 +24,7 @@ from common.errors import InputError  # noqa: E402
 from common.threads import use_threads  # noqa: E402
 from evaluation.answers import rotated  # noqa: E402
 from kernels.cpu import CpuBackend  # noqa: E402
-from kernels.isa import processor_name  # noqa: E402
+from kernels.isa import cpuinfo  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 
@@ -67,7 +67,7 @@ def describe(o: argparse.Namespace) -> dict:
     """Return date, device, threads and torch version: the head of every result file."""
     return {
         "date": datetime.date.today().isoformat(), "threads": o.threads, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if CUDA else processor_name(), "isa": last_isa(),
+        "device": torch.cuda.get_device_name() if CUDA else cpuinfo("model name"), "isa": last_isa(),
     }
 
 

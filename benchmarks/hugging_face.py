@@ -113,7 +113,7 @@ def write_folder(o) -> None:
     model, stop_ids = as_llama(target), config["stop_ids"]
     model.generation_config.eos_token_id = stop_ids
     model.config.eos_token_id, model.config.bos_token_id = stop_ids[0], config["bos_id"]
-    with staging(out, sum(t.nbytes for t in model.parameters())) as part:
+    with staging(out) as part:
         model.save_pretrained(part)
         copy_files(checkpoint, part)
         if (part / "tokenizer.json").exists():

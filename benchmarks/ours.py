@@ -1,6 +1,7 @@
 """Our side of the benchmarks. Only this file uses the engine and builds drafters."""
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -16,10 +17,10 @@ from shapes import random_models
 
 from common.cli import note
 from drafters import Drafting
+from drafters.base import Drafter
 from drafters.eagle import Eagle
 from engine.compile import CapturedCalls
 from engine.engine import Engine
-from engine.memory import bytes_per_step
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.target import Target, load_target
@@ -33,6 +34,27 @@ from tree import TreeShape
 
 # The ids that each prompt got in a pass; none while prompts are read.
 Passes = Generator[list[list[int]], None, None]
+
+OF_EXPERTS = re.compile(r"\.mlp\.(routed\.)?w_")  # names of parameters, where there are experts
+
+
+def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
+    """Weight bytes that one step reads: the target's once, those of the drafter's network once per level.
+
+    Embedding tables are looked up, not read. A mixture's step reads the experts that a tree's rows choose on
+    average, each as likely as any other.
+    """
+    def size(module, rows: int = 1) -> int:
+        a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
+        chosen = 1 - (1 - a.experts_per_token / a.num_experts) ** rows if a.num_experts else 1
+        read = ((n, p.numel() * p.element_size()) for n, p in module.named_parameters())
+        return int(sum(
+            size * (chosen if OF_EXPERTS.search(n) else 1) for n, size in read if not n.startswith(skip)
+        ))
+
+    alone = drafter.parts or (drafter,)
+    networks = sum((part.shape.window - 1) * size(part.network) for part in alone if part.network is not None)
+    return size(target, drafter.shape.nodes) + networks
 
 
 class Model:

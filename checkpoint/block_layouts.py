@@ -36,9 +36,6 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     flags = config | (config.get("dflash_config") or {})
-    for key in ("block_size", "mask_token_id"):
-        if type(flags.get(key)) is not int:
-            raise InputError(f"{path}: config: {key} must be a number, found {flags.get(key)!r}")
     fields = model_fields(path, config | {"tie_word_embeddings": False})
     ahead = flags.get("sliding_window_non_causal") or False in (flags.get("is_causal"), flags.get("causal"))
     if "windows" in fields and ahead:
@@ -47,7 +44,7 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
     fields |= layouts.read_layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "aux_layers": _aux_layers(source, flags, target),
-        "block": flags["block_size"], "mask_id": flags["mask_token_id"],
+        "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
         "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),

@@ -100,7 +100,5 @@ class Calibration:
             return None
         try:
             return schema_of(cls).check(read_json(file))
-        except ValueError as e:
+        except (ValueError, InputError) as e:
             raise InputError(f"{file}: damaged: {e}; delete it") from None
-        except InputError as e:
-            raise InputError(f"{e}; delete it") from None

@@ -11,11 +11,9 @@ import math
 import re
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from shlex import quote
 
 import torch
 from torch import Tensor
@@ -42,15 +40,14 @@ from checkpoint.medusa_layouts import target_inside
 from checkpoint.source import Entry, Source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill, staging
-from common.cli import note
+from common.cli import library_errors, note
 from common.dtypes import DTYPES, short_dtype
-from common.errors import InputError, printable
+from common.errors import InputError
 from common.schema import named
 from common.torchrun import several
 from kernels.modes import MXFP4
 from kernels.quantized import Scheme
 from model import ModelArgs
-from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
@@ -75,18 +72,15 @@ def convert(
 
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
-    started = time.perf_counter()
     path = resolve_source(checkpoint)
     source = open_gguf(path) if is_gguf(path) else open_folder(path)
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
     kind = kind_of(source)
     if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
         kind, source = None, inside
-    if kind and target is None:
-        raise InputError(f"{source.path}: is a draft head, which needs --target, the converted model that it"
-                         " is for")
-    if target and not kind:
-        raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
+    if bool(kind) != bool(target):
+        what = "a draft head, which needs --target, its" if kind else "no draft head, which alone has a"
+        raise InputError(f"{path}: is {what} converted target")
     if kind:
         out = Path(out or Path(target) / kind)
         parts = {"": plan_head(source, Path(target), cast_to, answers or Answers())}
@@ -97,8 +91,7 @@ def convert(
     check_out(out, config["kind"], force)
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
-    size = sum(t.nbytes for _, tensors in parts.values() for t in tensors)
-    with staging(out, size) as folder:
+    with staging(out) as folder:
         if kind and (file := source.path / CALIBRATION).exists():
             Calibration.read(source.path)
             shutil.copyfile(file, folder / CALIBRATION)
@@ -112,27 +105,12 @@ def convert(
         for part, (fields, tensors) in parts.items():
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
             fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
-                 where=str(source.path), title=f"{out.name}/{part}".strip("/"))
-    if not kind:
-        _warn(checkpoint, tokenizer, config)
+                 where=str(source.path))
+    if not kind and tokenizer is None:
+        note(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids")
     if not quiet:
-        params = sum(math.prod(t.shape) for t in plan if t.dtype.is_floating_point)
-        seconds = time.perf_counter() - started
-        print(f"wrote {out}: {config['kind']}, {params:,} parameters, {size:,} bytes, {seconds:.1f} s")
+        print(f"wrote {out}: {config['kind']}, {sum(t.nbytes for t in plan):,} bytes of weights")
     return out
-
-
-def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
-    """Print what a converted target lacks."""
-    last = config["vocab_size"] - 1
-    if tokenizer is None:
-        note(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run it"
-             " with --prompt-ids")
-    elif tokenizer.highest > last:
-        note(f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
-             f" {last:,}; prompts with others are refused")
-    if not config["stop_ids"]:
-        note(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
 
 
 def default_folder(checkpoint: str | Path) -> Path:
@@ -151,31 +129,23 @@ def converted_folder(
     """
     checkpoint = str(checkpoint)
     if several() or is_converted(checkpoint):
-        read_config(checkpoint, target=target)
+        read_config(checkpoint)
         return checkpoint
     out, path = default_folder(checkpoint), Path(checkpoint)
-    out = Path(target) / out.name if target else out
-    stale = False
+    out, stale = Path(target) / out.name if target else out, False
     if out.is_dir():
-        other, of_target = read_config(out).get("source"), f" --target {quote(str(target))}" if target else ""
+        other = read_config(out).get("source")
         if other != origin(checkpoint):
-            if "/" not in checkpoint:  # maybe there is no such thing
-                resolve_source(checkpoint)
-            options = f"--checkpoint {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}"
-            raise InputError(f"{out}: was converted from {other}; name {out}-2, once you have run python"
-                             f" convert_checkpoint.py {options}")
+            raise InputError(f"{out}: was converted from {other}; convert {checkpoint} with"
+                             " convert_checkpoint.py --out, into another folder, and name that")
         files = path.iterdir() if path.is_dir() else [path]
         written = (out / WEIGHTS).stat().st_mtime
         stale = any(f.stat().st_mtime > written for f in files if f.is_file())
     if stale or not out.is_dir():
         resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
-                convert(checkpoint, out, target, force=stale)
-        except InputError as e:
-            options = "; these are options of convert_checkpoint.py" if " --" in str(e) else ""
-            raise InputError(f"{e}{options}") from None
+        with contextlib.redirect_stdout(sys.stderr), library_errors(f"{checkpoint}: malformed"):
+            convert(checkpoint, out, target, force=stale)  # stdout is for the answer
     return str(out)
 
 
@@ -197,7 +167,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> dict[str, tuple[di
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
     """
-    family, fields = family_of(source), target_fields(source)
+    family, fields = family_of(source.path, source.family), target_fields(source)
     names = family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
@@ -265,7 +235,7 @@ def plan_head(
         config["own_lm_head"] = False  # vLLM's copies of heads carry the target's
         del tensors["lm_head.weight"]
     check_head_fits(_args(source, config), target_args, str(path))
-    maps = {name: tensors.pop(name) for name in ("d2t", "t2d", "token_map") if name in tensors}
+    maps = {name: tensors.pop(name) for name in ("d2t", "token_map", "t2d") if name in tensors}
     ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     for name, sources in layout.names.items():
         if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
@@ -291,22 +261,23 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
     They come from the offsets `d2t`, from `token_map` (vLLM's, the ids), or from `t2d`, the mask of the same
     ids. If `t2d` is beside one of the others, they must agree.
     """
-    shapes = {"d2t": (draft_vocab,), "token_map": (draft_vocab,), "t2d": (vocab,)}
-    check_shapes({n: m.shape for n, m in maps.items()}, {n: shapes[n] for n in maps}, str(path))
-    read = {name: entry.read() for name, entry in maps.items()}
-    marked = read["t2d"].bool().nonzero()[:, 0] if "t2d" in read else None
-    name = next((name for name in ("d2t", "token_map", "t2d") if name in read), "d2t")
-    if name == "t2d" and len(marked) != draft_vocab:
-        raise InputError(f"{path}: t2d marks {len(marked)} ids, the draft vocabulary has {draft_vocab}")
-    if not read and draft_vocab != vocab:
-        raise InputError(f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab}"
-                         " ids")
-    ids = marked if name == "t2d" else read.get(name, torch.zeros(draft_vocab)).long()
-    ids, order = (ids + torch.arange(draft_vocab) if name == "d2t" else ids).sort()
+    places = torch.arange(draft_vocab)
+    if "d2t" in maps:
+        ids = places + maps["d2t"].read()
+    elif "token_map" in maps:
+        ids = maps["token_map"].read().long()
+    elif "t2d" in maps:
+        ids = maps["t2d"].read().bool().nonzero()[:, 0]
+    else:
+        ids = places
+    ids, order = ids.sort()
+    if len(ids) != draft_vocab or (not maps and draft_vocab != vocab):
+        raise InputError(f"{path}: no tensor d2t, token_map or t2d maps the {draft_vocab} draft ids")
     if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() == 0).any()):
-        raise InputError(f"{path}: {name} gives ids twice, or outside the target's vocabulary 0..{vocab - 1}")
-    if marked is not None and not torch.equal(marked, ids):
-        raise InputError(f"{path}: t2d and {name} contradict each other")
+        raise InputError(f"{path}: {next(iter(maps))} gives ids twice, or outside the target's vocabulary"
+                         f" 0..{vocab - 1}")
+    if "t2d" in maps and not torch.equal(maps["t2d"].read().bool().nonzero()[:, 0], ids):
+        raise InputError(f"{path}: t2d and {next(iter(maps))} contradict each other")
     return ids, order
 
 
@@ -329,7 +300,7 @@ def _plan(
     for name, entry in tensors.items():
         fits = entry.dtype is not None and entry.dtype.is_floating_point
         if not (entry.dtype == torch.uint8 if name in in_bytes else fits):
-            raise InputError(f"{path}: tensor {printable(name)} is not stored as floating point (a quantised"
+            raise InputError(f"{path}: tensor {name!r} is not stored as floating point (a quantised"
                              " checkpoint?)")
     dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in in_bytes})
     return [

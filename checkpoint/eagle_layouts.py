@@ -63,7 +63,10 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, answers: Answers) -
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
     }
     if kind == "eagle":
-        return _read_eagle1(source.path, fields, tensors, target)
+        return ReadHead(fields | {
+            "num_layers": 1, "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
+            "own_lm_head": "lm_head.weight" in tensors,
+        }, EAGLE1, tensors)
     return _read_eagle3(source, config, fields, tensors, target, answers)
 
 
@@ -89,38 +92,24 @@ def _of_speculators(config: dict) -> bool:
     return by_class or "speculators_model_type" in config or "transformer_layer_config" in config
 
 
-def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> ReadHead:
-    if fields["num_layers"] != 1:
-        raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
-    for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
-        if f"{norm}.weight" in tensors:
-            raise InputError(f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not"
-                             " supported")
-    config = fields | {
-        "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
-        "own_lm_head": "lm_head.weight" in tensors,
-    }
-    return ReadHead(config, EAGLE1, tensors)
-
-
 def _read_eagle3(
     source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
     answers: Answers,
 ) -> ReadHead:
     path, nested = source.path, head_config.get("eagle_config") or {}
     flags, tensors = head_config | nested, dict(tensors)
-    if nested.get("use_aux_hidden_state") is False:
-        raise InputError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
-    each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
-    if each and together:
-        raise InputError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
-    if each or flags.get("fc_norm"):
+    if "fc_norm.0.weight" in tensors or flags.get("fc_norm"):
         feature_norm = "each"
     else:
-        feature_norm = "all" if together or flags.get("norm_before_fc") else ""
+        feature_norm = "all" if "input_norm.weight" in tensors or flags.get("norm_before_fc") else ""
     aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
     if fields["kind"] == "p-eagle":
-        fields = fields | _p_eagle(source, head_config, tensors)
+        given = head_config | (head_config.get("dflash_config") or {})
+        keys = ("mask_token_id", "pard_token", "ptd_token_id")
+        fields |= layouts.read_markov(source, head_config, tensors) | {
+            "mask_id": next((given[key] for key in keys if given.get(key) is not None), None),
+            "drafts": head_config.get("num_draft_steps", head_config.get("k_train", 8)),
+        }
     draft_vocab = layouts.read_draft_vocab(head_config, tensors, fields["vocab_size"])
     config = fields | {
         "draft_vocab_size": draft_vocab,
@@ -141,20 +130,6 @@ def _read_eagle3(
     return ReadHead(config, names, tensors)
 
 
-def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
-    """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    given = config | (config.get("dflash_config") or {})
-    keys = "mask_token_id", "pard_token", "ptd_token_id"
-    mask_id = next((given[key] for key in keys if given.get(key) is not None), None)
-    if type(mask_id) is not int:
-        raise InputError(f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under"
-                         f" mask_token_id, ptd_token_id or pard_token; found {mask_id!r}")
-    if "mask_hidden" not in tensors:
-        raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
-    drafts = config.get("num_draft_steps", config.get("k_train", 8))
-    return {"mask_id": mask_id, "drafts": drafts, **layouts.read_markov(source, config, tensors)}
-
-
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
     """Return the flag of that name.
 
@@ -166,9 +141,8 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
     if _of_speculators(source.config):
-        raise InputError(f"{source.path}: config has no norm_before_residual and programs disagree on what"
-                         " that means: say --norm-before-residual or --no-norm-before-residual (try both,"
-                         " one drafts far better)")
+        raise InputError(f"{source.path}: config has no norm_before_residual: say --norm-before-residual or"
+                         " --no-norm-before-residual (try both, one drafts far better)")
     return False
 
 
@@ -184,13 +158,8 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
         return False
     if _of_speculators(source.config):
         return bool(flags["norm_output"])
-    if not flags["norm_output"]:
-        raise InputError(f"{source.path}: norm_output false: SGLang norms before the lm_head all the same,"
-                         " SpecForge then trains without: say --recycle raw if it is normed there; a head"
-                         " without that norm is not supported")
-    raise InputError(f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains"
-                     " with the raw one: say --recycle normed or --recycle raw (try both, one drafts far"
-                     " better)")
+    raise InputError(f"{source.path}: norm_output means one thing to SGLang, another to SpecForge: say"
+                     " --recycle normed or --recycle raw (try both, one drafts far better)")
 
 
 def _aux_layers(
@@ -210,10 +179,7 @@ def _aux_layers(
         return tuple(inputs)
     readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
     if len(readings) > 1:
-        options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))
-        inner, outer = in_config
-        raise InputError(f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say"
-                         f" {options}")
+        raise InputError(f"{path}: {AUX_KEY} is given twice and differently, {in_config}: say --aux-layers")
     if readings:
         return readings.pop()
     fc = tensors.get("fc.weight")

@@ -41,7 +41,7 @@ def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     if is_converted(o.out):
         raise InputError(f"--out {o.out}: holds a converted checkpoint; choose another folder")
-    head = read_config(o.head, what="--head", target=o.checkpoint)
+    head = read_config(o.head, what="--head")
     if head["kind"] == "target":
         raise InputError(f"--head {o.head}: holds a target, no draft head")
     check_exact(o.head, head)

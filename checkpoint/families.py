@@ -14,13 +14,12 @@ from itertools import product
 from pathlib import Path
 
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
-from checkpoint.folder import CONFIG, ROPE, Divisors, Factor, check_rope, is_gguf
+from checkpoint.folder import CONFIG, ROPE, check_rope, is_gguf
 from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.source import Entry, Source
-from common.errors import InputError, printable
-from common.schema import ABSENT, Schema, Wrong, in_words, named, number
+from common.errors import InputError
+from common.schema import ABSENT, Wrong, named
 from model import ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
@@ -37,11 +36,6 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-LONGROPE = Schema(TypedDict("Longrope", {
-    "short_factor": Divisors, "long_factor": Divisors, "factor": NotRequired[Factor],
-    "attention_factor": NotRequired[Factor],
-    "original_max_position_embeddings": NotRequired[number(2, 2**31)],
-}))
 SCALES = "layers.{i}.mlp.w_down.scale"  # in the tables whose files may hold experts in MXFP4
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 # Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
@@ -271,12 +265,11 @@ def mtp_names(names: NameTable) -> NameTable:
     }
 
 
-def family_of(source: Source) -> Family:
-    """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
-    if source.family not in FAMILIES:
-        found, known = printable(str(source.family)), ", ".join(FAMILIES)
-        raise InputError(f"{source.path}: unknown architecture {found} (known: {known})")
-    return FAMILIES[source.family]
+def family_of(path: Path, name: str | None) -> Family:
+    """Return the entry of `FAMILIES` of this name. path: the source, for the InputError if there is none."""
+    if name not in FAMILIES:
+        raise InputError(f"{path}: unknown architecture {name!r} (known: {', '.join(FAMILIES)})")
+    return FAMILIES[name]
 
 
 def target_fields(source: Source) -> dict:
@@ -284,7 +277,7 @@ def target_fields(source: Source) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    family, path = family_of(source), source.path
+    family, path = family_of(source.path, source.family), source.path
     _refuse(path, source.config, "attn_logit_softcapping", "final_logit_softcapping",
             "use_bidirectional_attention", *(() if family.fixed.get("biases") else ("attention_bias",)))
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
@@ -305,12 +298,9 @@ def target_fields(source: Source) -> dict:
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers", "use_sliding_window")
-    experts = config.get("num_experts", config.get("num_local_experts", 0))
-    if experts < 1:
-        raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")
     return {
         "renormalise_experts": bool(config.get("norm_topk_prob")), **fields,
-        "num_experts": experts,
+        "num_experts": config.get("num_experts", config.get("num_local_experts", 0)),
         "experts_per_token": config.get("num_experts_per_tok", 0),
         "intermediate_size": config.get("moe_intermediate_size", fields["intermediate_size"]),
     }
@@ -324,16 +314,13 @@ def model_fields(path: Path, config: dict) -> dict:
     _refuse(path, config, "quantization_config", "mlp_bias")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise InputError(f"{path}: activation {printable(activation)} is not supported (these are: {known})")
+        raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     where = path if is_gguf(path) else path / CONFIG
     for name in NEEDED:
         if config.get(KEYS[name][0]) is None:
             raise InputError(f"{where}: {Wrong(KEYS[name][0], ABSENT, 'a whole number')}")
     fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
     hidden, heads = fields["hidden_size"], fields["num_heads"]
-    if "head_dim" not in config and hidden % heads:
-        raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
     rope, local = _rope_of_kinds(path, config, rope)
     scaling, longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
@@ -364,9 +351,8 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
         if {*kinds} == {"full_attention"}:
             return []
         if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:
-            raise InputError(f"{path}: layer_types is {in_words(kinds)}, the window {in_words(window)};"
-                             f" expected for each of {layers} layers full_attention or, with a window,"
-                             " sliding_attention")
+            raise InputError(f"{path}: layer_types { {*kinds} } with a window of {window}; expected for"
+                             f" each of {layers} layers full_attention or, with a window, sliding_attention")
         full = [kind == "full_attention" for kind in kinds[:layers]]
     else:
         first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
@@ -378,20 +364,17 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
 def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | None]:
     """(The parameters of layers without a window, the base of those with one if it is another)."""
     local = config.get("rope_local_base_freq")
-    if not isinstance(rope, dict) or not any(isinstance(v, dict) for v in rope.values()):
+    if not any(isinstance(v, dict) for v in rope.values()):
         return rope, local
     full, sliding = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
-    both = isinstance(full, dict) and isinstance(sliding, dict)
-    if not both or sliding.get("rope_type", "default") != "default":
-        raise InputError(f"{path}: rope parameters per kind of layer must be of two kinds, full_attention"
-                         " and, without scaling, sliding_attention")
+    if not full or not sliding or sliding.get("rope_type", "default") != "default":
+        raise InputError(f"{path}: rope parameters of kinds of layers other than full_attention and, without"
+                         " scaling, sliding_attention")
     return full, sliding.get("rope_theta", local)
 
 
 def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
     """(The field rope_scaling, the longest context after scaling). `rope`: the config's own parameters."""
-    if not isinstance(rope, dict):
-        raise InputError(f"{path}: rope parameters are no object")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{path}: partial_rotary_factor is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -419,8 +402,6 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
 
 def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:
     """The field rope_scaling of longrope."""
-    with named(path):
-        LONGROPE.check(scaling, "rope_scaling")
     original = config.get("original_max_position_embeddings") or longest
     original = scaling.get("original_max_position_embeddings", original)
     factor = scaling.get("factor") or longest / original

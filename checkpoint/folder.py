@@ -13,12 +13,10 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -26,7 +24,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.files import check_file, read_json
-from common.schema import ABSENT, Flag, Schema, Sha256, Text, Wrong, in_words, named, number, schema_of, whole
+from common.schema import ABSENT, Flag, Schema, Sha256, Text, Wrong, named, number, schema_of, whole
 from kernels.quantized import Scheme
 from model import ModelArgs
 from networks.block import BlockHead, DSparkHead
@@ -81,14 +79,9 @@ def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
     """Raise Wrong unless these are the parameters of a rope scaling that we compute."""
     place = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.get(place, ABSENT)
-    if kind == "dynamic":
-        raise Wrong(f"{key}.{place}", kind, "linear or yarn: the frequencies of a dynamic one, which is not"
-                    " supported, change as the text grows, so that keys already in the cache would be wrong")
     if not isinstance(kind, str) or kind not in ROPE:
         raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
     ROPE_SCHEMAS[kind].check(scaling, key)
-    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise Wrong(f"{key}.low_freq_factor", scaling["low_freq_factor"], "less than high_freq_factor")
 
 
 def check_args(args: ModelArgs) -> None:
@@ -98,7 +91,7 @@ def check_args(args: ModelArgs) -> None:
 
 
 def _check_relations(a: ModelArgs) -> None:
-    scaling, delta = a.rope_scaling or {}, any(a.delta_layers)
+    scaling = a.rope_scaling or {}
     divisors = [scaling[key] for key in ("divisors", "long_divisors") if key in scaling]
     kind = scaling.get("rope_type", scaling.get("type"))
     if a.rope_scaling is not None:
@@ -106,46 +99,21 @@ def _check_relations(a: ModelArgs) -> None:
     rules = [
         ("num_kv_heads", a.num_heads % a.num_kv_heads == 0, f"a divisor of num_heads, {a.num_heads}"),
         ("head_dim", a.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
-        ("head_dim", a.num_heads * a.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
         ("experts_per_token", not a.num_experts or 1 <= a.experts_per_token <= a.num_experts,
          f"1 to num_experts, {a.num_experts}"),
         ("rope_scaling", all(len(each) == a.head_dim // 2 for each in divisors),
          f"{a.head_dim // 2} divisors, half of head_dim"),
-        ("windows", len(a.windows) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
         ("local_rope_base", a.local_rope_base is None or kind not in ("yarn", "divisors"),
          "null: rope_scaling has a factor of cos and sin"),
-        ("delta_layers", len(a.delta_layers) in (0, a.num_layers), f"one for each of {a.num_layers} layers"),
-        ("rotary_dim", a.rotary_dim <= a.head_dim and a.rotary_dim % 2 == 0,
-         f"an even number up to head_dim, {a.head_dim}"),
-        ("rotary_dim", not a.rotary_dim or kind != "yarn", "0: yarn scales all of a head"),
-        ("delta_heads", not delta or (a.delta_key_heads > 0 and a.delta_heads % a.delta_key_heads == 0),
-         "a multiple of delta_key_heads"),
-        ("delta_taps", not delta or min(
-            a.delta_heads, a.delta_key_dim, a.delta_value_dim, a.delta_taps - 1) >= 1,
-         "at least 2, and delta_heads, delta_key_dim and delta_value_dim at least 1"),
     ]
     has = vars(a).get
     if (aux := has("aux_layers")) is not None:
         rules += [
             ("draft_vocab_size", a.draft_vocab_size <= a.vocab_size, f"at most vocab_size, {a.vocab_size}"),
             ("aux_layers", all(low < high for low, high in pairwise(aux)), "ascending layers"),
-            ("target_hidden_size", a.feature_width <= 2**22, f"at most {2**22:,} over their number"),
         ]
     if has("mask_id") is not None:
-        reads = a.confidence and a.confidence_reads_markov
-        rules += [
-            ("mask_id", a.mask_id < a.vocab_size, f"an id below vocab_size, {a.vocab_size}"),
-            ("markov_rank", a.markov_rank or not a.markov_gated, "at least 1: markov_gated is true"),
-            ("markov_rank", a.markov_rank or not reads, "at least 1: confidence_reads_markov is true"),
-        ]
-    if has("block") is not None:
-        rules += [("block", a.drafts >= 1, "at least 2: one row, the anchor's, drafts nothing")]
-    if has("guesses") is not None:
-        rules += [
-            ("aux_layers", len(aux) == 1, "one: Medusa and Hydra heads read one state"),
-            ("hidden_size", a.hidden_size == a.target_hidden_size,
-             f"target_hidden_size, {a.target_hidden_size}: these heads have the target's width"),
-        ]
+        rules += [("mask_id", a.mask_id < a.vocab_size, f"an id below vocab_size, {a.vocab_size}")]
     for key, fits, expected in rules:
         if not fits:
             raise Wrong(key, getattr(a, key), expected)
@@ -159,10 +127,6 @@ def check_config(config: dict) -> ModelArgs:
     schema_of(shape).check(config)
     args = shape.from_config(config)
     _check_relations(args)
-    ids = [(f"stop_ids[{i}]", token) for i, token in enumerate(config.get("stop_ids", ()))]
-    for key, token in [*ids, ("bos_id", config.get("bos_id") or 0)]:
-        if token >= args.vocab_size:
-            raise Wrong(key, token, f"an id below vocab_size, {args.vocab_size}")
     if "quantization" in config:
         Scheme.read(config["quantization"])
     return args
@@ -183,24 +147,22 @@ def is_converted(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file() and is_ours(read_json(Path(folder) / CONFIG))
 
 
-def read_config(
-    folder: str | Path, kind: str | None = None, what: str = "", target: str | Path | None = None
-) -> dict:
+def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
     """Return the config.json of one of our folders.
 
-    kind: that it has to be of. For errors: what is the option that names the folder, target the converted
-    model that a head is for, where it is known. Raises InputError if the folder is not ours, not of this
-    kind, or if a key is missing, out of its range, or contradicts another.
+    kind: that it has to be of. what: the option that names the folder, for errors. Raises InputError if the
+    folder is not ours, not of this kind, or if a key is missing, out of its range, or contradicts another.
     """
     folder, name = Path(folder), f"{what} {folder}".strip()
     if not folder.is_dir():
         raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
     config = read_json(folder / CONFIG)
     if not is_ours(config):
-        raise InputError(f"{name}: not converted yet; {_conversion(folder, kind, target)}")
-    if config["format"] != FORMAT or isinstance(config["format"], float):
-        raise InputError(f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version"
-                         " reads; convert it again")
+        raise InputError(f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {folder},"
+                         " for a head with --target")
+    if config["format"] != FORMAT:
+        raise InputError(f"{name}: format {config['format']!r} is not the {FORMAT} this version reads;"
+                         " convert it again")
     with named(folder / CONFIG, ADVICE):
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
@@ -208,18 +170,6 @@ def read_config(
     if kind and config["kind"] != kind:
         raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder")
     return config
-
-
-def _conversion(folder: Path, kind: str | None, target: str | Path | None) -> str:
-    """Return how to convert a folder: a command to run, if all of it is known. See `read_config`."""
-    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
-    if is_converted(folder.parent):  # a head, where its conversion will be
-        aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
-        return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
-    if kind in HEADS and not target:
-        return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
-    target = f" --target {quote(str(target))}" if target else ""
-    return f"run {command} {source}{target}; then name the folder that it writes"
 
 
 def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:
@@ -259,8 +209,8 @@ def check_out(out: Path, kind: str, force: bool) -> None:
     if not is_ours(old):  # of any version: --force replaces old ones too
         raise InputError(f"{out}: exists and is not one of our checkpoint folders; choose another --out")
     if old["kind"] != kind:
-        raise InputError(f"{out}: is of kind {in_words(old['kind'])}, which {kind} may not replace; choose"
-                         " another --out")
+        raise InputError(f"{out}: is of kind {old['kind']!r}, which {kind} may not replace; choose another"
+                         " --out")
     if not force:
         raise InputError(f"{out}: exists; replace it with --force or choose another --out")
 
@@ -271,7 +221,6 @@ def verify(checkpoint: str | Path, draft: str | Path | None, must: bool, say: Ca
     must: refuse a folder without one, which older versions wrote; else name it. say: prints a line. Raises
     InputError if weights are not those that were written.
     """
-    began, size = time.perf_counter(), 0
     heads = [Path(checkpoint, kind) for kind in HEADS if Path(checkpoint, kind, CONFIG).exists()]
     for folder in [Path(checkpoint), *heads, *([Path(draft)] if draft else [])]:
         expected, path = read_config(folder).get("sha256"), folder / WEIGHTS
@@ -281,11 +230,12 @@ def verify(checkpoint: str | Path, draft: str | Path | None, must: bool, say: Ca
                 raise InputError(words)
             say(words)
             continue
-        size, digest = size + check_file(path), hashlib.sha256()
+        check_file(path)
+        digest = hashlib.sha256()
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-        if digest.hexdigest() != expected:
-            raise InputError(f"{path}: its sha256 is {digest.hexdigest()}; expected {expected}, which"
-                             f" {CONFIG} holds: it is damaged, or was changed; {ADVICE}")
-    say(f"verified {size:,} bytes of weights in {time.perf_counter() - began:.1f} s")
+        if (found := digest.hexdigest()) != expected:
+            raise InputError(f"{path}: its sha256 is {found}; expected {expected}: it is damaged, or was"
+                             f" changed; {ADVICE}")
+    say(f"verified the weights of {checkpoint}")

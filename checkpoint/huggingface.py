@@ -1,7 +1,6 @@
 """Hugging Face folders as a `Source`: safetensors or pickles, one file or shards."""
 from __future__ import annotations
 
-import pickle
 import re
 import warnings
 import zipfile
@@ -17,7 +16,7 @@ from checkpoint.folder import CONFIG, Length, is_ours
 from checkpoint.source import WEIGHT_FILES, Entry, Source, shards, unique_ids
 from checkpoint.weights import listed, opened
 from common.cli import library_errors
-from common.errors import InputError, printable
+from common.errors import InputError
 from common.files import check_file, read_json
 from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, whole
 from tokens.tokenizer import copy_files
@@ -78,7 +77,8 @@ def open_folder(path: Path) -> Source:
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
-    tensors = _sharded(path / name, load) if name.endswith(".json") else _one_file(path / name, load)
+    files = dict.fromkeys(shards(path / name).values()) if name.endswith(".json") else [name]
+    tensors = {name: entry for file in files for name, entry in _one_file(path / file, load).items()}
     if text := config.get("text_config"):
         config = text | {key: value for key, value in config.items() if value is not None}
         tensors = _text_part(tensors)
@@ -103,21 +103,6 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
     return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
 
 
-def _sharded(index: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
-    weight_map, tensors = shards(index), {}
-    for file in dict.fromkeys(weight_map.values()):
-        path = index.parent / file
-        if not path.exists():
-            raise InputError(f"{path}: missing, though {index.name} lists it")
-        shard = _one_file(path, load)
-        for name in (n for n, f in weight_map.items() if f == file):
-            if name not in shard:
-                raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
-        # A tensor that the index does not list is kept too, so that the converter can name it as unexpected.
-        tensors.update({n: entry for n, entry in shard.items() if weight_map.get(n, file) == file})
-    return tensors
-
-
 def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
@@ -134,34 +119,13 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    size = check_file(path)
-    with library_errors(f"{path}: truncated or damaged"), warnings.catch_warnings():
+    check_file(path)
+    with library_errors(f"{path}: damaged, or more than a pickle of tensors"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
-        _refuse_packed(path)
-        try:
-            # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except pickle.UnpicklingError as e:
-            why = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # it names a class or a function
-            reason = why[0].partition(". ")[0].rstrip(".") if why else "not a pickle of tensors"
-            raise InputError(
-                f"{path}: unsafe pickle or damaged file, not loaded ({printable(reason)})") from None
+        # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     dense = isinstance(state, dict) and all(
-        isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items())
+        isinstance(t, Tensor) and t.layout == torch.strided for t in state.values())
     if not dense:
         raise InputError(f"{path}: is not a state dict of tensors")
-    for name, tensor in state.items():
-        if tensor.nbytes > size:  # one number, said to be a matrix
-            raise InputError(f"{path}: tensor {printable(name)} {list(tensor.shape)} is {tensor.nbytes:,}"
-                             f" bytes; expected at most {size:,}, the size of the file")
     return state
-
-
-def _refuse_packed(path: Path) -> None:
-    """Raise InputError if a part of a zip archive is compressed: a small one could then be of any size."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            packed = [part for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]
-        if packed:
-            name = printable(packed[0].filename)
-            raise InputError(f"{path}: {name} is compressed; expected what torch.save writes")

@@ -4,7 +4,6 @@ Sources: transformers' modelling files, llama.cpp's conversion/qwen.py.
 """
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -13,48 +12,28 @@ import torch
 from torch import Tensor
 
 from checkpoint.source import Entry
-from common.errors import InputError, printable
+from common.errors import InputError
 
-# Keys of a config that are read elsewhere or do not change the numbers of text.
-HARMLESS = frozenset((
-    "_name_or_path", "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id",
-    "chunk_size_feed_forward", "decoder_sparse_step", "dtype", "eos_token_id", "head_dim", "head_dtype",
-    "hidden_act", "hidden_size", "id2label", "image_token_id", "initializer_range", "intermediate_size",
-    "is_encoder_decoder", "label2id", "language_model_only", "mamba_ssm_dtype",
-    "max_position_embeddings", "max_window_layers", "mlp_only_layers", "model_type",
-    "moe_intermediate_size", "mtp_num_hidden_layers", "norm_topk_prob", "num_attention_heads",
-    "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-    "num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits",
-    "pad_token_id", "problem_type", "quantization_config", "query_pre_attn_scalar", "return_dict",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef",
-    "sliding_window", "sliding_window_pattern", "text_config", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache", "use_sliding_window", "video_token_id", "vision_config",
-    "vision_end_token_id", "vision_start_token_id", "vocab_size",
-))
 DELTA = {  # keys -> fields of ModelArgs, and transformers' defaults
     "linear_num_value_heads": ("delta_heads", 32), "linear_num_key_heads": ("delta_key_heads", 16),
     "linear_key_head_dim": ("delta_key_dim", 128), "linear_value_head_dim": ("delta_value_dim", 128),
     "linear_conv_kernel_dim": ("delta_taps", 4), "shared_expert_intermediate_size": ("shared_expert_size", 0),
 }
 EXPECTED = {  # other keys, and the values that we compute
-    "attn_output_gate": (True, None), "mtp_use_dedicated_embeddings": (False, None),
-    "output_gate_type": ("swish", "silu", None),
+    "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,),
+    "output_gate_type": ("swish", "silu"),
 }
-MOST_ROWS = 2**22  # of a matrix
 READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_rotary_factor"}
 
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
     """Return (the config without what is read here, fields of ModelArgs).
 
-    Raises InputError on a key that we do not know, unless it is off, and on values that we would not compute.
+    Raises InputError on values that we would not compute.
     """
-    for key, value in config.items():
-        known = key in HARMLESS or key in READ
-        if value in EXPECTED[key] if key in EXPECTED else known or value in (None, False, [], {}):
-            continue
-        shown = json.dumps(value)[:60]
-        raise InputError(f"{path}: {printable(key)} {shown} is not supported for this model")
+    for key, expected in EXPECTED.items():
+        if config.get(key) not in (None, *expected):
+            raise InputError(f"{path}: {key} {config[key]!r} is not supported for this model")
     fields = {field: config.get(key, usual) for key, (field, usual) in DELTA.items()}
     layers, kinds = config.get("num_hidden_layers") or 0, config.get("layer_types")
     if kinds is None:
@@ -102,9 +81,8 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
         if last not in orders:
             found[name] = entry
             continue
-        rows = sum(map(len, orders[last].values()))
-        if entry.shape[:1] != (rows,):
-            raise InputError(f"{path}: tensor {printable(name)} {list(entry.shape)}: expected {rows} rows")
+        if entry.shape[0] != (rows := sum(map(len, orders[last].values()))):
+            raise InputError(f"{path}: tensor {name} {list(entry.shape)}: expected {rows} rows")
         for new, order in orders[last].items():
             change, shape = partial(torch.index_select, dim=0, index=order), (len(order), *entry.shape[1:])
             found[f"{stem}{last.partition('.')[0]}.{new}"] = entry.changed(change, shape)
@@ -118,8 +96,6 @@ def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor
     key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
     if not keys or values % keys:
         raise InputError(f"{path}: {values} heads of values are no multiple of {keys} of keys")
-    if max(keys * key_dim, values * value_dim, fields["num_heads"] * size) > MOST_ROWS:
-        raise InputError(f"{path}: the heads have more than {MOST_ROWS:,} rows together")
 
     def each(heads: int, rows: int, order: Tensor) -> Tensor:
         """These rows of each of many heads."""

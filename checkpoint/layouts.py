@@ -55,20 +55,16 @@ Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it
 
 def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
     """Return a head's own weights under published names. Raises InputError on weights without one."""
-    tensors, left = {}, []
+    tensors = {}
     for name, tensor in head.own_state().items():
         if name == "draft_ids":
             continue
         try:
             parts = parts_of(names, head.args, name, tuple(tensor.shape))
         except KeyError:
-            left.append(name)
-            continue
+            raise InputError(f"weights {name} of this head have no place in a layout written here") from None
         rows = [shape[0] for shape in parts.values()]
         tensors |= dict(zip(parts, tensor.split(rows)))
-    if left:
-        raise InputError("this head has weights that no layout written here has a place for:"
-                         f" {', '.join(sorted(left))}")
     return tensors
 
 
@@ -131,7 +127,7 @@ def read_markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
     reads = tensors.get("confidence_head.proj.weight")
     if table is not None and kind not in ("vanilla", "gated"):
         raise InputError(f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated"
-                         " are): its state goes from token to token")
+                         " are)")
     rank = table.shape[1] if table is not None and len(table.shape) == 2 else 0
     width = reads.shape[-1] if reads is not None and reads.shape else 0
     with_markov = flags.get("confidence_head_with_markov")

@@ -88,21 +88,18 @@ def _load(
         # as soon as it has been packed, not when all have.
         with opened(path, ADVICE, device) as file:
             tensor = share.take(name, file) if share else file.get_tensor(name)
-        fixed = _fixed(name, tensor, meta)
+        # Quantised weights and their scales are never cast.
+        fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
         if fixed and tensor.dtype != meta.dtype:
             raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise"
                              " again")
         state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
-    if "draft_ids" in state:
-        check_draft_ids(state["draft_ids"], module.args.vocab_size, str(path))
+    ids, ours = state.get("draft_ids"), range(module.args.vocab_size)
+    if ids is not None and not (int(ids.min()) in ours and int(ids.max()) in ours):
+        raise InputError(f"{path}: draft_ids are not those of this vocabulary; {ADVICE}")
     module.load_state_dict(state, assign=True)
     module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
-
-
-def _fixed(name: str, tensor: torch.Tensor, meta: torch.Tensor) -> bool:
-    """Return whether a stored tensor is never cast: quantised weights and their scales."""
-    return name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
 
 
 def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
@@ -117,33 +114,18 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
     return module
 
 
-def check_draft_ids(ids: torch.Tensor, vocab_size: int, where: str) -> None:
-    """Raise InputError unless the draft ids [Vd] are in the vocabulary, each once."""
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise InputError(f"{where}: tensor draft_ids holds the id {low if low < 0 else high}; expected ids"
-                         f" from 0, below vocab_size, {vocab_size}")
-    if len(ids.unique()) < len(ids):
-        raise InputError(f"{where}: tensor draft_ids holds an id twice; expected each once")
-
-
 def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
     """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
-    sizes = (
+    sizes = [
         ("vocabulary", head.vocab_size, target.vocab_size),
-        ("target hidden size", head.target_hidden_size, target.hidden_size))
+        ("target hidden size", head.target_hidden_size, target.hidden_size)]
+    if not (head.own_embedding and (head.own_lm_head or head.tie_embeddings)):
+        sizes += [("width", head.hidden_size, target.hidden_size)]
     for what, found, size in sizes:
         if found != size:
             raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
                              f" has {size}")
-    width = head.hidden_size
-    own = {"embedding": head.own_embedding, "lm_head": head.own_lm_head or head.tie_embeddings}
-    for matrix, has_own in own.items():
-        if not has_own and width != target.hidden_size:
-            raise InputError(f"{where}: the head's width {width} differs from the target's"
-                             f" {target.hidden_size} and it carries no {matrix} of its own")
-    last = max(head.aux_layers)
-    if last > target.num_layers:
+    if (last := max(head.aux_layers)) > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")
 
 

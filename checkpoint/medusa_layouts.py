@@ -28,8 +28,6 @@ from model import ModelArgs
 from networks.medusa import MedusaHeads, MultiTokenHeads
 
 MEDUSA2 = "medusa_head."
-NUMBER = "([0-9]{1,9})"
-MOST = 64  # guesses, and blocks of each
 TARGETS_TABLE = ("prefix_embeding_layer.embed_tokens.weight", "input_embed_fn.weight")  # copies of it
 PREFIX = "prefix_embeding_layer."
 
@@ -117,7 +115,7 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, answers: Answers) 
 def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Form]:
     """Return the number of guesses, and how the file names them. Raises InputError."""
     def numbers(pattern: str) -> list[tuple[int, ...]]:
-        pattern = re.escape(pattern).replace(r"\{\}", NUMBER)
+        pattern = re.escape(pattern).replace(r"\{\}", r"(\d+)")
         return sorted({tuple(map(int, m.groups())) for m in (re.fullmatch(pattern, n) for n in tensors) if m})
 
     vllm = any(name.startswith("blocks.") for name in tensors)
@@ -131,9 +129,6 @@ def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Fo
     slots = tuple(slot for k, slot in places if k == 0)
     if kind == "medusa":
         slots = tuple(range(1 + max(slot for _, slot in places)))
-    if max(guesses, len(slots)) > MOST:
-        raise InputError(f"{source.path}: tensors of {guesses:,} guesses of {len(slots):,} blocks; expected"
-                         f" at most {MOST} of each")
     if kind == "medusa":
         return guesses, Form(block, "lm_heads.{}" if vllm else f"{{}}.{len(slots)}", slots)
     lm_slot = numbers("hydra_lm_head.0.{}.weight")

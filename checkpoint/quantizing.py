@@ -24,7 +24,7 @@ from checkpoint.loading import build_module, described, load_model
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
-from common.errors import InputError, counted, printable
+from common.errors import InputError, counted
 from common.schema import named
 from kernels.gptq import gptq, output_error
 from kernels.modes import MXFP4
@@ -60,24 +60,15 @@ class Quantised:
         Raises InputError unless it is ours, not quantised yet, its weights are complete and what the config
         says, and the scheme's group divides its layers.
         """
-        before, path = read_config(source, kind), source / WEIGHTS
+        before = read_config(source, kind)
         check_exact(source, before)
-        stored = listed(path, ADVICE)
-        if odd := [name for name, s in stored.items() if s.dtype not in WRITTEN_DTYPES.values()]:
-            raise InputError(f"{path}: tensor {printable(odd[0])} is {stored[odd[0]].dtype}, of which nothing"
-                             f" is written; {ADVICE}")
-        exact = described(source, before, stored)
+        exact = described(source, before, listed(source / WEIGHTS, ADVICE))
         experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
         after = {**before, "quantization": replace(scheme, experts=experts).written()}
         if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
             after["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
         with named(source / CONFIG, "choose another --group"):
             return cls(source, before, after, exact, build_module(after))
-
-    @property
-    def size(self) -> int:
-        """Bytes of the weights afterwards."""
-        return sum(t.nbytes for t in self.module.state_dict().values())
 
 
 @dataclass

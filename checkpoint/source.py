@@ -19,7 +19,7 @@ from checkpoint.folder import CONFIG, is_gguf
 from common.cli import library_errors
 from common.errors import InputError
 from common.files import read_json
-from common.schema import Schema, in_words, text
+from common.schema import Schema, text
 from tokens.files import TOKENIZER_FILES
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
@@ -27,7 +27,6 @@ WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
-MOST_LISTED = 12  # names of a folder in a message
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -77,11 +76,6 @@ def unique_ids(*groups: int | list[int] | None) -> list[int]:
     return list(dict.fromkeys(i for i in flat if isinstance(i, int) and i >= 0))
 
 
-def listed(folder: Path) -> str:
-    """Return the names in a folder, the first ones of many."""
-    return ", ".join(sorted(p.name for p in folder.iterdir())[:MOST_LISTED]) or "nothing"
-
-
 def resolve_source(checkpoint: str | Path) -> Path:
     """Return the local path of a checkpoint: a folder, a .gguf file, or a download of the hub's `org/name`.
 
@@ -89,67 +83,46 @@ def resolve_source(checkpoint: str | Path) -> Path:
     """
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():
-        raise InputError(f"{path}: holds no {CONFIG}, but {listed(path)}; name the folder of a checkpoint")
+        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint")
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():
-        inside = f"; name the folder that it is in, {path.parent}" if (path.parent / CONFIG).exists() else ""
-        raise InputError(f"{path}: not a folder (nor a .gguf file){inside}")
-    name, place = str(checkpoint), next(parent for parent in path.parents if parent.is_dir())
-    missing = f"{path}: no such file or folder"
-    if place not in (Path(), Path("/")):  # a mistyped path is no hub id
-        raise InputError(f"{missing}; not looked up on the hub, as {place} is a folder here, which holds"
-                         f" {listed(place)}")
-    if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise InputError(f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub"
-                         " id (org/name)")
-    return _download(name)
+        raise InputError(f"{path}: not a folder (nor a .gguf file)")
+    if path.parent.is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(checkpoint)):
+        raise InputError(f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a"
+                         " .gguf file or a hub id (org/name)")
+    with library_errors(f"{path}: no such folder, and the hub did not send it"):
+        return _download(str(checkpoint))
 
 
 def _download(repo: str) -> Path:
     """Download the files that we need of a hub repository into the hub's cache -> the local folder.
 
-    An interrupted download is resumed. Raises InputError.
+    An interrupted download is resumed. Without a connection, an earlier download is taken.
     """
     import huggingface_hub as hub
-    from huggingface_hub import errors
 
-    def fetch(*names: str) -> Path:
-        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
-
-    with library_errors(f"{repo}: no such folder, and the hub did not send it"):
-        try:
-            try:  # one request with a time limit: listing the files page by page retries for half a minute
-                files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
-            except (errors.RepositoryNotFoundError, errors.HFValidationError):
-                raise
-            except Exception:  # whatever it is, an earlier download may have left all that is needed
-                with contextlib.suppress(Exception):
-                    return Path(hub.snapshot_download(repo, local_files_only=True))
-                raise
-            weights = next((name for name in WEIGHT_FILES if name in files), None)
-            if weights is None or CONFIG not in files:
-                lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
-                raise InputError(f"{repo}: the hub repository has no {lacks}")
-            small = [name for name in SMALL_FILES if name in files]
-            folder = fetch(*small, weights)
-            if not weights.endswith(".json"):
-                return folder
-            return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
-        except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
-            raise InputError(
-                f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
-        except errors.RepositoryNotFoundError:
-            raise InputError(
-                f"{repo}: no such folder, and no such public repository on the hub") from None
+    try:  # one request with a time limit: listing the files page by page retries for half a minute
+        files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+    except Exception:
+        with contextlib.suppress(Exception):
+            return Path(hub.snapshot_download(repo, local_files_only=True))
+        raise
+    weights = next((name for name in WEIGHT_FILES if name in files), None)
+    if weights is None or CONFIG not in files:
+        raise InputError(f"{repo}: the hub repository lacks {CONFIG} or weights ({', '.join(WEIGHT_FILES)})")
+    wanted = [*(name for name in SMALL_FILES if name in files), weights]
+    folder = Path(hub.snapshot_download(repo, allow_patterns=wanted))
+    if weights.endswith(".json"):
+        wanted += dict.fromkeys(shards(folder / weights).values())
+        folder = Path(hub.snapshot_download(repo, allow_patterns=wanted))
+    return folder
 
 
 def shards(index: Path) -> dict[str, str]:
     """Return the file of each tensor, of an index file. Raises InputError if it names files elsewhere."""
     weight_map = INDEX.require(read_json(index), index)["weight_map"]
-    if not weight_map:
-        raise InputError(f"{index}: has no weight_map")
-    for file in dict.fromkeys(weight_map.values()):
-        if not file or Path(file).name != file or "\0" in file:
-            raise InputError(f"{index}: {in_words(file)} is not the name of a file beside it")
+    for file in weight_map.values():
+        if Path(file).name != file:
+            raise InputError(f"{index}: {file!r} is not the name of a file beside it")
     return weight_map

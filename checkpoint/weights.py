@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.errors import InputError, first_line, printable
+from common.errors import InputError, first_line
 from common.files import check_file
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,10 +27,7 @@ class Stored(NamedTuple):
 @contextlib.contextmanager
 def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
     """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
-    try:
-        check_file(path)
-    except InputError as e:
-        raise InputError(f"{e}; {advice}") from None
+    check_file(path)
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
@@ -61,7 +58,7 @@ def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
             raise InputError(f"{where}: tensor {name} has shape {list(shapes[name])}, expected {list(shape)}")
     for name in shapes:
         if name not in expected:
-            raise InputError(f"{where}: unexpected tensor {printable(name)} {list(shapes[name])[:8]}")
+            raise InputError(f"{where}: unexpected tensor {name!r} {list(shapes[name])}")
 
 
 def count_nonfinite(tensor: Tensor) -> int:

@@ -5,7 +5,6 @@ The folder appears under its name when it is complete, not before, also after a 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -23,7 +22,6 @@ from tqdm import tqdm
 from checkpoint.folder import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
-from common.dtypes import DTYPES
 from common.errors import InputError
 from common.files import exchange, held, left_behind, sync
 from common.schema import named
@@ -32,7 +30,6 @@ WRITTEN_DTYPES = {  # with safetensors' names for them
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64",
     torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
 }
-SPARE_BYTES = 32 << 20  # room for what is not weights: tokenizer, config, file system
 
 
 @dataclass(frozen=True)
@@ -52,62 +49,45 @@ class Planned:
 
 
 @contextlib.contextmanager
-def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
+def staging(out: Path, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
     """A context whose value is an empty folder beside `out`. At the end it takes the place of `out`.
 
-    size: bytes that it will hold, about. kept: of what is in `out` and not in the new folder, which is kept:
-    folders, such as heads. If `out` is a link, what it leads to is replaced. After an error and on Ctrl-C
-    nothing is left; what an earlier, killed process has left is removed. Raises InputError if there is no
-    space or no permission.
+    kept: of what is in `out` and not in the new folder, which is kept: folders, such as heads. If `out` is a
+    link, what it leads to is replaced. After an error and on Ctrl-C nothing is left; what an earlier, killed
+    process has left is removed. Raises InputError if it cannot be written.
     """
     place = out.resolve()
-    parent = place.parent
-    created = [p for p in (parent, *parent.parents) if not p.exists()]
-    temporary = parent / f".{place.name}.tmp-{os.getpid()}"
-    done, held_open = False, None
+    temporary = place.parent / f".{place.name}.tmp-{os.getpid()}"
+    held_open = None
     try:
-        need, free = size + SPARE_BYTES, shutil.disk_usage(created[-1].parent if created else parent).free
-        if free < need:
-            raise InputError(f"{out}: no space: {need:,} bytes are needed, {free:,} are free")
         _clear(place)
         temporary.mkdir(parents=True)
         held_open = os.open(temporary, os.O_RDONLY)
         held(held_open)
         yield temporary
         _publish(temporary, place, kept)
-        done = True
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(f"{out}: no space left on the device") from None
-        name = str(e.filename or "")
-        if os.path.isfile(name) and not name.startswith((str(temporary), str(place))):
-            raise InputError(f"{name}: cannot be read ({e.strerror})") from None
         raise InputError(f"{out}: cannot be written ({e})") from None
     finally:  # also on Ctrl-C
-        if not done:
-            shutil.rmtree(temporary, ignore_errors=True)
-            for folder in created:
-                with contextlib.suppress(OSError):  # it was never made, or another process uses it by now
-                    folder.rmdir()
+        shutil.rmtree(temporary, ignore_errors=True)
         if held_open is not None:
             os.close(held_open)
 
 
 def fill(
     folder: Path, config: dict, plan: list[Planned], *, quiet: bool = False, allow_nonfinite: bool = False,
-    where: str = "the source", title: str = "",
+    where: str = "the source",
 ) -> None:
     """Write weights and config.json into a folder, which may be there already and may hold other files.
 
-    where: the source's name, for errors. title: of the progress bar, by default the folder's name. Raises
-    OSError, and InputError on a config that is not right, and on numbers that are not finite unless they are
-    allowed.
+    where: the source's name, for errors. Raises OSError, and InputError on a config that is not right, and on
+    numbers that are not finite unless they are allowed.
     """
     with named(where):
         check_config(config)
     folder.mkdir(exist_ok=True)
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=title or folder.name, disable=hidden) as progress:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=config["kind"], disable=hidden) as progress:
         digest = _write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
@@ -167,12 +147,7 @@ def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
 def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     cast = block.to(dtype)
     if dtype.is_floating_point and dtype != block.dtype and count_nonfinite(cast) > count_nonfinite(block):
-        largest = block[block.isfinite()].abs().max().item()
-        most = torch.finfo(dtype).max
-        others = [name for name, other in DTYPES.items() if torch.finfo(getattr(torch, other)).max >= largest]
-        advice = f"use --dtype {' or '.join(others)}" if others else "no --dtype can hold that"
-        raise InputError(f"{what} overflows {str(dtype)[6:]}: it holds {largest:.3g}; expected at most"
-                         f" {most:.3g}; {advice}")
+        raise InputError(f"{what} overflows {str(dtype)[6:]}: choose another --dtype")
     return cast
 
 
@@ -210,7 +185,6 @@ def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
             _link(str(old), str(temporary / old.name))
     exchange(temporary, out)
     sync(out.parent)
-    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _link(source: str, target: str) -> None:

@@ -45,7 +45,6 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool) ->
             continue
         messages.append({"role": "user", "content": line})
         requests: list[Request] = []
-        read = engine.bytes_read
         try:
             ids = encode(tokenizer, messages, room=engine.max_seq_len)
             show(engine.run([ids], [sampling], requests), tokenizer)
@@ -59,4 +58,4 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool) ->
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})
-        note(figures(requests, engine, engine.bytes_read - read, stats))
+        note(figures(requests, engine, stats))

@@ -103,11 +103,8 @@ def together(requests: list[Request]) -> tuple[float, float]:
     return seconds, sum(max(len(r.ids) - 1, 0) for r in requests) / seconds if seconds else 0.0
 
 
-def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> str:
-    """Return a line about requests that were decoded together, or several if `full`.
-
-    read: weight bytes that their steps read.
-    """
+def figures(requests: list[Request], engine: Engine, full: bool) -> str:
+    """Return a line about requests that were decoded together, or several if `full`."""
     seconds, speed = together(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
     drafts = bool(lengths) and engine.drafter.shape.nodes > 1
@@ -124,8 +121,7 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
     used = sum((r.trees for r in requests), Counter()).most_common()
     trees = ", ".join(f"{n} x {name}" for name, n in used)
     lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
-                   f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
-                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.fallbacks]
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.passes.fallbacks]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)

@@ -86,8 +86,7 @@ def methods_of(name: str) -> dict[str, Method]:
         raise InputError(f"--speculate {name}: unknown; choose from"
                          f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
-        raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
-                         " lookup+eagle3")
+        raise InputError(f"--speculate {name}: join two methods that draft, such as lookup+eagle3")
     return {part: METHODS[part] for part in parts if METHODS[part]}
 
 
@@ -312,12 +311,6 @@ class Drafting:
     def names_model(self) -> bool:
         """True if `draft` is a draft model, not a head: it has no default."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
-
-    def name_unused(self, checkpoint: Path, say: Callable[[str], None]) -> None:
-        """Call `say` with a line about the heads in a target's folder, if nothing drafts."""
-        names = "" if methods_of(self.method) else " or ".join(name for name, _ in _heads(checkpoint))
-        if names:
-            say(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

@@ -149,7 +149,6 @@ class Drafter(nn.Module):
     rule = "equal"  # of acceptance, see `sampling.options`
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
     extra_rows = 0  # that it adds to the verify pass, see `ExtraRows`
-    passes = 0  # times that a step reads the weights of its network, for the bandwidth figure
     made_of = ""  # identity of a drafter without weights, in evaluate.py's record
     all_layers: tuple[int, ...] = ()  # those of the features in the state, if it drafts beside another one
     reads = True  # its step reads the tokens committed before; if not, unread tokens add up

@@ -33,8 +33,6 @@ class BlockDrafter(HeadDrafter):
     Arguments and errors are those of `HeadDrafter`.
     """
 
-    one_pass = True
-
     @property
     def block_rows(self) -> int:
         """Rows of a pass for what is not known yet."""

@@ -16,7 +16,7 @@ from common.errors import InputError
 from drafters.base import Proposal, Setup, newest, unread_rows
 from drafters.network import NetworkDrafter
 from model import KVCaches, Transformer
-from sampling.noise import PROPOSING, stream
+from sampling.noise import PROPOSING
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
 
@@ -61,8 +61,8 @@ class DraftModel(NetworkDrafter):
             return super().propose(state, slots, noise)
         temperature = state.temperature[:, None, None]
         positions = state.length[:, None] + 1 + torch.arange(self.shape.window - 1, device=slots.device)
-        key = stream(state.key, PROPOSING)
-        own = state.backend.gumbel(key, positions, state.temperature, self.model.args.vocab_size)
+        key, size = state.key ^ PROPOSING, self.model.args.vocab_size
+        own = state.backend.gumbel(key, positions, state.temperature, size)
         logits: list[Tensor] = []
         h = self.catch_up(state, slots)
         grown = self.grow(h, state, slots, own, self.shape, logits)
@@ -97,11 +97,8 @@ def build(setup: Setup) -> DraftModel:
                          f" {setup.max_seq_len}; --max-seq-len {own['max_seq_len']} is what both read")
     if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
-        if tokenizer is None:
-            raise InputError(f"{folder}: has no tokenizer files to compare with the target's; copy its own"
-                             " there")
-        if not tokenizer.same_ids(setup.tokenizer):
-            raise InputError(f"{folder}: its tokenizer gives other ids than the target's")
+        if tokenizer is None or not tokenizer.same_ids(setup.tokenizer):
+            raise InputError(f"{folder}: has no tokenizer, or one that gives other ids than the target's")
     weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)

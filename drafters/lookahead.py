@@ -19,22 +19,18 @@ from drafters.base import Drafter, ExtraRows, Proposal, Setup, constants
 from tree import chains
 
 EMPTY = -1
-MOST_ROWS = 1024  # of a pass: more cost more than they gain
 
 
 class Lookahead(Drafter):
     """Proposes the n-grams that the target guessed before.
 
     window: columns W. level: tokens N of an n-gram. guesses: G, the latest n-grams kept for each first token.
-    The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
+    The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows.
     """
 
     per_sequence = ("window_rows", "pool")
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
-        if (rows := (level - 1) * (window + guesses)) > MOST_ROWS:
-            raise ValueError(f"lookahead: window {window}, level {level}, guess set {guesses}: {rows} rows a"
-                             f" pass, at most {MOST_ROWS}")
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
@@ -103,6 +99,6 @@ class Lookahead(Drafter):
 
 
 def build(setup: Setup) -> Lookahead:
-    """Build the drafter of these flags. Raises ValueError on sizes that cannot be."""
+    """Build the drafter of these flags."""
     sizes = (setup.drafting.flags[flag] for flag in ("window", "level", "guess-set"))
     return Lookahead(setup.target.args.vocab_size, *sizes)

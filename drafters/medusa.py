@@ -30,7 +30,6 @@ class MultiTokenDrafter(HeadDrafter):
     """
 
     grows = False
-    one_pass = True
 
 
 class Medusa(MultiTokenDrafter):

@@ -38,7 +38,6 @@ class Mixed(Drafter):
         for part in parts:
             part.all_layers = self.aux_layers
         self.extra_rows = max(part.extra_rows for part in parts)
-        self.passes = sum(part.passes for part in parts)
         self.made_of = " ".join(part.made_of for part in parts)
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)

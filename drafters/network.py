@@ -96,7 +96,6 @@ class NetworkDrafter(Drafter):
     """
 
     _names: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
-    one_pass = False  # over the network drafts all levels
     read_ahead = 0  # rows that its cache holds beyond those of the target's: 1 if it has read the root
 
     def __init__(
@@ -109,7 +108,7 @@ class NetworkDrafter(Drafter):
             raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
         if drafts is not None and levels > drafts:
             raise ValueError(f"tree: {levels} levels below its root, the head drafts {drafts} tokens ahead")
-        self.coupled, self.passes, self.kept = coupled, 1 if self.one_pass else levels, KeptTokens(reach)
+        self.coupled, self.kept = coupled, KeptTokens(reach)
         self.deepest = None if drafts is None else drafts - 1  # depth of the deepest tree; None: unlimited
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:

@@ -254,7 +254,7 @@ def make_store(checkpoint: Path, files: list[Path], out: Path, force: bool = Fal
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")
-    with staging(out, 0) as folder:  # fails before everything is sorted where it cannot write
+    with staging(out) as folder:  # fails before everything is sorted where it cannot write
         return _fill(folder, files, tokenizer, vocab_size, divsufsort)
 
 

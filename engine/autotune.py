@@ -293,15 +293,3 @@ class Tuner:
         self.times.refresh()
         self._current.clear()  # it may have gone
         self._usual = usual
-
-    def explain(self, count: int, noisy: bool) -> str:
-        """Return a line about the tree of an average request, and the time of a step with it."""
-        seconds = self.times.of(count, noisy, (None, *self.shapes), SHORT)
-        if len(seconds) < 2:
-            return "plain decoding (no step with a tree was timed)"
-        speeds = {s: self.tau(s, float(noisy), SHORT) / t for s, t in seconds.items()}
-        shape = max((s for s in seconds if s), key=speeds.__getitem__)
-        ratio = seconds[shape] / seconds[None]
-        what = f"just timed: a step with {shape.name} takes {ratio:.2f} x a plain one"
-        drafts = speeds[shape] > speeds[None]
-        return f"tree {shape.name} ({what})" if drafts else f"plain decoding ({what})"

@@ -82,12 +82,6 @@ def calibrate(
     tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. far: measure after long texts
     too, which takes longer. Raises InputError if the answers are too short to tell anything.
     """
-    levels, ids = drafter.deepest, drafter.head.args.draft_vocab_size
-    if (levels is not None and levels < USUAL.depth) or ids < USUAL.width:
-        raise InputError(
-            f"trees are measured by {USUAL.nodes} nodes on {USUAL.depth + 1} levels, {USUAL.width} wide; this"
-            f" head drafts {DEEPEST + 1 if levels is None else levels + 1} levels of {ids} ids"
-        )
     taus, ease, kept, believed = {}, (), {}, []
     context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:

@@ -6,24 +6,18 @@ every process. `CompiledFunction` does each once: it saves the graph and calls t
 `CapturedCalls` then replays the call.
 
 Saved graphs are made and loaded by torch's `aot_compile`, without its guards: some of them cannot be saved,
-and none looks at our source files. `saved_places` puts all that tracing depends on into a graph's name, and
-the file begins with the digests of the sources that the graph was traced from.
+and none looks at our source files. `saved_place` puts all that tracing depends on into a graph's name.
 """
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import gc
 import hashlib
-import json
 import os
 import pickle
 import platform
-import re
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -38,14 +32,8 @@ from torch.utils._pytree import tree_leaves
 from common.errors import first_line
 from common.files import atomic_path
 from kernels.backend import TorchBackend
-from kernels.build import sources
-from kernels.gpu import here
+from kernels.build import code_digest
 from kernels.isa import features
-
-ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = time.time()  # what is changed later is not what this process runs
-# Cache folders that are read and not written: of a checkout that cannot be written.
-READ_ONLY: list[Path] = []
 
 
 def _dynamo():
@@ -95,51 +83,25 @@ class CompiledFunction:
 
     def __call__(self, *args):
         key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
-        if key in self.variants:
-            return self.variants[key](*args)
-        places = saved_places(self.function, args)
-        for place in places:
-            if graph := self.loaded.get(place) or find_graph(place, self.say):
-                try:
-                    result = graph(*args)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as e:  # made on a machine that seemed the same
-                    self.say(f"a saved graph of the {self.what} fails ({first_line(e)}) and is made again")
-                    with contextlib.suppress(OSError):
-                        place.unlink()
-                    continue
-                self.variants[key] = self.loaded[place] = graph
-                return result
+        if key not in self.variants:
+            place = saved_place(self.function, args)
+            if place not in self.loaded:
+                self.loaded[place] = find_graph(place, self.say) or self._compiled(args, place)
+            self.variants[key] = self.loaded[place]
+        return self.variants[key](*args)
+
+    def _compiled(self, args: tuple, place: Path) -> Callable:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         try:
-            graph = retry_broken_library(lambda: make_graph(self.function, args, places[0], self.say))
+            graph = make_graph(self.function, args, place, self.say)
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # of any of torch's compilers
             self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
-            graph = self.function
-        self.variants[key] = self.loaded[places[0]] = graph
-        result = graph(*args)
+            return self.function
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
-        return result
-
-
-def retry_broken_library(compile: Callable):
-    """Call `compile`. A library that a killed compiler left half written is deleted and made again."""
-    while True:
-        try:
-            return compile()
-        except Exception as e:  # torch wraps what it meets
-            broken = re.search(
-                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)",
-                "".join(traceback.format_exception(e)),
-            )
-            if not broken or not Path(broken[1]).is_file():
-                raise
-            Path(broken[1]).unlink()
-            _dynamo().reset()
+        return graph
 
 
 # -- graphs on disk --------------------------------------------------------------------------------
@@ -161,26 +123,21 @@ def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str],
     with settings, brief:
         compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
     try:
-        header = _digests(compiled, args)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             compiled.save_compiled_function(str(part))
-            part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
     except (OSError, RuntimeError, AttributeError, TypeError, pickle.PicklingError) as e:
         say(f"the graph cannot be saved for the next process ({first_line(e)})")
     return compiled.fn  # not `compiled` itself, which would check the guards
 
 
 def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
-    """Return the graph that `make_graph` saved; None if there is none, or none that can still be used.
+    """Return the graph that `make_graph` saved; None if there is none.
 
     say: gets a line about one that is damaged.
     """
     try:
         with open(path, "rb") as file:
-            digests = json.loads(file.readline())
-            if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
-                return None
             return torch.compiler.load_compiled_function(file).fn
     except FileNotFoundError:
         return None
@@ -189,65 +146,17 @@ def find_graph(path: Path, say: Callable[[str], None]) -> Callable | None:
         return None
 
 
-def _digests(compiled, args: tuple) -> dict[str, str]:
-    """A digest of every file that a graph depends on, by path. Raises RuntimeError if it must not be saved.
-
-    The files are those of the code that was traced, of the classes of all modules (tracing reads their
-    attributes), of the constants that these files import, and of the kernels, whose operators are called.
-    Code without a file (a notebook's), or a file that has changed since this process imported it, cannot be
-    recognised later.
-    """
-    modules = {source.module for source in compiled.source_info().inlined_sources}
-    for arg in args:
-        if isinstance(arg, nn.Module):
-            modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
-    modules = {name for name in modules if not _is_library(name)}
-    if not all(getattr(sys.modules.get(name), "__file__", None) for name in modules):
-        raise RuntimeError("some of its code is in no file")
-    files = {_file_of(name) for name in modules}
-    for file in list(files):
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = {node.module for node in nodes if any(alias.name.isupper() for alias in node.names)}
-        files |= {_file_of(name) for name in names if name in sys.modules and not _is_library(name)}
-    files |= {*sources(), *Path(here.__file__).parent.glob("*.py")}
-    if any(file.stat().st_mtime > IMPORTED for file in files):
-        raise RuntimeError("a source file has changed since this process began")
-    return {os.path.relpath(file, ROOT): _digest(file) for file in sorted(files)}
-
-
-def _file_of(module: str) -> Path:
-    return Path(sys.modules[module].__file__).resolve()
-
-
-def _is_library(module: str) -> bool:
-    """Return whether a module is Python's or an installed package's: its version is in a graph's name."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return module in sys.builtin_module_names
-    path = Path(file).resolve()
-    if "site-packages" in path.parts or "dist-packages" in path.parts:
-        return True
-    return not path.is_relative_to(ROOT) and path.is_relative_to(Path(os.__file__).resolve().parent)
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
-    """Return the files that a graph of `function` for these arguments may be in; the first one is written.
-
-    The name stands for all that the graph depends on except our sources, whose digests are in the file.
-    """
+def saved_place(function: Callable, args: tuple) -> Path:
+    """Return the file of a graph of `function` for these arguments, named by all that it depends on."""
     # Imported here: it takes seconds, which those who compile nothing save.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = torch._inductor.config.get_hash().hex()
     processor = platform.machine(), platform.processor(), sorted(features())
     machine = torch.__version__, processor, os.environ.get("CXX"), torch.get_num_threads()
-    made_by = function.__qualname__, machine, _gpu(args), settings, list(_described(args))
+    made_by = function.__qualname__, code_digest(), machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
-    return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
+    return Path(cache_dir()) / "graphs" / f"{name}.graph"
 
 
 def _gpu(args: tuple) -> tuple:

@@ -23,14 +23,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
 from drafters.base import Drafter
 from engine.autotune import Tuner
-from engine.memory import bytes_per_step
 from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask, step_counts
 from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Request, Score
@@ -108,8 +106,6 @@ class Engine:
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._guesses = True  # that drafters may ask for, see `_choose`
         self._modes: list[Modes | None] = [None, None]  # of DRAFTED, PLAIN; None: the group has changed
-        self._step_bytes = cache(partial(bytes_per_step, target))
-        self.bytes_read = 0  # weight bytes that all steps so far have read
         self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
 
     @property
@@ -126,11 +122,6 @@ class Engine:
     def requests(self) -> list[Request]:
         """The requests that hold a place."""
         return [request for request in self._requests if request]
-
-    @property
-    def fallbacks(self) -> list[str]:
-        """A line about each part of a GPU's path that runs in a slower way because a faster one failed."""
-        return self.passes.fallbacks
 
     # -- admit and leave ----------------------------------------------------------------------
 
@@ -437,7 +428,6 @@ class Engine:
         guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
             tree, path = self.passes.step(rows, span, drafter, modes, guides)
-        self.bytes_read += self._step_bytes(drafter)
         drafts = None
         if any(r.watch for r in requests):
             score = tree.scores

@@ -97,16 +97,7 @@ class Passes:
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
         self.backend = backend_of(target)
-        failures = self.backend.failures
-        self.fallbacks = fallbacks = [*failures.values()]
-
-        def fell_back(line: str) -> None:
-            fallbacks.append(line)
-            say(line)
-
-        # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        needs_none = self.backend.row_invariant or target.keeps_state or "compiled step" in failures
-        self.compiled = compile and not needs_none
+        self._compile(compile, say)
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -138,21 +129,34 @@ class Passes:
         self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
         self.state = State(
             batch, self.slots + self.chunks[-1] + 2, self.window, width, stop_ids, dtype, self.device,
-            room=self.unread, vocabulary=target.args.vocab_size,
-            backend=self.backend,
+            room=self.unread, vocabulary=target.args.vocab_size, backend=self.backend,
             nodes=max(one.shape.nodes for one in drafters),
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        # Nothing here refers back to the passes: their memory is free as soon as their owner is.
+        self._rows: dict[tuple[int, int], Rows] = {}
+        self._spans: dict[int, Tensor] = {}
+
+    def _compile(self, compile: bool, say: Callable[[str], None]) -> None:
+        """Choose whether passes are compiled, and captured."""
+        failures = self.backend.failures
+        self.fallbacks = fallbacks = [*failures.values()]
+
+        def fell_back(line: str) -> None:
+            fallbacks.append(line)
+            say(line)
+
+        # On our CPU kernels a step calls few operators: compiling it would save nothing.
+        needs_none = self.backend.row_invariant or self.target.keeps_state or "compiled step" in failures
+        self.compiled = compile and not needs_none
         compiling = partial(CompiledFunction, say=say, failed=fell_back)
         made = compiling if self.compiled else (lambda function, what: function)
         self._read, self._verify = made(read, "prefill"), made(verify, "step")
         self._commit = made(commit, "commit")
         captures = compile and self.on_cuda and "captured step" not in failures
         self.captured = CapturedCalls(self.device, fell_back) if captures else None
-        # Nothing here refers back to the passes: their memory is free as soon as their owner is.
-        self._rows: dict[tuple[int, int], Rows] = {}
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the sequences first ... first + count - 1: the same object each time."""
@@ -177,7 +181,7 @@ class Passes:
         return drafter
 
     def _check_shapes(self, drafters: list[Drafter]) -> None:
-        """Raise ValueError if the target does not take a tree, or a chunk of a prompt, of such a size."""
+        """Raise ValueError if the target does not take a tree of such a size."""
         rows, levels = self.target.most_rows, self.target.most_levels
         for one in drafters if rows else ():
             nodes, deep = one.shape.nodes + one.extra_rows, one.shape.window - 1
@@ -186,8 +190,6 @@ class Passes:
                     f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"
                     f" {rows} nodes on {levels} levels; draft a smaller one"
                 )
-        if rows and self.chunks[-1] > rows:
-            raise ValueError(f"chunks of {self.chunks[-1]} prompt tokens: this target takes at most {rows}")
 
     def _check_memory(self, room: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
@@ -295,10 +297,12 @@ class Passes:
         size = round_up(needed, SPAN)
         if self.on_cuda:  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
-        span = self.slot_ids[: min(size, self.slots)]
-        if self.compiled:
-            torch._dynamo.mark_dynamic(span, 0)
-        return span
+        size = min(size, self.slots)
+        if size not in self._spans:
+            self._spans[size] = self.slot_ids[:size]
+            if self.compiled:
+                torch._dynamo.mark_dynamic(self._spans[size], 0)
+        return self._spans[size]
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:

@@ -3,10 +3,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import sysconfig
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 
@@ -14,9 +11,7 @@ from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
 from common.threads import use_threads
-from engine.compile import READ_ONLY
 from kernels.build import COMPILED, writable
-from kernels.gpu import here
 from kernels.isa import choose
 
 DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
@@ -73,7 +68,7 @@ class Runtime:
         return choose(self.isa).name if self.on_kernels else None
 
     def prepare(self) -> None:
-        """Check the device and the compiler, and let torch.compile keep its results for the next process.
+        """Check the device, and let torch.compile keep its results for the next process.
 
         The number of threads is that of `common.threads.use_threads`. Raises InputError if something is
         missing.
@@ -81,10 +76,12 @@ class Runtime:
         schema_of(Runtime).check(vars(self))
         use_threads()
         check_device(self.device_name)
-        if torch.device(self.device_name).type == "cuda":
-            use_device(torch.device(self.device_name))
-        _ = self.torch_dtype
-        _ = self.isa_name
+        device = torch.device(self.device_name)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
+        # Masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and slots.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        _ = self.torch_dtype, self.isa_name
         if self.kv not in KV_DTYPES:
             raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
         if self.kv == "int8" and not self.on_kernels:
@@ -92,33 +89,19 @@ class Runtime:
                 "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
                 " --no-kernels and --no-compile"
             )
-        if self.kv == "fp8":
-            self.check_fp8()
+        if self.kv == "fp8" and self.on_kernels:
+            raise InputError(NO_FP8)
         if not self.compile:
             return
         if self.autotune:
             import torch._inductor.config as settings
 
             settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
-        keep_compiled()
-        if torch.device(self.device_name).type == "cpu" and not self.kernels:
-            check_compiler()
-
-    def check_fp8(self) -> None:
-        """Raise InputError if caches cannot be in fp8 here."""
-        if self.on_kernels:
-            raise InputError(NO_FP8)
-        device = torch.device(self.device_name)
+        # torch.compile keeps its results beside our kernels: they are code, and never of a checkpoint.
         try:
-            torch.zeros(1, device=device).to(torch.float8_e4m3fn)
-        except (RuntimeError, TypeError) as e:
-            raise InputError(f"--kv fp8: not on this device ({first_line(e)}); leave it out") from None
-        compiled = device.type == "cuda" and self.compile and not (self.kernels and here.capable(device))
-        if compiled and torch.cuda.get_device_capability(device) < (8, 9):
-            raise InputError(
-                "--kv fp8: torch.compile has fp8 on GPUs of compute capability 8.9 and later only; add"
-                " --no-compile, or leave out --no-kernels, which need 8.0"
-            )
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable(COMPILED).absolute())
+        except OSError as e:
+            raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
 
 
 def check_device(device: str) -> None:
@@ -129,55 +112,3 @@ def check_device(device: str) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise InputError(f"--device {device}: {first_line(e)}") from None
-
-
-def use_device(device: torch.device) -> None:
-    """Make a GPU the one that work is launched on."""
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    # For masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and
-    # slots.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def check_compiler() -> None:
-    """Raise InputError unless torch.compile finds what it needs on a CPU.
-
-    That is a C++ compiler and Python's headers.
-    """
-    if not os.environ.get("CXX", "g++"):
-        del os.environ["CXX"]  # set to nothing, it means the default; torch would look for a nameless program
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise InputError(
-            f"no C++ compiler: torch.compile needs {compiler}; install it, set CXX, or pass --no-compile"
-        )
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        raise InputError(
-            "Python.h is missing: torch.compile needs Python's headers (python3-dev); or pass --no-compile"
-        )
-
-
-def keep_compiled() -> None:
-    """Let torch.compile keep its results beside our kernels: they are code, and never of a checkpoint.
-
-    A place that cannot be written is still read. If another one is set (TORCHINDUCTOR_CACHE_DIR), nothing
-    changes. Raises InputError if there is no place.
-    """
-    there = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if there and Path(there) == COMPILED:
-        return
-    try:
-        place = writable(COMPILED)
-    except OSError as e:
-        raise InputError(
-            f"{COMPILED}: no place for compiled code ({e.strerror or e}); set TORCHINDUCTOR_CACHE_DIR"
-        ) from None
-    if there and Path(there) != place:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes seconds
-
-        if there != default_cache_dir():  # which torch sets itself when parts of it are imported
-            return
-    if place != COMPILED and COMPILED not in READ_ONLY:
-        READ_ONLY.append(COMPILED)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place.absolute())

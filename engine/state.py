@@ -9,10 +9,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels.backend import TORCH, TorchBackend
-from sampling.adjust import Adjustments, scores
+from sampling.adjust import scores
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
 from tree import Tree
+
+SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 
 
 class State(nn.Module):
@@ -26,8 +28,10 @@ class State(nn.Module):
     done [B]           the sequence moves no more
     reading [B]        its prompt is not read to the end
     stop_ids [n]       any of them ends a text
+    ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
-    counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
+    counts, prompted [B, V]   how often the output holds each token, the root included; which the prompt holds
+    bias [B, V], presence, frequency, repetition [B]   what is added, and the penalties of `Sampling`
     zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
     out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
@@ -56,27 +60,23 @@ class State(nn.Module):
             rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
             self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)
 
+        for name in ("length", "limit", "n_new", "top_k"):
+            buffer(name, batch)
+        for name in ("temperature", "min_p", "presence", "frequency"):
+            buffer(name, batch, dtype=torch.float32)
+        for name in ("top_p", "repetition"):
+            buffer(name, batch, dtype=torch.float32, fill=1)
         buffer("tokens", batch, slots)
-        buffer("length", batch)
-        buffer("limit", batch)
         buffer("done", batch, dtype=torch.bool, fill=True)
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
-        buffer("n_new", batch)
         buffer("out", batch, window + 3 + (window + 1) % 2)  # kernels take it to be contiguous
         buffer("zero", batch, 1)
         buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)
-        buffer("temperature", batch, dtype=torch.float32)
-        buffer("top_p", batch, dtype=torch.float32, fill=1)
-        buffer("top_k", batch)
-        buffer("min_p", batch, dtype=torch.float32)
         buffer("counts", batch, vocabulary, dtype=torch.int32)
         buffer("prompted", batch, vocabulary, dtype=torch.bool)
         buffer("bias", batch, vocabulary, dtype=torch.float32)
-        buffer("presence", batch, dtype=torch.float32)
-        buffer("frequency", batch, dtype=torch.float32)
-        buffer("repetition", batch, dtype=torch.float32, fill=1)
         buffer("allowed", batch, nodes, -(-vocabulary // 32), dtype=torch.int32, fill=-1)
         top = min(MOST_LOGPROBS, vocabulary)
         buffer("logprob", batch, window, dtype=torch.float32)
@@ -84,12 +84,13 @@ class State(nn.Module):
         buffer("top_ids", batch, window, top)
         stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
+        self.register_buffer("ahead", torch.arange(1, window + 1, device=device), persistent=False)
 
     def rows(self, first: int, count: int) -> State:
         """Return the same buffers of the sequences first ... first + count - 1."""
         some = copy.copy(self)
         some._buffers = {
-            name: buffer if name == "stop_ids" else buffer.narrow(0, first, count)
+            name: buffer if name in SHARED else buffer.narrow(0, first, count)
             for name, buffer in self._buffers.items()
         }
         return some
@@ -97,7 +98,7 @@ class State(nn.Module):
     def exchange(self, one: int, other: int) -> None:
         """Exchange the places of two sequences."""
         for name, buffer in self._buffers.items():
-            if name != "stop_ids":
+            if name not in SHARED:
                 kept = buffer[one].clone()
                 buffer[one] = buffer[other]
                 buffer[other] = kept
@@ -123,13 +124,6 @@ class State(nn.Module):
         self.bias[place] = 0
         for token, bias in request.logit_bias:
             self.bias[place, token] = bias
-
-    @property
-    def adjustments(self) -> Adjustments:
-        """The penalties and biases of each sequence."""
-        return Adjustments(
-            self.counts, self.prompted, self.bias, self.presence, self.frequency, self.repetition
-        )
 
     def count(self, tokens: Tensor, appended: Tensor) -> None:
         """Count the first `appended` [B] of tokens [B, W] as part of the output."""

@@ -30,7 +30,7 @@ def shape_logits(
         logits = allow(logits, state.allowed[:, : tokens.shape[1]])
     if modes.adjusted:
         above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
-        logits = adjust(logits, state.adjustments, tokens, above)
+        logits = adjust(logits, state, tokens, above)
     if modes.restricted:
         logits = state.backend.restrict(logits, state.temperature, state.top_k, state.top_p)
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits
@@ -38,7 +38,7 @@ def shape_logits(
 
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
     """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
-    positions = state.length[:, None] + 1 + torch.arange(count, device=state.length.device)
+    positions = state.length[:, None] + state.ahead[:count]
     return state.backend.gumbel(state.key, positions, state.temperature, vocab_size)
 
 

@@ -61,12 +61,9 @@ def load_target(
         from engine.check import checked  # imports Triton, which takes time
 
         backend = checked(backend, model, runtime.kv == "fp8", say)
-    if runtime.on_kernels and backend is TORCH:
-        runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say, backend)
     target.put_on_kernels(model)
-    if ranks is not None and runtime.compile and not (model.whole or model.embed.weight.is_cuda):
-        say("ranks on CPUs do without torch.compile: what the kernels do not take runs on PyTorch, slower")
+    if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest
         target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8" and not model.whole:
         raise InputError(
@@ -204,8 +201,8 @@ class Target:
             quantize_linears(model, Scheme(mode, 0, mode if own else None))
         if not backend.prepare(*models):
             self.say(
-                "parts of this model do not run on our kernels (fp16, fp8, odd sizes): speculative text may"
-                " leave plain text at near ties"
+                "parts of this model do not run on our kernels (fp16, fp8, odd sizes) but on PyTorch: slower,"
+                " and speculative text may leave plain text at near ties"
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:

@@ -16,8 +16,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+import sampling.adjust
 import sampling.noise
-import sampling.restrict
 import tree
 from kernels.float8 import Float8Caches
 from kernels.tp import Part
@@ -170,8 +170,8 @@ class TorchBackend:
         return temperature[:, None, None] * sampling.noise.gumbel(key, positions, vocabulary)
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """Apply top-k and top-p to logits [B, T, V], as `sampling.restrict.restrict`."""
-        return sampling.restrict.restrict(logits, temperature, top_k, top_p)
+        """Apply top-k and top-p to logits [B, T, V], as `sampling.adjust.restrict`."""
+        return sampling.adjust.restrict(logits, temperature, top_k, top_p)
 
     def draw(self, logits: Tensor | Part, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
         """Return the target's token at every row [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,8 +21,12 @@ from common.files import atomic_path
 from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
+ROOT = SOURCE.parent.parent
+STEP = "model.py", "tree.py", *(  # the code that a step runs, or that checks it
+    f"{room}/*.py" for room in ("drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling")
+)
 # Compiled code lies in this checkout or where the user wants it, never in a checkpoint: it is executed.
-COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache")
+COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / ".cache")
 CACHE = COMPILED / "kernels"
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden", "-pipe")
 
@@ -37,27 +42,21 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     would end the process. Without a compiler, use one that exists.
 
     `say` is called when compiling starts and ends.
-    Raises NoKernels, one line, if there is no C++ compiler, it fails, or there is no place for the library.
+    Raises NoKernels, one line, if there is no C++ compiler or it fails; OSError if there is no place.
     """
-    try:
-        return _build_library(isa, say)
-    except OSError as e:
-        raise NoKernels(f"the kernels cannot be compiled ({e})") from None
-
-
-def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
-    command, missing = _compiler()
+    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    command = [shutil.which(words[0]), *words[1:]]
     texts = [(path.name, path.read_bytes()) for path in sources()]
     flags = (*FLAGS, *isa.flags, f"-DMAKER_{maker()}", f"-DNAMESPACE={namespace(isa)}")
     stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
     # Without a compiler, what any other has made will do.
-    by = "*" if missing else _digest(repr(command[1:]).encode() + _version(command))
+    by = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else "*"
     name = f"{stem}-{by}-*.so"
     library = _find(CACHE, name, say) or _find(folder := writable(CACHE), name, say)
     if library:
         return library
-    if missing:
-        raise NoKernels(missing)
+    if not command[0]:
+        raise NoKernels(f"no C++ compiler: the kernels need {words[0]}; install it or set CXX")
     say(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
@@ -67,24 +66,12 @@ def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
         _run([[*command, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
         _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{made}/kernels.so"]])
         if not (linked := Path(made, "kernels.so")).exists():
-            raise NoKernels(f"{command[0]} made no library {_reason([])}")
+            raise NoKernels(f"{command[0]} made no library; set CXX to another one")
         library = folder / f"{stem}-{by}-{_digest(linked.read_bytes())}.so"
         with atomic_path(library) as part:  # another process may be doing the same
             shutil.copyfile(linked, part)
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return library
-
-
-def _compiler() -> tuple[list[str], str]:
-    """Return the command of the C++ compiler, and the error message if there is none."""
-    words = os.environ.get("CXX", "")
-    try:
-        command = shlex.split(words) or ["g++"]
-    except ValueError as e:
-        return [], f"CXX={words}: not a command ({e})"
-    found = shutil.which(command[0])
-    missing = f"no C++ compiler: the kernels need {command[0]}; install it or set CXX"
-    return [found or command[0], *command[1:]], "" if found else missing
 
 
 def _version(command: list[str]) -> bytes:
@@ -120,19 +107,8 @@ def _run(commands: list[list[str]]) -> None:
         for process, errors in started:
             if process.wait():
                 errors.seek(0)
-                raise NoKernels(f"{commands[0][0]} could not compile the kernels {_reason([*errors])}")
-
-
-def _reason(lines: list[str]) -> str:
-    """Return the compiler's own reason for a failure, and advice."""
-    for words, advice in (
-        ("No space left", "make room or set TMPDIR"), ("Killed signal", "free some memory and try again"),
-        ("error", "set CXX to a newer one or name another --isa"),
-    ):
-        for line in lines:
-            if words in line:
-                return f"({line.strip()}); {advice}"
-    return "and does not say why; set CXX to another one"
+                why = next((line.strip() for line in errors if "rror" in line), "it does not say why")
+                raise NoKernels(f"{commands[0][0]} cannot compile the kernels ({why}); set another CXX")
 
 
 def namespace(isa: InstructionSet) -> str:
@@ -156,6 +132,13 @@ def writable(kept: Path) -> Path:
     if folder.lstat().st_uid != os.getuid():  # someone else's code, or a link to it, is not to be loaded
         raise NoKernels(f"{folder}: belongs to another user; remove it")
     return folder
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code that a step runs or that checks it, read at the first call."""
+    files = sorted(path for pattern in STEP for path in ROOT.glob(pattern))
+    return _digest(repr([(str(path.relative_to(ROOT)), path.read_text()) for path in files]).encode())
 
 
 def sources() -> list[Path]:

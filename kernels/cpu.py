@@ -19,7 +19,6 @@ from kernels import packed
 from kernels.backend import TorchBackend
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
-from kernels.packed import FLOAT32
 from tree import Growth, Tree
 
 
@@ -56,13 +55,10 @@ class CpuBackend(TorchBackend):
         """
         chosen = choose(isa)
         if chosen.name not in cls.loaded:
-            library = build_library(chosen, say)
             try:
-                torch.ops.load_library(str(library))
-            except OSError as e:
-                raise NoKernels(f"{library}: cannot be loaded ({e}); delete it") from None
-            for name, shapes in SHAPES.items():
-                torch.library.register_fake(f"{namespace(chosen)}::{name}")(shapes)
+                torch.ops.load_library(str(build_library(chosen, say)))
+            except (OSError, ValueError) as e:  # ValueError: CXX is no command
+                raise NoKernels(f"the kernels cannot be compiled or loaded ({e})") from None
             cls.loaded[chosen.name] = cls(chosen)
         return cls.loaded[chosen.name]
 
@@ -166,34 +162,3 @@ class CpuBackend(TorchBackend):
             tokens, count, path, features, *moved, state.tokens, state.length, state.done, state.out,
             state.limit, state.stop_ids, where, more, state.features, state.n_new,
         )
-
-
-# A model that is only partly on the kernels (fp8, odd sizes) runs through torch.compile, which needs the
-# shapes that the operators return.
-SHAPES = {
-    "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
-        (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
-    ),
-    "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible, window, sinks: qkv.new_empty(
-        (*qkv.shape[:2], qkv.shape[2] - 4 * k.shape[2] * cos.shape[2])
-    ),
-    "delta": lambda mixed, rates, length, positions, local, state, start: state.new_empty(
-        (*positions.shape, state.shape[1], state.shape[3])
-    ),
-    "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
-    "layers": lambda x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read: (
-        x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
-    ),
-    "target": lambda tokens, positions, slots, visible, scale, aux, table, *others: (
-        table.new_empty((*tokens.shape, table.shape[1])),
-        table.new_empty((*tokens.shape, len(aux) * table.shape[1])),
-    ),
-    "head": lambda tokens, feature, *others: feature.new_empty(feature.shape),
-    "normed_linear": lambda x, norm, eps, packed, scale, bias, columns: x.new_empty(
-        (*x.shape[:-1], columns), dtype=torch.float32
-    ),
-    "move": lambda k, v, head_dim, source, target: None,
-    "angles": lambda positions, inverse, factor: tuple(
-        inverse.new_empty((*inverse.shape[:-1], *positions.shape, inverse.shape[-1])) for _ in range(2)
-    ),
-}

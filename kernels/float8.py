@@ -42,8 +42,4 @@ class Float8Cache(KVCache):
 class Float8Caches(KVCaches):
     """`KVCaches` in float8."""
 
-    Layer = Float8Cache
-
-    @staticmethod
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        return torch.uint8
+    Layer, dtype = Float8Cache, torch.uint8

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ SYSCTL = {"neon": "asimd", "arm.FEAT_DotProd": "asimddp", "arm.FEAT_BF16": "bf16
 
 
 @cache
-def _cpuinfo(*names: str) -> str:
+def cpuinfo(*names: str) -> str:
     """The first line of /proc/cpuinfo with one of these names, without it; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -86,18 +85,13 @@ def features() -> frozenset[str]:
     """Return this processor's features by Linux' names (/proc/cpuinfo); empty if they are unknown."""
     if sys.platform == "darwin":
         return frozenset(SYSCTL[name] for name in SYSCTL.keys() & _sysctl())
-    return frozenset(_cpuinfo("flags", "Features").split())
+    return frozenset(cpuinfo("flags", "Features").split())
 
 
 def maker() -> str:
     """Return the processor's maker, AMD, INTEL or OTHER; for the kernels' source it is MAKER_AMD and so
     on."""
-    return MAKERS.get(_cpuinfo("vendor_id"), OTHER)
-
-
-def processor_name() -> str:
-    """The processor's model name, or at least its family's."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return MAKERS.get(cpuinfo("vendor_id"), OTHER)
 
 
 @cache

@@ -221,7 +221,7 @@ class PackedEagle3Block(PackedBlock, Eagle3Block):
 
 
 class PackedTransformer(Transformer):
-    """A target whose pass is one operator, and so are its logits."""
+    """A target whose pass is one operator."""
 
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
@@ -239,12 +239,8 @@ class PackedTransformer(Transformer):
     def _run(self, operator, *rows) -> tuple[Tensor, Tensor | None]:
         """Call `target` or `verify`. rows: what it reads, the caches, the layers of its features."""
         *read, caches, aux_layers = rows
-        scale = self.args.embedding_scale(self.embed.weight.dtype)
-        x, features = operator(*read, scale, aux_layers, *_network(self, caches))
+        x, features = operator(*read, self.scale, aux_layers, *_network(self, caches))
         return x, features if aux_layers else None
-
-    def logits(self, x: Tensor) -> Tensor:
-        return _scored(self, x) if _scores_at_once(self) else super().logits(x)
 
 
 def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
@@ -253,18 +249,8 @@ def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
     return model.embed.weight, model.inv_freq.float(), args.rope_factor, *layers, args.norm_eps
 
 
-def _scores_at_once(model: Transformer | Eagle3Head) -> bool:
-    return isinstance(model.norm, PackedNorm) and isinstance(model.lm_head, PackedLinear)
-
-
-def _scored(model: Transformer | Eagle3Head, x: Tensor) -> Tensor:
-    norm, head = model.norm, model.lm_head
-    return model.backend.ops.normed_linear(x, norm.scale, norm.eps, *head.operands, head.columns)
-
-
 class PackedEagle3Head(Eagle3Head):
-    """An EAGLE-3 head whose pass is one operator, as far as that has its variants, and so are its scores, and
-    all that it grows.
+    """An EAGLE-3 head whose pass is one operator, as far as that has its variants.
 
     at_once: so is a whole tree of its.
     """
@@ -282,9 +268,6 @@ class PackedEagle3Head(Eagle3Head):
     def _pass(self, caches: CpuCaches) -> tuple:
         """Return what operators take of this head for a pass."""
         return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *_network(self, caches)
-
-    def score(self, x: Tensor) -> Tensor:
-        return _scored(self, x) if _scores_at_once(self) else super().score(x)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
         """Return the fields of the tree that `TorchBackend.draft` grows with this head."""
@@ -361,7 +344,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
             model.whole = attends and all(_is_packed(layer, summed=True) for layer in model.layers)
             complete = complete and model.whole
             if model.whole and type(model) in AT_ONCE and all(_is_packed(layer) for layer in model.layers):
-                model.packed_weights = _together(model.layers)
+                model.packed_weights, model.scale = _together(model.layers), model.args.embedding_scale(dtype)
                 model.__class__ = AT_ONCE[type(model)]
         if isinstance(model, Eagle3Head):
             _pack_head(model, attends)
@@ -376,8 +359,8 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
     if attends and plain and normed and all(map(_is_packed, layers)):
         head.packed_weights = _together(layers)
         head.inv_freq = head.inv_freq.float()
-    whole = head.packed_weights is not None and _scores_at_once(head)
-    head.at_once = whole and not head.args.recycle_normed
+    scored = isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear)
+    head.at_once = head.packed_weights is not None and scored and not head.args.recycle_normed
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:

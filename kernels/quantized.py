@@ -164,33 +164,24 @@ def round_inputs(x: Tensor, group: int = INPUTS) -> Tensor:
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
 
 
-def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Empty parameters for a weight [..., N, K] and its scales.
-
-    Raises ValueError if the mode or the group cannot be.
-    """
-    *rest, inputs = shape
-    if mode not in (*MODES, MXFP4):
-        raise Wrong("mode", mode, f"one of {', '.join(MODES)}")
-    if (mode in (*FOUR_BITS, MXFP4)) != bool(group):
-        raise Wrong("group", group, f"{'one' if mode in FOUR_BITS else '0'} for {mode}:"
-                    f" {' and '.join(FOUR_BITS)} have groups, others none")
-    if group and inputs % group:
-        raise Wrong("group", group, f"what divides {inputs} inputs")
-    dtype = torch.uint8 if group else torch.float8_e4m3fn if mode == "fp8" else torch.int8
-    weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
-    of_groups = torch.uint8 if mode == MXFP4 else torch.bfloat16
-    scale = torch.empty(*rest, inputs // group, dtype=of_groups) if group else torch.empty(*rest, 1)
-    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
-
-
 class Quantized(nn.Module):
-    """A weight [..., N, K] of one mode and its scales."""
+    """A weight [..., N, K] of one mode and its scales. Raises ValueError if the group does not divide K."""
 
     def __init__(self, shape: tuple[int, ...], mode: str, group: int):
         super().__init__()
         (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
-        self.weight, self.scale = empty(shape, mode, group)
+        if group and self.inputs % group:
+            raise Wrong("group", group, f"what divides {self.inputs} inputs")
+        if group:
+            sizes = self.inputs // 2, self.inputs // group
+            dtypes = torch.uint8, torch.uint8 if mode == MXFP4 else torch.bfloat16
+        else:
+            sizes = self.inputs, 1
+            dtypes = torch.float8_e4m3fn if mode == "fp8" else torch.int8, torch.float32
+        self.weight, self.scale = (
+            nn.Parameter(torch.empty(*shape[:-1], size, dtype=dtype), requires_grad=False)
+            for size, dtype in zip(sizes, dtypes)
+        )
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return x as this weight is multiplied by it."""

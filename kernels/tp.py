@@ -122,32 +122,16 @@ class Ranks:
 
     def agree(self, what: str, device: torch.device | str) -> None:
         """Raise InputError unless all ranks have the same `what`, on which their steps depend."""
-        if self._others(what, device):
+        digests = self.every(torch.tensor(number_of(what), device=device)).tolist()
+        if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
             raise InputError(
-                f"{self.count} ranks that differ: start all with one command, on machines alike (this one:"
-                f" {what:.300})"
+                f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one"
+                f" command, on machines alike (this one: {what:.300})"
             )
-
-    def agree_on(self, command: str, device: torch.device | str) -> None:
-        """Raise InputError unless all ranks were started alike. command: see `common.torchrun`."""
-        if others := self._others(command, device):
-            raise InputError(
-                f"{self.count} ranks with different options, prompts or questions (rank"
-                f" {', '.join(others)} has not those of rank 0): start all with one command"
-            )
-
-    def _others(self, what: str, device: torch.device | str) -> list[str]:
-        """Return the ranks whose `what` is not that of rank 0."""
-        said = self.every(_digest(what, device)).tolist()
-        return [str(rank) for rank, one in enumerate(said) if one != said[0]]
 
     def name(self, what: str, device: torch.device | str) -> str:
         """Return a digest of rank 0's `what`."""
-        return f"{self.first(_digest(what, device)).item():x}"
-
-
-def _digest(what: str, device: torch.device | str) -> Tensor:
-    return torch.tensor(number_of(what), device=device)
+        return f"{self.first(torch.tensor(number_of(what), device=device)).item():x}"
 
 
 def own_device(device: str) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sampling.noise import ACCEPTING, stream, uniform
+from sampling.noise import ACCEPTING, uniform
 from tree import Tree, deepest
 
 
@@ -50,7 +50,7 @@ def residual(
     p, q, ahead = (logits / warm).softmax(-1), distribution, chain.tokens[:, 1:, None]
     ratio = p[:, :-1].gather(-1, ahead)[..., 0] / q.gather(-1, ahead)[..., 0].clamp(min=1e-30)
     positions = state.length[:, None] + chain.depth[:, 1:]
-    u = uniform(stream(state.key, ACCEPTING), positions, 1)[..., 0]
+    u = uniform(state.key ^ ACCEPTING, positions, 1)[..., 0]
     agrees = torch.cat((torch.ones_like(chain.tokens[:, :1], dtype=torch.bool), u < ratio), 1)
     left = torch.cat(((p[:, :-1] - q).clamp(min=0).log() * warm, logits[:, -1:]), 1)
     return agrees, (left + noise).argmax(-1)

@@ -1,56 +1,40 @@
-"""Logits moved by a request's penalties and biases, at every node of a tree as if it were the text's end."""
+"""Logits moved by a request's penalties and biases, at every node of a tree as if it were the text's end; and
+the restrictions of a request, as masks over logits: exact ties, the same on every device.
+"""
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Adjustments(NamedTuple):
-    """The penalties and biases of B sequences.
+def adjust(logits: Tensor, state, tokens: Tensor, ancestors: Tensor) -> Tensor:
+    """The logits [B, T, V] at the nodes of a tree, moved by penalties and biases.
 
-    counts [B, V]      how often the output holds each token, the root included
-    prompted [B, V]    which tokens the prompt holds
-    bias [B, V]        what is added
-    presence, frequency, repetition [B]   the penalties, see `sampling.options.Sampling`
+    state: an `engine.state.State`, which holds these. tokens [B, T]: the tree's, root first; ancestors
+    [B, T, T]: who stands above whom, each node above itself. At a node the output also holds the tokens on
+    its path.
     """
+    penalties = state.presence, state.frequency, state.repetition
+    presence, frequency, repetition = (x[:, None, None] for x in penalties)
 
-    counts: Tensor
-    prompted: Tensor
-    bias: Tensor
-    presence: Tensor
-    frequency: Tensor
-    repetition: Tensor
-
-    def move(self, logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
+    def move(logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
         """Move logits [B, T, N] of tokens that the output holds `times` times."""
-        presence, frequency, repetition = (
-            x[:, None, None] for x in (self.presence, self.frequency, self.repetition)
-        )
         x, there = logits + bias, times > 0
         x = torch.where(there | prompted, torch.where(x > 0, x / repetition, x * repetition), x)
         return x - frequency * times - presence * there
 
-
-def adjust(logits: Tensor, by: Adjustments, tokens: Tensor, ancestors: Tensor) -> Tensor:
-    """The logits [B, T, V] at the nodes of a tree, moved.
-
-    tokens [B, T]: the tree's, root first; ancestors [B, T, T]: who stands above whom, each node above itself.
-    At a node the output also holds the tokens on its path.
-    """
-    moved = by.move(logits, by.counts[:, None], by.prompted[:, None], by.bias[:, None])
-    T = tokens.shape[1]
+    held = state.counts, state.prompted, state.bias
+    moved, T = move(logits, *(x[:, None] for x in held)), tokens.shape[1]
     if T == 1:
         return moved
     # Count every token of the tree on the path to each node; the root is counted already.
     same = (tokens[:, :, None] == tokens[:, None]).float()
     path = torch.cat((torch.zeros_like(ancestors[..., :1]), ancestors[..., 1:]), -1).float()
-    on_path = (path @ same).to(by.counts.dtype)  # [B, T, T]: at a node, the tree's token
+    on_path = (path @ same).to(state.counts.dtype)  # [B, T, T]: at a node, the tree's token
     ids = tokens[:, None].expand(-1, T, -1)
-    counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in (by.counts, by.prompted, by.bias))
+    counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in held)
     # Nodes that carry one token write the same number.
-    return moved.scatter(-1, ids, by.move(logits.gather(-1, ids), counts + on_path, prompted, bias))
+    return moved.scatter(-1, ids, move(logits.gather(-1, ids), counts + on_path, prompted, bias))
 
 
 def allow(logits: Tensor, allowed: Tensor) -> Tensor:
@@ -77,3 +61,27 @@ def scores(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, 
     every = logits.logsumexp(-1, keepdim=True)
     top, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
     return logits.gather(-1, tokens[..., None])[..., 0] - every[..., 0], top - every, ids
+
+
+def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] outside top-k, then outside top-p of what remains, to -inf.
+
+    temperature, top_k (0: off), top_p (1: off) are [B]. Probabilities are softmax(logits / temperature); the
+    token that crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature
+    0 are left alone. Backends have kernels that do the same without sorting.
+    """
+    V = logits.shape[-1]
+    per_row = (-1, 1, 1)
+    ordered = logits.sort(dim=-1, descending=True).values
+    wanted = torch.where(top_k > 0, top_k, V).clamp(max=V).view(per_row)
+    by_rank = ordered.gather(-1, (wanted - 1).expand(*logits.shape[:2], 1))  # the last one kept
+    warm = torch.where(temperature > 0, temperature, 1.0).view(per_row)
+    scaled = torch.where(ordered >= by_rank, ordered, float("-inf")) / warm
+    # In whole 2^-32 of the likeliest token's weight: such sums do not depend on the order, nor the cut on who
+    # computes it.
+    mass = ((scaled - scaled[..., :1]).exp().double() * 2.0**32).long().cumsum(-1)
+    need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
+    by_mass = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
+    by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # 1 keeps also what weighs nothing
+    keep = (logits >= by_rank) & (logits >= by_mass) | (temperature == 0).view(per_row)
+    return torch.where(keep, logits, float("-inf"))

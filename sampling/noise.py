@@ -19,7 +19,7 @@ MASK32 = 0xFFFFFFFF
 # or compiled.
 _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 _GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
-# Streams of random numbers apart from the target's: for drawing proposals, for accepting them.
+# A key ^ one of these is that of another stream of random numbers: for drawing proposals, for accepting them.
 PROPOSING, ACCEPTING = 0x3C6EF372, 0x5BE0CD19
 
 
@@ -44,11 +44,6 @@ def seed_keys(seeds: list[int], device: torch.device | str = "cpu") -> Tensor:
     """Integer seeds (any size, taken modulo 2^64) -> key [B, 2] int64 of 32-bit words."""
     words = [[seed & MASK32, (seed >> 32) & MASK32] for seed in seeds]
     return torch.tensor(words, dtype=torch.int64, device=device)
-
-
-def stream(key: Tensor, which: int) -> Tensor:
-    """The key [B, 2] of another stream of random numbers."""
-    return key ^ which
 
 
 def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

@@ -25,14 +25,12 @@ from tokenizers import AddedToken
 from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_json
-from common.schema import in_words
 from tokens.files import DEFAULTS, MERGES, listed_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 
@@ -68,8 +66,8 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
     words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
     if words is None:
-        raise InputError(f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
-                         " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json")
+        raise InputError(f"{path}: tokenizer_class {kind!r} is not known (Qwen2Tokenizer and GPT2Tokenizer"
+                         " are); save the tokenizer as tokenizer.json")
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(MERGES)))
     model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
     model.add_special_tokens([token for token in {*DEFAULTS.values()} if token in vocab])
@@ -85,7 +83,6 @@ class JsonBackend:
     """
 
     def __init__(self, path: Path, settings: dict):
-        check_file(path)
         with library_errors(f"{path}: cannot be read as a tokenizer"):
             self._path, self._model = path, open_library(path, settings)
             self._prepare(settings)
@@ -112,9 +109,6 @@ class JsonBackend:
         self.added |= free
         self._tokens |= {i: token.content for i, token in free.items()}
         self.ids, self.size, self.special_tokens_map = self._tokens.keys(), 1 + max(self._tokens), {}
-        if self.size - len(self._tokens) > LARGEST_GAP:
-            raise InputError(f"{self._path}: {len(self._tokens):,} tokens have ids up to {self.size - 1:,};"
-                             f" expected at most {LARGEST_GAP:,} gaps")
         nonce = secrets.token_hex(8)
         fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, self.size))
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from common.errors import InputError
 from tokens.calls import call_of
 from tokens.stops import begun
 
@@ -90,7 +89,7 @@ class ChannelStream:
         if kind.startswith("to "):
             try:
                 self._calls.append(call_of({"name": kind[3:], "arguments": body}, self._tools))
-            except (ValueError, RecursionError, InputError):  # broken, or cut off
+            except (ValueError, RecursionError):  # broken, or cut off
                 return body
         elif kind != "final":
             self._thoughts += body

@@ -95,7 +95,7 @@ def _kept(path: str | Path, messages_of: Callable[[str, dict], list[dict]], say,
             reasons[str(e)] += 1
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not kept:
-        raise InputError(f"{path}: holds {none}" + (f" (rows: {counted})" if counted else ""))
+        raise InputError(f"{path}: holds {none}")
     if counted and say:
         say(f"{path}: rows that are left out: {counted}")
     return kept
@@ -111,11 +111,7 @@ def read_questions(path: str | Path) -> list[dict]:
     if len(rows) != len(turns):
         raise InputError(f"{path}: no question in {counted(len(rows) - len(turns), 'row')}")
 
-    def id_of(row: dict, number: int) -> int | str:
-        found = row.get("question_id")
-        return number if found is None else found if isinstance(found, int) else str(found)
-
-    return [{"question_id": id_of(row, i), "category": str(row.get("category") or ""), "turns": turns[i]}
+    return [{"question_id": row.get("question_id", i), "category": row.get("category", ""), "turns": turns[i]}
             for i, row in enumerate(rows)]
 
 

@@ -9,10 +9,8 @@ import os
 from pathlib import Path
 
 from tokenizers import AddedToken
-from typing_extensions import NotRequired, TypedDict
 
 from common.files import read_json
-from common.schema import Digits, Flag, Schema, Text, Whole, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
 MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former stands beside vocab.json
@@ -37,19 +35,6 @@ LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
-_Name = text(2**16)
-_Token = TypedDict("Token", {"content": _Name, **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
-_Template = text(1 << 24)
-TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
-    **dict.fromkeys(NAMES, NotRequired[_Name | _Token | None]),
-    **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
-    "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
-    **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), NotRequired[Flag | None]),
-    "tokenizer_class": NotRequired[Text | None],
-    "chat_template": NotRequired[_Template | dict[Text, _Template]
-                                 | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
-}))
-ADDED_TOKENS = Schema(dict[_Name, Whole])
 
 
 def has(folder: Path, name: str) -> bool:
@@ -70,11 +55,11 @@ def tokenizer_settings(folder: Path) -> dict:
     what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
     gives `added_tokens_decoder`, which is id -> token here. The class of the tokenizer has defaults.
     """
-    def read(name: str, schema: Schema) -> dict:
-        found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
+    def read(name: str) -> dict:
+        found = read_json(folder / name) if has(folder, name) else {}
         return {key: value for key, value in found.items() if value is not None}
 
-    special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
+    special, config = map(read, SETTINGS)
     encoder = encoder_of(folder)
     kind = config.get("tokenizer_class", "") if encoder == "tokenizer.model" else ""
     is_llama = kind.startswith("LlamaTokenizer")
@@ -87,7 +72,7 @@ def tokenizer_settings(folder: Path) -> dict:
                  for i, t in decoder.items()}
         return special | config | {"added_tokens_decoder": added}
     names = {*special_tokens_map(settings).values(), *listed_tokens(settings)}
-    added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED, ADDED_TOKENS).items()}
+    added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED).items()}
     return settings | {"added_tokens_decoder": added}
 
 

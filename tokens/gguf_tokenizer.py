@@ -15,11 +15,9 @@ from tokenizers import AddedToken
 
 from common.cli import library_errors
 from common.errors import InputError
-from common.schema import in_words
 from tokens.calls import TAGS
 from tokens.files import END_TOKENS
 from tokens.templates import Template, render_template
-from tokens.tokenizer import Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
@@ -46,19 +44,14 @@ def rebuild(fields: dict, folder: str | Path, where: str = "GGUF", added: str | 
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     if not metadata.get("tokens"):
         return False
-    try:
-        with library_errors("the tokenizer cannot be rebuilt"):
-            keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
-            templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
-            settings = _write(metadata, [text for text in (*templates.values(), added) if text], folder)
-            config = json.dumps(settings, ensure_ascii=False, indent=2)
-            for name, text in {**templates, "tokenizer_config.json": config}.items():
-                if text:
-                    (folder / name).write_text(text, encoding="utf-8")
-            Tokenizer.load(folder)
-    except InputError as e:  # a file in the folder will not stay there
-        found = str(e).replace(f"{folder}/", "")
-        raise InputError(f"{where}: {found}; convert the Hugging Face folder instead") from None
+    keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
+    templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
+    with library_errors(f"{where}: the tokenizer cannot be rebuilt; convert the Hugging Face folder instead"):
+        settings = _write(metadata, [text for text in (*templates.values(), added) if text], folder)
+        config = json.dumps(settings, ensure_ascii=False, indent=2)
+        for name, text in {**templates, "tokenizer_config.json": config}.items():
+            if text:
+                (folder / name).write_text(text, encoding="utf-8")
     return True
 
 
@@ -101,28 +94,19 @@ def _written(templates: list[str]) -> str:
 
 
 def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
-    """Write the file that text is encoded with. Returns the settings. Raises InputError without `where`."""
+    """Write the file that text is encoded with. Returns the settings. Raises ValueError."""
     kind = metadata.get("model")
     if kind not in WRITERS:
-        raise InputError(f"tokenizer model {kind!r} is not supported ({' and '.join(WRITERS)} are)")
-    rule, write = WRITERS[kind]
-    if rule not in metadata:
-        raise InputError(f"tokenizer.ggml.{rule} is missing; expected a list")
+        raise ValueError(f"tokenizer model {kind!r} is not supported ({' and '.join(WRITERS)} are)")
+    write = WRITERS[kind]
     tokens = metadata["tokens"]
     metadata.setdefault("token_type", [NORMAL] * len(tokens))
-    for key in ("token_type", "scores"):
-        if len(metadata.get(key, tokens)) != len(tokens):
-            expected = f"a list of {len(tokens):,}, as many as there are tokens"
-            raise InputError(f"tokenizer.ggml.{key} is {in_words(metadata[key])}; expected {expected}")
     if len({*tokens}) < len(tokens):
-        raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
+        raise ValueError("it has repeated tokens")
     metadata["token_type"] = _types(metadata, templates)
     settings = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
-        i = metadata.get(f"{key}_token_id")
-        if i is not None and i >= len(tokens):
-            raise InputError(f"tokenizer.ggml.{key}_token_id is {i}; expected an id below {len(tokens):,}")
-        if i is not None:
+        if (i := metadata.get(f"{key}_token_id")) is not None:
             settings[f"{name}_token"] = tokens[i]
     return settings | {"add_bos_token": write(metadata, folder)}
 
@@ -131,7 +115,7 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
     name, tokens = metadata.get("pre"), metadata["tokens"]
     if name not in WORD_RULES:
-        raise InputError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
+        raise ValueError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
     rule = WORD_RULES[name]
     kinds = list(zip(tokens, metadata["token_type"], strict=True))
     vocab = {token: i for i, (token, kind) in enumerate(kinds) if kind != UNUSED}
@@ -150,8 +134,6 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     from sentencepiece import sentencepiece_model_pb2 as spm
 
     tokens, kinds = metadata["tokens"], metadata["token_type"]
-    if UNKNOWN not in kinds:
-        raise InputError(f"tokenizer.ggml.token_type has no unknown token, {UNKNOWN}")
     pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
               for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)]
     special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2),
@@ -167,5 +149,4 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     return bool(metadata.get("add_bos_token", True))
 
 
-# The kind of tokenizer: the key of the rule that joins pieces, and the function that writes the file.
-WRITERS = {"gpt2": ("merges", _write_bpe), "llama": ("scores", _write_sentencepiece)}
+WRITERS = {"gpt2": _write_bpe, "llama": _write_sentencepiece}  # by the kind of tokenizer

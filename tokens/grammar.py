@@ -12,7 +12,7 @@ import numpy as np
 
 from common.cli import library_errors
 from common.errors import InputError, one_line
-from common.files import parse_json, read_text
+from common.files import read_json
 from tokens.tokenizer import Tokenizer
 
 # Small models that may write any amount of white space sometimes write nothing else.
@@ -24,11 +24,7 @@ LONGEST_SCHEMA = 1 << 16  # characters of a schema
 
 def read_schema(path: str) -> str:
     """Return the schema in a file. Raises InputError if it holds no JSON object."""
-    name = f"--json-schema {path}"
-    found = parse_json(read_text(path, "--json-schema"), name)
-    if not isinstance(found, dict):
-        raise InputError(f"{name}: expected a JSON object, found {type(found).__name__}")
-    return json.dumps(found)
+    return json.dumps(read_json(path))
 
 
 class Guide:

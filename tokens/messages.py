@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable
 
 from common.errors import InputError
-from common.schema import in_words
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 ROLES = {"developer": "system", "function": "tool"}  # a newer and an older name: the one of templates
@@ -53,8 +52,7 @@ def words_of(content: str | list) -> dict[str, str]:
             continue
         text = part.get("text") if kind in ("text", "input_text", "output_text") else part
         if not isinstance(text, str):
-            what = f"a part of type {kind!r}" if kind else in_words(text)
-            raise InputError(f"messages: {what} is no text; content has to be text")
+            raise InputError(f"messages: {kind or text!r:.60} is no text; content has to be text")
         texts.append(text)
     return {"content": "".join(texts)} | thoughts_of({"reasoning": "".join(thoughts)})
 

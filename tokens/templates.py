@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InputError, one_line
 from common.files import read_json, read_text
-from tokens.files import TEMPLATE_FILES, TOKENIZER_CONFIG, TOOL_TEMPLATES, has
+from tokens.files import TEMPLATE_FILES, TOOL_TEMPLATES, has
 
 _FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
@@ -46,13 +46,7 @@ def find_template(choice: str, *names: str) -> str | None:
         known = (TEMPLATES[template] for pattern, template in PUBLISHED_NAMES.items()
                  if any(re.search(pattern, name, re.IGNORECASE) for name in names))
         return next(known, None)
-    if choice in TEMPLATES:
-        return TEMPLATES[choice]
-    try:
-        return read_text(choice)
-    except InputError as e:
-        known = f"none of auto, none, {', '.join(TEMPLATES)} or a readable file"
-        raise InputError(f"--template {choice}: {known} ({e})") from None
+    return TEMPLATES[choice] if choice in TEMPLATES else read_text(choice, what="--template")
 
 
 class Template(NamedTuple):
@@ -72,7 +66,7 @@ def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
     if file.suffix == ".jinja":
         found = read_text(file)
     else:
-        found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
+        found = (read_json(file) if own else settings).get("chat_template")
     # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or an object of the same
     named = {x["name"]: x["template"] for x in found} if isinstance(found, list) else found
     by_name = named if isinstance(named, dict) else {"default": named}

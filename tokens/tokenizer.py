@@ -30,7 +30,6 @@ from tokens.templates import ControlTokenMask, read_templates, render_template
 
 BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 VISIBLE = bytes(range(33, 127))
-LETTERS = bytes(b for b in VISIBLE if chr(b).isalnum())
 
 
 class TooLong(InputError, ValueError):
@@ -57,7 +56,7 @@ def copy_files(source: Path, target: Path) -> bool:
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    vocab_size: one more than the `highest` id; a model's embedding may have more rows. Ids below may stand
+    vocab_size: one more than the highest id; a model's embedding may have more rows. Ids below may stand
     for nothing.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
@@ -74,9 +73,9 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, encoder: str):
-        settings = files.tokenizer_settings(folder)
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
+            settings = files.tokenizer_settings(folder)
             self._backend = backend = BACKENDS[encoder](self._file, settings)
             self._templates = read_templates(folder, settings)
             self.special_tokens_map = backend.special_tokens_map | files.special_tokens_map(settings)
@@ -86,7 +85,7 @@ class Tokenizer:
         self.has_template = self.template is not None
         self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
         self.strips_space = bool(backend.strips_space)
-        self.vocab_size, self.highest = backend.size, backend.size - 1
+        self.vocab_size = backend.size
         self.piece = cache(self._bytes_of)
 
         added = {i: token for i, token in backend.added.items() if token.content}
@@ -181,26 +180,24 @@ class Tokenizer:
     def _check_size(self, text: str, at_most: int | None) -> None:
         """Raise TooLong if a text has certainly more than `at_most` tokens.
 
-        It has at least n / m tokens, where n is the number of its letters and m that of the token with most
-        letters; likewise for all visible ASCII characters. A character before one outside ASCII does not
-        count, because both may become one.
+        It has at least n / m tokens, where n is the number of its visible ASCII characters and m that of the
+        token with most of them. A character before one outside ASCII does not count, because both may become
+        one.
         """
         if at_most is None or len(text) <= at_most or not self._most:
             return
         data = text if text.isascii() else re.sub(r"[\0-\x7f]?[^\0-\x7f]+", "", text)
-        counts = [_count(data.encode(), characters) for characters in (LETTERS, VISIBLE)]
-        fewest = max(-(-count // most) for count, most in zip(counts, self._most))
-        if fewest > at_most:
+        if (fewest := -(-_visible(data.encode()) // self._most)) > at_most:
             raise TooLong(f"has at least {fewest:,} tokens ({len(text):,} characters)")
 
     @cached_property
-    def _most(self) -> list[int]:
-        """Most letters, and most visible characters, of one token; empty if encoding drops some."""
+    def _most(self) -> int:
+        """The number of visible characters of the token with most of them, 0 if encoding drops some."""
         if self.decode(self.encode(VISIBLE.decode(), bos=False)) != VISIBLE.decode():
-            return []
+            return 0
         tokens = {token.content.encode() for token in self._backend.added.values()}
         tokens.update(map(self._backend.bytes_of, self._backend.ids))
-        return [max(_count(token, characters) for token in tokens) for characters in (LETTERS, VISIBLE)]
+        return max(map(_visible, tokens))
 
     # -- ids to text --------------------------------------------------------------------------
 
@@ -255,8 +252,8 @@ def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
     return Tokenizer(folder, encoder)
 
 
-def _count(data: bytes, characters: bytes) -> int:
-    return len(data) - len(data.translate(None, characters))
+def _visible(data: bytes) -> int:
+    return len(data) - len(data.translate(None, VISIBLE))
 
 
 def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern:

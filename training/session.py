@@ -225,7 +225,7 @@ class Session:
             f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"
             f" {trainer.seconds / 60:.0f} minutes",
         ]
-        with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
+        with staging(self.out, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,

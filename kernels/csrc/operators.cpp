@@ -97,11 +97,6 @@ Tensor rms_norm(const Dense& x, const Numbers& weight, double eps) {
   return out;
 }
 
-// x [..., K], each row as `rms_norm` has it, times a weight -> float32 [..., N].
-Tensor normed_linear(const Tensor& x, const Numbers& norm, double eps, const Operands& of, int64_t columns) {
-  return linear(rms_norm(x, norm, eps), of, {}, columns, FLOAT32);
-}
-
 // bits: above the 24 of a layer's weights how many experts it has and a row uses, and whether their shares sum to 1.
 Mixture mixture_of(const Weight& router, int64_t bits) {
   return {router, bits >> 24 & 0xFFFF, bits >> 40 & 0xFFFF, bool(bits >> 56)};
@@ -250,7 +245,7 @@ Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, cons
 
 // The tree of T nodes that an EAGLE-3 head grows below the root, which stands at length [B] of text [B, S], on `depth`
 // levels of `width` nodes: drafters/network.py: grow. last [B, 1, H]: see `catch_up`. first [B]: where the drafted rows
-// begin, of n live slots. score_norm, ...: of the head's scores, see `normed_linear`; noise [B, > depth, V] at all ids;
+// begin, of n live slots. score_norm, ...: of the head's scores, normed rows times a weight; noise [B, > depth, V] at all ids;
 // names [Vd]: the ids that the head knows.
 TreeFields grow(const Tensor& last, const Longs& text, const Longs& length, const Longs& first, int64_t n, int64_t T,
                 int64_t depth, int64_t width, const Numbers& score_norm, const Operands& scoring, int64_t columns,
@@ -274,7 +269,7 @@ TreeFields grow(const Tensor& last, const Longs& text, const Longs& length, cons
   Tensor feature = last, beam_scores = of_root, beam_flat = above, sees = Flags({B, 1, 0});
   for (int64_t level = 0, size = 0;; level++) {
     const int64_t rows = feature.size(1), more = rows * width;
-    const Tensor logits = normed_linear(feature, score_norm, eps, scoring, columns);
+    const Tensor logits = linear(rms_norm(feature, score_norm, eps), scoring, {}, columns, FLOAT32);
     const auto [likely, ids] = rank(logits, noise_at(level), width, names);
     const Numbers before(beam_scores), children({B, more});
     const Longs flat(beam_flat);
@@ -347,7 +342,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 }  // namespace eagle
 
 #define ON_TENSORS(X) \
-  X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(normed_linear) X(layers) X(head) X(target) X(verify) \
+  X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(layers) X(head) X(target) X(verify) \
   X(catch_up) X(grow) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
   X(join) X(follow) X(accept) X(commit) X(angles)
 #define OF_NUMBERS(X) X(layout) X(byte_blocks) X(use_threads)

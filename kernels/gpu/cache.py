@@ -56,7 +56,7 @@ class LayerCaches(KVCaches):
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> LayerCaches:
         shape = (args.num_layers, 2, batch, args.num_kv_heads, slots, args.head_dim)
-        return cls._over(torch.zeros(shape, dtype=cls.stored(dtype), device=device))
+        return cls._over(torch.zeros(shape, dtype=cls.dtype or dtype, device=device))
 
     @classmethod
     def _over(cls, kv: Tensor) -> LayerCaches:

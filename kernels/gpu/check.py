@@ -29,16 +29,12 @@ from torch.utils._pytree import tree_leaves
 from common.errors import first_line
 from common.files import atomic_path
 from kernels.backend import TORCH, TorchBackend
-from kernels.build import COMPILED, writable
+from kernels.build import COMPILED, ROOT, code_digest, writable
 from kernels.gpu import products
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cases import Case, Sizes
 
-ROOT, DRIVER = Path(__file__).resolve().parents[2], Path("/proc/driver/nvidia/version")
-# The code that a step runs, or that checks it.
-CHECKED = "model.py", "tree.py", *(
-    f"{room}/*.py" for room in ("drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling")
-)
+DRIVER = Path("/proc/driver/nvidia/version")
 SECONDS = 600  # of a process, compilation included; what takes longer hangs
 GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
 
@@ -150,7 +146,7 @@ def places_of(sizes: Sizes) -> list[Path]:
         sizes, torch.__version__, triton.__version__, torch.version.cuda,
         DRIVER.read_text() if DRIVER.exists() else None,
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        [(p.name, p.read_text()) for pattern in CHECKED for p in sorted(ROOT.glob(pattern))],
+        code_digest(),
     ]
     name = f"kernels-{hashlib.sha256(repr(depends).encode()).hexdigest()[:24]}.json"
     return [folder / "graphs" / name for folder in (COMPILED, writable(COMPILED))]

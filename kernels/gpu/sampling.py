@@ -188,7 +188,7 @@ def cut_kernel(logits, bars, out, V, CHUNK: tl.constexpr, EARLY: tl.constexpr):
 
 @torch.library.custom_op("eagle_gpu::restrict", mutates_args=())
 def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`sampling.restrict.restrict` of float32 logits [B, T, V]; the others [B].
+    """`sampling.adjust.restrict` of float32 logits [B, T, V]; the others [B].
 
     Chunks of the vocabulary are sorted side by side, so that the numbers that reach a bar, and their weight,
     are found by bisection: the vocabulary is read twice and not once for every few bars.

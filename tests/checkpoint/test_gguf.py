@@ -41,18 +41,6 @@ def test_quantised(tmp_path, monkeypatch):
         assert (state[name].float() - tensor).abs().max() < bound, name
 
 
-def test_stop_ids(tmp_path):
-    """Those of the metadata, and well-known end tokens, of whatever type."""
-    def extra(w):
-        w.add_tokenizer_model("llama"), w.add_unk_token_id(0)
-        w.add_token_list(["<unk>", "<s>", "b", "<eos>", "<|im_end|>", "<|x|>", "<|eot_id|>", "<|y|>"])
-        w.add_token_types([2, 3, 1, 3, 1, 4, 5, 4])
-        w.add_token_scores([0.0] * 8)
-
-    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
-    assert read_config(out)["stop_ids"] == [3, 5, 4, 6] and read_config(out)["bos_id"] == 1
-
-
 @pytest.mark.parametrize("keys, scaling, longest", [
     # As llama.cpp reads them: the factor alone is a linear one.
     ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0, 512),

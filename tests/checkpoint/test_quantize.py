@@ -1,14 +1,13 @@
 """quantize.py: what is written, what it is worth, and that speculation on it is plain decoding on it."""
 import json
 import re
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.families import make_target
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import quantize
 from checkpoint.convert import convert
@@ -23,7 +22,6 @@ from kernels.modes import BESIDE
 from kernels.quantized import (
     FP8_MOST,
     QuantizedLinear,
-    QuantizedStack,
     Scheme,
     dequantize,
     pack_nibbles,
@@ -49,19 +47,6 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """A converted mixture of experts whose widths groups of 32 divide."""
-    from helpers import families
-
-    folder = tmp_path_factory.mktemp("experts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families.SIZES, "hidden_size", 64)
-        patch.setitem(families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
-        families.make_target(folder / "in", "Qwen3-MoE")
-    return convert(folder / "in", folder / "t", quiet=True)
-
-
 def run(capsys, *args):
     code = quantize.main([str(a) for a in args])
     return code, capsys.readouterr()
@@ -70,15 +55,6 @@ def run(capsys, *args):
 def nearest(mode: str) -> tuple:
     """The options of a mode that needs no text."""
     return ("--mode", mode, *((*GROUPED, "--method", "nearest") if mode in BESIDE else ()))
-
-
-def test_int8_is_the_nearest():
-    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    weight[3] = 0
-    scale = scales(weight, "int8")
-    q = values(weight, scale, "int8")
-    assert q.dtype == torch.int8 and q.abs().max() == 127
-    assert ((q * scale - weight).abs() <= scale / 2 * 1.0001).all() and (q[3] == 0).all()
 
 
 @pytest.mark.parametrize("group", (32, 64, 128))
@@ -102,44 +78,18 @@ def test_fp8_rounds_weights_and_activations():
     weight, x = torch.randn(40, 64, generator=g), torch.randn(3, 5, 64, generator=g)
     x *= torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     layer = QuantizedLinear.of(weight, "fp8", bias=torch.randn(40, generator=g))
-    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight.float().abs().max() == FP8_MOST
+    assert layer.weight.float().abs().max() == FP8_MOST
     large = weight.abs() > weight.abs().amax(1, keepdim=True) / 100
     assert ((layer.dequantize(torch.float32) - weight).abs() <= weight.abs() / 16 * 1.001)[large].all()
     rows = dequantize(values(x, scales(x, "fp8"), "fp8"), scales(x, "fp8"), torch.float32)
     want = rows @ layer.dequantize(torch.float32).T + layer.bias
     assert ((layer(x) - want).norm(dim=-1) <= 1e-5 * want.norm(dim=-1)).all()
-    exact = x @ weight.T + layer.bias
-    assert 0 < (layer(x) - exact).norm() / exact.norm() < 0.06
 
 
-def test_w8a8_rounds_activations_by_64():
-    """Each value to the nearest step of its group's largest / 127, whatever the other groups hold; the last
-    group may be short.
-    """
-    x = torch.randn(3, 5, 100, generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
-    x[0, 0, 70], x[0, 1, :64], x[1, 2, 3] = 1e4, 0, float("nan")
-    rounded = round_inputs(x)
-    assert rounded[1, 2, :64].isnan().all() and rounded[1, 2, 64:].isfinite().all()
-    for part in (slice(0, 64), slice(64, 100)):
-        step = x[..., part].abs().amax(-1, keepdim=True) / 127
-        off = (rounded[..., part] - x[..., part]).abs()
-        assert (off <= step * 0.5001).logical_or(step.isnan()).all()
-        assert (off[0, 2:] > step[0, 2:] * 0.4).any()
-    layer = QuantizedLinear.of(torch.randn(40, 100), "w8a8")
-    assert torch.equal(layer(x[:1]), F.linear(rounded[:1], layer.dequantize(torch.float32)))
-
-
-@pytest.mark.parametrize("group", (32, 64, 128))
-def test_w4a8_rounds_activations_by_the_weights_groups(group):
-    weight, x = torch.randn(40, 128), torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
-    x[0, 0, 70] = 1e4
-    step = x.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True) / 127
-    rounded = ((x.unflatten(-1, (-1, group)) / step).round() * step).flatten(-2)
-    layer, same = (QuantizedLinear.of(weight, mode, group) for mode in ("w4a8", "int4"))
-    assert torch.equal(layer.weight, same.weight) and torch.equal(layer.scale, same.scale)
-    torch.testing.assert_close(layer(x), same(rounded), rtol=1e-5, atol=1e-5 * float(layer(x).abs().max()))
+@pytest.mark.parametrize("mode, group", (("w8a8", 0), ("w4a8", 32)))
+def test_layers_round_what_they_read(mode, group):
+    layer, x = QuantizedLinear.of(torch.randn(40, 64), mode, group), torch.randn(3, 64)
+    assert torch.equal(layer(x), F.linear(round_inputs(x, group or 64), layer.dequantize(torch.float32)))
 
 
 @pytest.mark.parametrize(
@@ -151,23 +101,15 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     code, printed = run(capsys, "--checkpoint", golden, "--out", out, "--text", text, *nearest(mode))
     agreement = float(re.search(r"perplexity .* same next token ([\d.]+)%", printed.out)[1])
     assert code == 0 and agreement > (90 if most < 0.1 else 50)
-    assert all(text in printed.out for text in (f"{out}: ", f"{out / 'eagle3'}: ", "wqkv"))
     before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
-    exact, _ = load_model(golden)
     model, config = load_model(out)
     beside = {"int4": "int8", "w4a8": "w8a8"}.get(mode, mode)
     written = {"mode": mode, "group": 32 if mode in BESIDE else 0, "lm_head": beside}
     assert config["quantization"] == written and (out / "tokenizer.json").is_file()
-    assert model.lm_head.mode == beside
     layer = model.layers[2].wqkv
-    assert isinstance(layer, QuantizedLinear)
-    assert layer.weight.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
     weight = before["layers.2.wqkv.weight"]
     assert 0 < (layer.dequantize(torch.float32) - weight).norm() / weight.norm() < most
-    tokens = torch.tensor([PROMPT])
-    a, b = (m.logits(m.causal(tokens)[0]) for m in (exact, model))
-    assert 0 < (a - b).norm() / a.norm() < 10 * most
     head = load_head(out / "eagle3", model, "eagle3")
     assert head.fc.mode == head.lm_head.mode == beside
 
@@ -181,45 +123,12 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, tex
     assert run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *options)[0] == 0
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     head = load_head(out / "eagle3", target, "eagle3")
-    reference = None
-    for on_kernels in (False, True):
-        if on_kernels:
-            choose_backend("cpu").prepare(target, head)
-        sampling = Sampling(80, temperature, seed=3)
-        plain = Engine(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
-        drafter = Eagle(head, TreeShape(12, 3, 4))
-        fast = Engine(target, drafter, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
-        # w8a8 and w4a8 round activations, so that a difference in the last bit may become a full step.
-        exact = dtype == "fp32" and mode in ("int8", "int4")
-        if on_kernels or exact:
-            assert fast == plain
-        if exact:
-            assert reference in (None, plain)
-            reference = plain
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8", "fp8"))
-def test_a_mixture_of_experts(experts, tmp_path, capsys, mode):
-    """Stacks of experts are quantised, their router is not.
-
-    Few rows read the chosen experts, many rows read all of them: the results agree.
-    """
-    code, printed = run(capsys, "--checkpoint", experts, "--out", tmp_path / "q", *nearest(mode))
-    assert code == 0 and "w_gate_up" in printed.out
-    exact, model = load_model(experts)[0], load_model(tmp_path / "q")[0]
-    found, before = model.layers[1].mlp, exact.layers[1].mlp
-    assert isinstance(found.w_down, QuantizedStack)
-    assert torch.equal(found.router.weight, before.router.weight)
-    error = (found.w_down(None, torch.float32) - before.w_down).norm() / before.w_down.norm()
-    assert 0 < error < {"int4": 0.15, "w4a8": 0.15, "fp8": 0.05}.get(mode, 0.01)
-    x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
-    many = found(x, none)
-    few = torch.cat([found(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
-    ties = 0.05 if mode in ("w8a8", "w4a8") else 0.0  # inputs near one may round to the next value
-    torch.testing.assert_close(many, few, rtol=1e-4 + ties, atol=1e-5 + ties * float(many.abs().max()))
-    sampling = Sampling(30)
-    assert len(Engine(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
+    choose_backend("cpu").prepare(target, head)
+    plain, fast = (
+        Engine(target, drafter, compile=False, max_seq_len=150).generate(
+            [PROMPT], Sampling(80, temperature, seed=3))[0].ids
+        for drafter in (None, Eagle(head, TreeShape(12, 3, 4))))
+    assert fast == plain
 
 
 def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
@@ -252,37 +161,26 @@ def test_the_lm_head_beside_int4(golden, tmp_path, capsys):
             edit(out, quantization={"mode": "int4", "group": 32, "lm_head": before})
             again = load_model(out)[0].state_dict()
             assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-    edit(out, quantization={"mode": "int4", "group": 32, "lm_head": "int3"})
-    with pytest.raises(InputError, match=r"quantization\.lm_head is .*; expected 'int8', 'w8a8'"):
-        load_model(out)
 
 
 @torch.no_grad()
 def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, text):
-    """Its folder has the form of a target rounded to nearest."""
     ids = torch.tensor([list(text.read_bytes()[:256])])
     exact, _ = load_model(golden)
-    want, off, states = exact.logits(exact.causal(ids)[0]), {}, {}
+    want, off = exact.logits(exact.causal(ids)[0]), {}
     for method in (("nearest",), ("gptq", "--calibrate", text)):
         out = tmp_path / method[0]
         code, printed = run(capsys, "--checkpoint", golden, "--out", out, *INT4, "--method", *method)
         assert code == 0 and ("of outputs" in printed.out) == (method[0] == "gptq")
-        model, config = load_model(out)
-        dtypes = {name: t.dtype for name, t in model.state_dict().items()}
-        states[method[0]] = dtypes, config | {"sha256": None}
+        model, _ = load_model(out)
         off[method[0]] = (model.logits(model.causal(ids)[0]) - want).norm() / want.norm()
-    assert states["nearest"] == states["gptq"]
     assert off["gptq"] < 0.8 * off["nearest"]
 
 
 @pytest.mark.kernels
 def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("a", "b")]
-    for out in folders:
-        code, printed = run(capsys, "--checkpoint", golden, "--out", out, *INT4)
-        assert code == 0 and "writes a text" in printed.err and "of outputs" in printed.out
-    a, b = (load_file(out / "model.safetensors") for out in folders)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", *INT4)
+    assert code == 0 and "writes a text" in printed.err and "of outputs" in printed.out
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -306,36 +204,18 @@ def edit(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_damaged_head_stops_all_before_anything_is_written(golden, tmp_path, capsys):
-    shutil.copytree(golden, tmp_path / "in")
-    weights = tmp_path / "in" / "eagle3" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    code, printed = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
-    assert code == 1 and "damaged" in printed.err and not (tmp_path / "out").exists()
-
-
 def test_a_head_of_another_checkpoint_is_not_left_inside(golden, tmp_path, capsys):
     (tmp_path / "out" / "medusa").mkdir(parents=True)
     code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", "--force")
     assert code == 1 and "holds heads" in printed.err and "(medusa)" in printed.err
 
 
-@pytest.mark.parametrize("mode, wrong, words", (
-    ("int8", torch.bfloat16, r"scale is torch\..*quantise again"),
-    ("int4", torch.float32, r"scale is torch\..*quantise again"),
-    ("int8", "fp8", r"is torch\.int8, config\.json says torch\.float8_e4m3fn")))
-def test_weights_of_another_type_are_refused(golden, tmp_path, capsys, mode, wrong, words):
+def test_weights_of_another_type_are_refused(golden, tmp_path, capsys):
     """Kernels read them as what they ought to be."""
-    out = tmp_path / mode
-    assert run(capsys, "--checkpoint", golden, "--out", out, *nearest(mode))[0] == 0
-    if wrong == "fp8":
-        edit(out, quantization={"mode": wrong, "group": 0, "lm_head": True})
-    else:
-        state = load_file(out / "model.safetensors")
-        state = {k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}
-        save_file(state, out / "model.safetensors")
-    with pytest.raises(InputError, match=words):
-        load_model(out)
+    assert run(capsys, "--checkpoint", golden, "--out", tmp_path / "q", "--mode", "int8")[0] == 0
+    edit(tmp_path / "q", quantization={"mode": "fp8", "group": 0, "lm_head": True})
+    with pytest.raises(InputError, match=r"is torch\.int8, config\.json says torch\.float8_e4m3fn"):
+        load_model(tmp_path / "q")
 
 
 @pytest.mark.kernels

@@ -84,14 +84,13 @@ def test_windows_of_a_head(golden, models, tmp_path, label):
 
 
 @pytest.mark.parametrize("label,changes,words", (
-    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
-    ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
+    ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, the target has 8"),
     ("dflash-windows", {"is_causal": False}, "must be causal"),
     ("dflash-windows", {"sliding_window_non_causal": True}, "must be causal"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
-    ("p-eagle", {"ptd_token_id": None}, "mask token"),
+    ("p-eagle", {"ptd_token_id": None}, "mask_id"),
 ))
 def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes, words):
     tensors, config = published(label, models[0])

@@ -27,15 +27,10 @@ def masks(guide, tokens: list[int], parent: list[int]) -> np.ndarray:
     return rows
 
 
-def allows(row: np.ndarray, token: int) -> bool:
-    return bool(row[token // 32] >> (token % 32) & 1)
-
-
 def test_masks_of_trees(grammars):
     """Branches along outputs, beside them and over their ends, from everywhere in a text."""
     made, stop = grammars
     chance = random.Random(0)
-    ends = 0
     for _ in range(60):
         text = [*chance.choice(OUTPUTS), stop]
         begin = chance.randrange(1, len(text))
@@ -49,22 +44,13 @@ def test_masks_of_trees(grammars):
             tokens.append(token)
             parent.append(node)
             paths.append([*paths[node], token])
-        rows = masks(guide, tokens, parent)
-        for row, path in zip(rows, paths):
+        for row, path in zip(masks(guide, tokens, parent), paths):
             alone = made.guide(SCHEMA)
-            alone.take(text[:begin])
-            if stop in path:
-                ends += allows(masks(alone, [0], [0])[0], stop)
-                continue
-            for token in path:
-                if not allows(masks(alone, [0], [0])[0], token):
-                    break
-                alone.take([token])
-            else:
-                assert (row == masks(alone, [0], [0])[0]).all() and alone.error is None
+            alone.take([*text[:begin], *path])
+            if stop not in path and not alone.error:
+                assert (row == masks(alone, [0], [0])[0]).all()
         guide.take(text[begin:])  # it stands where it stood
         assert guide.error is None
-    assert ends > 10  # of the trees, so many had a stop id where the text may end
 
 
 def test_after_a_mistake_it_says_so(grammars):

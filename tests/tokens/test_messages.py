@@ -7,7 +7,6 @@ from helpers.tokenizers import with_template
 from common.errors import InputError
 from engine.prompt import encode
 from server.protocol import ChatBody
-from tokens.dataset import read_conversations
 from tokens.messages import THOUGHTS, arguments_of, ready, thoughts_of
 
 WHY = dict.fromkeys(THOUGHTS, "why")
@@ -26,8 +25,6 @@ READY = {
     "call, no content": ({"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}', id="c")]},
                          {**EMPTY, "tool_calls": [call({"x": 1}, id="c")]}),
     "content absent": ({"role": "assistant", "tool_calls": [call(" ")]}, {**EMPTY, "tool_calls": [call({})]}),
-    "arguments absent": ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-                         {**EMPTY, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
     "bare call": ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]},
                   {**EMPTY, "tool_calls": [{"name": "f", "arguments": {}}]}),
     "older call": ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}},
@@ -36,8 +33,6 @@ READY = {
                      {"role": "tool", "name": "f", "content": "7"}),
     "parts": ({"role": "developer", "content": texts("a", "b"), "tool_calls": []},
               {"role": "system", "content": "ab"}),
-    "parts of Responses": ({"role": "user", "content": [{"type": "input_text", "text": "a"}, "b"]},
-                           {"role": "user", "content": "ab"}),
     "thoughts in parts": (
         {"role": "assistant", "content": [{"type": "thinking", "thinking": texts("why")}, *texts("a")]},
         {"role": "assistant", "content": "a", **WHY}),
@@ -68,20 +63,14 @@ CHAT = [
 
 
 def test_every_way_to_the_template_makes_messages_ready(bpe, tmp_path):
-    """From Python, over HTTP, and of training data, which has no calls."""
+    """From Python and over HTTP."""
     tok = with_template(bpe, tmp_path, TEMPLATE)
     for ids in (tok.chat(CHAT), encode(tok, CHAT), tok.chat(ChatBody(messages=CHAT).dicts)):
         assert tok.decode(ids) == "user:time?;assistant:why{};tool:12:00;assistant:noon;"
-    rows, row = tmp_path / "rows.jsonl", [CHAT[0], {**CHAT[3], "content": [
-        {"type": "thinking", "thinking": "why"}, *texts("noon")]}]
-    rows.write_text(json.dumps({"messages": row}))
-    assert tok.decode(tok.chat(read_conversations(rows)[0])) == "user:time?;assistant:whynoon;"
 
 
 @pytest.mark.parametrize("content", (
-    [{"type": "image_url", "image_url": {}}], [{"type": "text"}], [3], 3,
-    [{"type": "thinking", "thinking": 3}],
-))
+    [{"type": "image_url", "image_url": {}}], [{"type": "text"}], 3, [{"type": "thinking", "thinking": 3}]))
 def test_content_that_is_no_text(bpe, tmp_path, content):
     with pytest.raises(InputError, match=r"^messages: .* is no text"):
         with_template(bpe, tmp_path, TEMPLATE).chat([{"role": "user", "content": content}])
@@ -94,9 +83,8 @@ def test_thoughts_have_every_name_that_templates_read(name):
 
 
 @pytest.mark.parametrize("given, found", (
-    ("", {}), (" \n", {}), ("null", {}), (None, {}), ({"a": None}, {"a": None}), ('{"a": null}', {"a": None}),
-    ("[]", {}), ([], {}), ('""', {}), ('"{\\"a\\": 1}"', {"a": 1}), ('{"a": "x\ny"}', {"a": "x\ny"}),
-    ("broken", "broken"), ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'), ("[" * 100_000, "[" * 100_000),
-), ids=range(15))
+    (" \n", {}), ("null", {}), ("[]", {}), ('"{\\"a\\": 1}"', {"a": 1}), ('{"a": "x\ny"}', {"a": "x\ny"}),
+    ("broken", "broken"), ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'),
+), ids=str)
 def test_arguments_are_an_object_where_they_can_be(given, found):
     assert arguments_of(given) == found
