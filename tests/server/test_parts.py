@@ -69,7 +69,7 @@ def test_the_schema_of_the_output_wherever_a_client_has_it():
 
 
 def test_metrics_name_what_a_gpu_does_without():
-    engine = SimpleNamespace(batch=1, fallbacks=["the step cannot be captured"])
+    engine = SimpleNamespace(batch=1, passes=SimpleNamespace(fallbacks=["the step cannot be captured"]))
     text = Worker(engine, Metrics("x", 1, 1)).metrics.text().decode()
     assert 'eagle_fallback{model_name="x",reason="the step cannot be captured"} 1.0' in text
 
