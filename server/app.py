@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.prompt import RAISE, encode
+from engine.prompt import encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
@@ -56,8 +56,6 @@ class Server:
     def chat(self, body: ChatBody) -> ChatReply:
         """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
         model, tokenizer = self.model(body.model), self.tokenizer
-        if not tokenizer.has_template:
-            raise InputError("this checkpoint has no chat template: use /v1/completions")
         channels = not body.is_forced and has_channels(tokenizer.template)
         form, shown = None, shown_channels(tokenizer.control) if channels else []
         if body.tools and not channels:
@@ -80,10 +78,7 @@ class Server:
         """
         count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
         if count > most:  # before prompts are read
-            raise InputError(
-                f"{count} outputs at once, at most {most} run or wait here: send fewer prompts at a time, or"
-                " start the server with a larger --queue"
-            )
+            raise InputError(f"{count} outputs at once, at most {most} run or wait here")
         samplings, jobs = body.samplings(self.max_seq_len), []
         same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:
@@ -99,15 +94,14 @@ class Server:
         http.state.reply = reply = await in_thread(partial(prepare, body))
         if self.measures or body.return_speculation:
             reply.window = self.worker.engine.window
-        events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
+        events = self._events(http, reply.jobs)
         if body.stream:
-            return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
-        try:
-            async for _, event in events:
-                if isinstance(event, Refusal):
-                    raise event
-        finally:
-            cancel()
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            sent = _stream(reply, events, body.stream_options.include_usage)
+            return StreamingResponse(sent, headers=headers, media_type="text/event-stream")
+        async for _, event in events:
+            if isinstance(event, Refusal):
+                raise event
         if not all(job.finish for job in reply.jobs):  # the client has gone
             return Response(status_code=499)
         return JSONResponse(reply.whole())
@@ -125,14 +119,17 @@ class Server:
 
         async def arriving():
             running = len(jobs)
-            while running and not await http.is_disconnected():
-                try:
-                    i, event = await asyncio.wait_for(queue.get(), QUIET)
-                except asyncio.TimeoutError:
-                    yield 0, None
-                    continue
-                running -= isinstance(event, Refusal) or event.finish is not None
-                yield i, event
+            try:
+                while running and not await http.is_disconnected():
+                    try:
+                        i, event = await asyncio.wait_for(queue.get(), QUIET)
+                    except asyncio.TimeoutError:
+                        yield 0, None
+                        continue
+                    running -= isinstance(event, Refusal) or event.finish is not None
+                    yield i, event
+            finally:
+                self.worker.cancel(*jobs)
 
         for i, job in enumerate(jobs):
             job.on_event = partial(on_event, i)
@@ -160,28 +157,13 @@ async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> Asyn
     yield "data: [DONE]\n\n"
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. close: called at the end, also if it comes before the first event."""
-
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.close = close
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.close()
-
-
 async def in_thread(work: Callable):
     """Do slow work beside other requests. Raises Refusal for an InputError, ValueError or RecursionError."""
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
         code = "context_length_exceeded" if "needs room for one more" in str(e) else None
-        raise Refusal(400, str(e).removesuffix(RAISE), code) from None
+        raise Refusal(400, str(e), code) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 
@@ -195,7 +177,7 @@ def make_app(
     key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
     log: gets a line per request.
     """
-    tokenizer, worker = server.tokenizer, server.worker
+    worker = server.worker
     app = FastAPI(title="EAGLE", redoc_url=None)
     app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN, log=log)
     if origins:
@@ -228,6 +210,31 @@ def make_app(
     async def model(name: str):
         return described(server.model(name))
 
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health():
+        if worker.failed or worker.closing or not worker.is_alive():
+            raise Refusal(503, worker.failed or GOING_DOWN)
+        return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
+
+    @app.get("/metrics")
+    async def metrics():
+        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    for path, name in FILES.items():
+        app.add_route(path, partial(_file, name))
+    add_tokenizer(app, server)
+    return app
+
+
+async def _file(name: str, http: HttpRequest) -> Response:
+    return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})
+
+
+def add_tokenizer(app: FastAPI, server: Server) -> None:
+    """Add the routes that use the tokenizer alone."""
+    tokenizer = server.tokenizer
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody):
         def work() -> list[int]:
@@ -251,22 +258,3 @@ def make_app(
     async def tokenizer_info():
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
         return {"chat_template": tokenizer.template, **names}
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health():
-        if worker.failed or worker.closing or not worker.is_alive():
-            raise Refusal(503, worker.failed or GOING_DOWN)
-        return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
-
-    @app.get("/metrics")
-    async def metrics():
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    for path, name in FILES.items():
-        app.add_route(path, partial(_file, name))
-    return app
-
-
-async def _file(name: str, http: HttpRequest) -> Response:
-    return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})

@@ -101,19 +101,13 @@ class Gate:
 def add_handlers(app: FastAPI) -> None:
     """Make an app answer every error with a Refusal."""
 
-    @app.exception_handler(Refusal)
-    async def refused(http: HttpRequest, e: Refusal) -> Response:
-        return e.response()
-
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
-        if e.status_code == 400:  # of fastapi, where reading JSON raised anything but a JSONDecodeError
-            words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
-            return Refusal(400, words, "invalid_json").response()
         response = Refusal(e.status_code, str(e.detail)).response()
         response.headers.update(e.headers or {})  # the allowed methods
         return response
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: HttpRequest, e: RequestValidationError) -> Response:
-        return refusal_of_body(e.errors(), http.headers).response()
+    app.add_exception_handler(Refusal, lambda http, e: e.response())
+    app.add_exception_handler(
+        RequestValidationError, lambda http, e: refusal_of_body(e.errors(), http.headers).response()
+    )

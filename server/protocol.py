@@ -17,8 +17,10 @@ RETRY_AFTER = "2"  # seconds
 STATUS_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
 # Fields that `Sampling` has under the same name.
-PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
-SAMPLED = {"temperature", "top_p", "min_p", *PENALTIES}
+SAMPLED = {
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+}
 
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -49,17 +51,11 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     """Return the refusal of a body, from pydantic's errors in it."""
     # In a union, the error of the member that has the right type is the one to report.
     first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
-    if first["type"] == "json_invalid":
-        why = first.get("ctx", {}).get("error", first["msg"])
-        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
     # pydantic puts the names of a union's members into the path.
-    where = ".".join(str(x) for x in first["loc"] if x not in ("body", "str", "int") and "[" not in str(x))
-    if not where and "json" not in headers.get("content-type", ""):
+    path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
+    if path == ["body"] and "json" not in headers.get("content-type", ""):
         return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
-    message = first["msg"].removeprefix("Value error, ")
-    if where or first["type"] != "value_error":
-        message = f"{where or 'the body'}: {message}"
-    return Refusal(400, message, "invalid_value", where or None)
+    return Refusal(400, f"{'.'.join(path)}: {first['msg']}", "invalid_value", ".".join(path[1:]) or None)
 
 
 class Body(BaseModel):
@@ -271,8 +267,6 @@ class CompletionBody(GenerationBody):
     def _check(self) -> CompletionBody:
         if self.suffix:
             raise ValueError("suffix: text cannot be filled in here; leave it out")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 is only of use with echo")
         return self
 
     @property

@@ -34,7 +34,13 @@ class Channel:
 
     def is_lost(self) -> bool:
         """Return whether a process on this machine has died."""
-        return not all(_is_alive(pid) for host, pid in self.processes if host == socket.gethostname())
+        try:
+            for host, pid in self.processes:
+                if host == socket.gethostname():
+                    os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
 
     def send(self, *message) -> None:
         """Send a message from the first rank; an empty one is the last."""
@@ -48,8 +54,9 @@ class Channel:
 
 
 class Leader:
-    """The engine of the first rank, which the others follow. Arguments and errors are those of `Engine`; also
-    raises EngineLost.
+    """The engine of the first rank, which the others follow. It also raises EngineLost.
+
+    Requests have passed `Engine.check`: a mistake would end the other ranks.
     """
 
     def __init__(self, engine: Engine, channel: Channel):
@@ -58,12 +65,7 @@ class Leader:
     def __getattr__(self, name: str):
         return getattr(self.engine, name)
 
-    def admit(
-        self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None, **options
-    ) -> Request:
-        self.engine.check(prompt, sampling)  # mistakes stay here
-        if sampling.json_schema is not None and guide is None:
-            guide = self.engine.guide(sampling.json_schema)
+    def admit(self, prompt: list[int], sampling: Sampling, *, guide: Guide | None, **options) -> Request:
         with self._together("admit", prompt, sampling, options):
             return self.engine.admit(prompt, sampling, guide=guide, **options)
 
@@ -111,11 +113,3 @@ def follow(engine: Engine, channel: Channel) -> None:
             engine.leave(next(request for request in engine.requests if request.place == arguments[0]))
         else:
             engine.step()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

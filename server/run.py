@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import signal
 import socket
 import threading
@@ -55,12 +55,8 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:
     )
     # Uvicorn raises a signal again after its work: SIGTERM then ends as orderly as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    worker.on_lost = lambda: os.kill(os.getpid(), signal.SIGTERM)
     worker.start()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(Uvicorn(config, worker, grace).serve(sockets=[listener]))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        worker.stop()
-        worker.join(timeout=10)
+    worker.stop()
+    worker.join(timeout=10)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.cli import note
-from common.errors import InputError, counted, first_line
+from common.errors import first_line
 from engine.engine import Engine
-from engine.request import Event, Request, Score
+from engine.request import Event, Request
 from sampling.options import Sampling
 from server.metrics import Metrics
 from server.protocol import Refusal
@@ -64,7 +64,6 @@ class Worker(threading.Thread):
         self.engine, self.metrics, self.capacity = engine, metrics, queue + engine.batch
         self.failed: str | None = None  # why nothing can be decoded any more
         self.is_lost: Callable[[], bool] = lambda: False  # returns whether a process of the engine has died
-        self.on_lost: Callable[[], None] = lambda: None  # called once, when the thread ends for that reason
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
@@ -80,8 +79,7 @@ class Worker(threading.Thread):
             if self.closing or self.failed:
                 raise Refusal(503, self.failed or GOING_DOWN, "closing")
             if self.running + self.waiting + len(jobs) > self.capacity:
-                now = f"{counted(self.running, 'request')} decoded, {self.waiting} waiting"
-                raise Refusal(429, f"{now}, no room for {len(jobs)} more: try again later", "queue_full")
+                raise Refusal(429, f"no room for {len(jobs)} more: try again later", "queue_full")
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -122,7 +120,7 @@ class Worker(threading.Thread):
     # -- in the thread ------------------------------------------------------------------------
 
     def run(self) -> None:
-        failures, lost = 0, False
+        failures = 0
         try:
             while self._wait():
                 try:
@@ -137,11 +135,9 @@ class Worker(threading.Thread):
                         self.failed = f"decoding has failed {failures} times in a row; see the server's log"
                         note(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
-        except EngineLost as e:
-            self.failed, lost = f"{GOING_DOWN}: {e}", True
+        except EngineLost as e:  # torchrun ends this process
+            self.failed = f"{GOING_DOWN}: {e}"
         self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
-        if lost:
-            self.on_lost()
 
     def _wait(self) -> bool:
         """Wait for work. Returns False at the end."""
@@ -170,11 +166,7 @@ class Worker(threading.Thread):
                     self._pass_on(job, event)
 
     def _admit(self, job: Job) -> None:
-        try:
-            job.request = self.engine.admit(job.prompt, job.sampling, **job.options)
-        except (ValueError, InputError) as e:
-            self._refuse(job, Refusal(400, first_line(e)))
-            return
+        job.request = self.engine.admit(job.prompt, job.sampling, **job.options)
         with self._changed:
             self._running[job.request] = self._waiting.popleft()
         self.metrics.admitted(job.request)
@@ -182,10 +174,6 @@ class Worker(threading.Thread):
     def _pass_on(self, job: Job, event: Event) -> None:
         if event.finish == "error":
             self._refuse(job, Refusal(400, job.request.error))
-            return
-        first = (job.request.prompt_scores or []) if job.last is None else []
-        if not all(map(_is_finite, (*first, *event.scores))):  # no JSON can hold it
-            self._refuse(job, Refusal(500, "the model's scores are nan or infinite: its weights are damaged"))
             return
         self.metrics.emitted(job, event)
         job.last = job.request.last
@@ -220,7 +208,3 @@ class Worker(threading.Thread):
     def _jobs(self) -> list[Job]:
         with self._changed:
             return [*self._running.values(), *self._waiting]
-
-
-def _is_finite(score: Score) -> bool:
-    return math.isfinite(score.logprob) and all(math.isfinite(logprob) for _, logprob in score.top)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
 
     Returns places in `rows`. The order is random with a generator, else shortest first.
     """
-    if generator is None:
-        order, window = list(range(len(rows))), max(1, len(rows))
-    else:
-        # Sorted within a window only, so that every epoch groups differently.
+    order, window = list(range(len(rows))), max(1, len(rows))
+    if generator is not None:  # sorted within a window only, so that every epoch groups differently
         order, window = torch.randperm(len(rows), generator=generator).tolist(), WINDOW
     groups = []
     for i in range(0, len(order), window):
@@ -36,25 +33,6 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
     return groups
 
 
-@dataclass(frozen=True)
-class Draw:
-    """The chains of an answer that are drafted in training. The default is all of them, to their ends.
-
-    share: of the positions, those that chains start from. keep: of the chains at a draft step, those that
-    reach the next (the COD sampling of P-EAGLE, arXiv 2602.01469).
-    """
-
-    share: float = 1.0
-    keep: float = 1.0
-
-    def starts(self, count: int, seed: int) -> Tensor:
-        """Return the starts of chains among `count` positions, ordered by the chains' ends."""
-        if self == Draw():
-            return torch.arange(count)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        return order[: math.ceil(count * self.share)]
-
-
 class Batch:
     """Rows padded to one length, and the predictions in them that are scored.
 
@@ -62,7 +40,7 @@ class Batch:
     the feature of token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is
     drafted from b-1 (the next token, the first root, is the target's) to e-3.
 
-    `at` [B, C] are the positions that chains start from: those of `taught` or, with `draw`, some of them.
+    `at` [B, C] are the positions that chains start from: those of `taught` or, with `seeds`, some of them.
     `chains` counts them at each step, the first ones.
 
     `index` [M] lists the scored predictions as places in [steps, B, C] flattened, and `step` [M] is the step
@@ -72,15 +50,25 @@ class Batch:
     """
 
     def __init__(
-        self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device, draw: Draw = Draw(),
-        seeds: list[int] | None = None,
+        self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device, *, share: float = 1.0,
+        keep: float = 1.0, seeds: list[int] | None = None,
     ):
-        """in_draft [V]: True for ids that the head drafts. seeds: of each row's draw; None draws nothing."""
+        """in_draft [V]: True for ids that the head drafts.
+
+        share: of the positions, those that chains start from. keep: of the chains at a draft step, those that
+        reach the next (the COD sampling of P-EAGLE, arXiv 2602.01469). seeds: of the choice in each row; None
+        takes all chains to their ends.
+        """
         B, T = len(rows), max(len(row["ids"]) for row in rows)
-        draw, seeds = (Draw(), [0] * B) if seeds is None else (draw, seeds)
         spans = [[torch.arange(b - 1, e - 2) for b, e in row["answers"]] for row in rows]
         counts = [sum(map(len, parts)) for parts in spans]
-        starts = [draw.starts(count, seed) for count, seed in zip(counts, seeds)]
+        starts = [torch.arange(count) for count in counts]
+        if seeds is None:
+            keep = 1.0
+        elif share < 1:
+            orders = [torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+                      for count, seed in zip(counts, seeds)]
+            starts = [order[: math.ceil(len(order) * share)] for order in orders]
         R, C = max(counts), max(map(len, starts))
         tokens, taught, places = (torch.zeros(B, width, dtype=torch.int64) for width in (T, R, C))
         last = torch.full((B, R), -1)  # the last position of the answer that each position is in
@@ -93,7 +81,7 @@ class Batch:
             last[i, :count] = torch.cat(ends)
             places[i, :n] = starts[i]
             for step in range(steps):
-                reach[i, : math.ceil(n * draw.keep**step)] = step + 1
+                reach[i, : math.ceil(n * keep**step)] = step + 1
         ahead = torch.arange(steps)[:, None, None]
         at = taught.gather(1, places)
         valid = (at + ahead <= last.gather(1, places)) & (ahead < reach)  # [steps, B, C]
@@ -123,7 +111,3 @@ class Batch:
     def before(self) -> Tensor:
         """Return the token that each scored prediction follows [M]."""
         return torch.stack([self.following(i) for i in range(len(self.scored))]).flatten()[self.index]
-
-    def sum_by_step(self, values: Tensor) -> Tensor:
-        """Return the sums of values [M] over the predictions of each step [steps]."""
-        return values.new_zeros(len(self.scored)).index_add(0, self.step, values)

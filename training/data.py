@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from common.errors import InputError, counted
+from common.errors import InputError
 from common.files import digest, read_text
 from tokens.dataset import is_answer
 from tokens.ids import common_prefix
@@ -135,34 +135,16 @@ def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
     return lines
 
 
-def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter, int]:
-    """Return the usable rows without exact repeats, how often each reason left prompts out, and the number
-    of rows longer than `max_len`, which are cut.
-    """
-    known, rows, left_out, cut = set(), [], Counter(), 0
-    for line in lines:
-        if line.left_out:
-            left_out[line.left_out] += 1
-        row = usable(line.model_dump(include={"ids", "answers", "source", "chat"}), max_len)
-        cut += len(line.ids) > max_len
-        if row and (key := digest(row["ids"])) not in known:
-            known.add(key)
-            rows.append(row)
-    return rows, left_out, cut
+def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter]:
+    """Return the usable rows without exact repeats, and how often each reason left a conversation out."""
+    given = (line.model_dump(include={"ids", "answers", "source", "chat"}) for line in lines)
+    rows = {digest(row["ids"]): row for row in (usable(row, max_len) for row in given) if row}
+    return list(rows.values()), Counter(line.left_out for line in lines if line.left_out)
 
 
-def counts_of(rows: list[dict]) -> Counter:
-    """Count each token of the answers."""
-    return Counter(t for r in rows for b, e in r["answers"] for t in r["ids"][b:e])
-
-
-def covered(counts: Counter, ids: Iterable[int]) -> float:
-    """Return the share of the answer tokens that are among these ids."""
-    return sum(counts[t] for t in ids) / max(1, counts.total())
-
-
-def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> Tensor:
+def draft_vocabulary(rows: list[dict], size: int, vocab_size: int) -> Tensor:
     """Return the `size` most frequent answer tokens, ascending."""
+    counts = Counter(t for row in rows for b, e in row["answers"] for t in row["ids"][b:e])
     ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:size]
     # With little text the rest are the lowest unused ids, which are the tokenizer's commonest merges.
     if len(ranked) < size:
@@ -174,15 +156,3 @@ def unused(rows: list[dict], vocab_size: int) -> int:
     """Return the last of the ids that the text holds least often."""
     counts = torch.bincount(torch.tensor([t for row in rows for t in row["ids"]]), minlength=vocab_size)
     return int((counts == counts.min()).nonzero()[-1])
-
-
-def text_report(rows: list[dict], counts: Counter) -> str:
-    """Describe the text: its rows, tokens and answers. counts: those of `counts_of`."""
-    sources = ", ".join(f"{name} {n:,}" for name, n in Counter(row["source"] for row in rows).items())
-    lengths, answers = [len(row["ids"]) for row in rows], [len(row["answers"]) for row in rows]
-    return (
-        f"{counted(len(rows), 'conversation')} ({sources}), {sum(n > 1 for n in answers):,} with several"
-        f" answers\n{counted(sum(lengths), 'token')}, {counts.total():,} of them in"
-        f" {counted(sum(answers), 'answer')}, {len(counts):,} of these distinct; the longest row has"
-        f" {max(lengths):,}"
-    )

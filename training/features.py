@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common.cli import note
-from common.errors import InputError, counted
+from common.errors import InputError
 from common.files import atomic_path, digest
 from kernels import isa
 from kernels.backend import backend_of
@@ -81,16 +81,19 @@ class Features:
         self.dtype, self.cached = dtype or self.given, {}  # states by `digest` of the ids
         self.folder, self.files = folder and folder / digest(name, aux_layers), {}  # open files, likewise
         self.processes = processes or Processes()
-        self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
 
     def read(self, rows: list[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
         parts = []
         for ids in (row["ids"] for row in rows):
-            states = self.known(ids)
-            if states is None:
-                states = TargetStates(*(x[0] for x in self.compute([ids])))
-                self.keep(ids, states)
+            key = digest(ids)
+            if key in self.files:
+                states = [self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields]
+            elif (states := self.cached.get(key)) is None:
+                states = [x[0] for x in self.compute([ids])]
+                if self.room > 0:
+                    self.cached[key] = [x.to("cpu", copy=True) for x in states]
+                    self.room -= sum(x.numel() * x.element_size() for x in states)
             parts.append([x.to(self.device, non_blocking=True) for x in states])
         features, normed, greedy = (pad_sequence(xs, batch_first=True) for xs in zip(*parts))
         return TargetStates(features.to(self.given), normed.to(self.given), greedy.long())
@@ -101,46 +104,28 @@ class Features:
         features, normed, greedy = read_target(self.reader, self.aux_layers, tokens.to(self.device))
         return TargetStates(features.to(self.dtype), normed.to(self.dtype), greedy)
 
-    def known(self, ids: list[int]) -> TargetStates | None:
-        """Return the states of a row, on the CPU, if they were computed before."""
-        key = digest(ids)
-        if key not in self.files:
-            return self.cached.get(key)
-        return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
-
-    def keep(self, ids: list[int], states: TargetStates) -> None:
-        """Keep the states of a row if there is room."""
-        if self.room > 0:
-            self.cached[digest(ids)] = TargetStates(*(x.to("cpu", copy=True) for x in states))
-            self.room -= sum(x.numel() * x.element_size() for x in states)
-
     def fill(self, rows: list[dict], budget: int) -> None:
         """Compute and store missing states, each process its share, in batches of `budget` tokens.
 
         Raises InputError, with the numbers, if the disk has no room for them.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._open()
         missing = [row for row in rows if digest(row["ids"]) not in self.files]
-        if missing:
-            self._check_room(sum(len(row["ids"]) for row in missing) * self.token_bytes, len(missing))
+        each = (len(self.aux_layers) + 1) * self.reader.args.hidden_size * self.dtype.itemsize + 4
+        need = sum(len(row["ids"]) for row in missing) * each
+        free = shutil.disk_usage(self.folder).free
+        line = f"features: {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free"
+        if need > free - SPARE:
+            raise InputError(f"--cache-features: {line}; make room, or leave it out")
+        note(line)
         self.processes.wait()  # all have looked before any writes
-        if missing:
-            self._write(missing, budget)
+        self._write(missing, budget)
         self.processes.wait()
         self._open()
 
-    def _check_room(self, need: int, rows: int) -> None:
-        existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-        free = shutil.disk_usage(existing).free
-        line = (f"features of {counted(rows, 'row')}: {need / 1e9:.2f} GB in {self.folder},"
-                f" {free / 1e9:.2f} GB")
-        if need > free - SPARE:
-            raise InputError(f"--cache-features: {line} are free; make room, or leave it out")
-        note(f"{line} are free")
-
     def _write(self, missing: list[dict], budget: int) -> None:
         """Write a file of each batch. Another run may be filling the same folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         mine = self.processes.share(batches(missing, budget))
         total = sum(len(missing[i]["ids"]) for batch in mine for i in batch)
         with live_bar(total=total, unit="token", desc="features") as bar:

@@ -26,7 +26,6 @@ class TrainedKind(NamedTuple):
     """A kind of head that can be trained. options: those of train.py that only some kinds have."""
 
     title: str  # on the model card
-    method: str  # of training
     speculate: str  # the method of generate.py that drafts with it
     objective: type[Objective]
     options: tuple[str, ...] = ()
@@ -36,11 +35,11 @@ SOME = "draft_vocab", "states", "loss", "start"
 BLOCK = *SOME, "layers", "drafts"
 MARKOV = *BLOCK, "markov_rank"
 TRAINED = {
-    "eagle3": TrainedKind("EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps")),
-    "p-eagle": TrainedKind("P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, MARKOV),
-    "dflash": TrainedKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK),
-    "dspark": TrainedKind("DSpark head", "random blocks", "dspark", BlockObjective, MARKOV),
-    "eagle": TrainedKind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
+    "eagle3": TrainedKind("EAGLE-3 head", "eagle3", Eagle3Objective, (*SOME, "steps")),
+    "p-eagle": TrainedKind("P-EAGLE head", "p-eagle", PEagleObjective, MARKOV),
+    "dflash": TrainedKind("DFlash head", "dflash", BlockObjective, BLOCK),
+    "dspark": TrainedKind("DSpark head", "dspark", BlockObjective, MARKOV),
+    "eagle": TrainedKind("EAGLE-1/EAGLE-2 head", "eagle2", Eagle1Objective),
 }
 
 
@@ -61,8 +60,7 @@ def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int
         return (count,)
     if issubclass(network, Eagle3Head):
         if count < 4:
-            raise ValueError(f"an EAGLE-3 head reads three states of its target, which has {count} layers:"
-                             " use --kind eagle")
+            raise ValueError(f"an EAGLE-3 head reads three states, the target has {count} layers")
         if states is None:
             low, middle, high = eagle3_aux_layers(count)
             return low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
@@ -93,8 +91,7 @@ def head_args(
     if issubclass(network.Args, MarkovArgs):
         has, rank = args.get("markov_rank", 0), shape.markov_rank
         if has and rank not in (None, has):
-            raise ValueError(f"--markov-rank {rank}: the head of --start has {has}, and keeps it; leave the"
-                             " option out")
+            raise ValueError(f"--markov-rank {rank}: the head of --start has {has}, and keeps it")
         if rank is None:
             rank = MARKOV_RANK if start is None and network is DSparkHead else has
         if rank and not has:
@@ -114,9 +111,7 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
     given = start.args
     layers = shape.num_layers or given.num_layers
     if type(start) is not network and (type(start), network) != (Eagle3Head, PEagleHead):
-        names = {head: name for name, head in HEADS.items()}
-        raise ValueError(f"--start: a head of kind {names[network]} cannot begin as one of kind"
-                         f" {names[type(start)]}")
+        raise ValueError(f"--start: {network.__name__} cannot begin as {type(start).__name__}")
     if given.recycle_normed or (network is Eagle3Head and layers > 1):
         raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
                          " not trained")

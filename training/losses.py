@@ -15,34 +15,32 @@ from engine.compile import compile_graph
 from model import Transformer
 from networks.eagle import PEagleHead
 from networks.head import Head
-from training.batches import Batch, Draw
+from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates
 
 STEPS = 7  # draft steps that EAGLE-3 unrolls
 DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
-Losses = tuple[tuple[str, float], ...]  # names of `row_loss` with their weights
-CROSS_ENTROPY: Losses = (("ce", 1.0),)
-ACCEPTANCE: Losses = (("ce", 0.5), ("lk", 0.5))
 TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
 NOISE = 0.1  # half-width of the noise on EAGLE-1's features, by their root mean square (same section)
 
 
-def row_loss(kind: str, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def row_loss(logits: Tensor, p: Tensor, lk: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses [n] of logits [n, V] where the target has probabilities p [n, V], float32.
 
-    "ce" is the cross-entropy with p. "lk" is -log of how often a draft is accepted by rejection sampling,
-    sum_x min(p_x, q_x) (LK losses, arXiv 2602.23881). Returns too their gradients by the logits [n, V], and
-    sum_x min(p_x, q_x) [n].
+    They are the cross-entropy with p, and by the share `lk` -log of how often a draft is accepted by
+    rejection sampling, sum_x min(p_x, q_x) (LK losses, arXiv 2602.23881). Returns too their gradients by the
+    logits [n, V], and sum_x min(p_x, q_x) [n].
     """
     lse = logits.logsumexp(-1, keepdim=True)
     q = (logits - lse).exp_()
     overlap = torch.minimum(p, q).sum(-1)
-    if kind == "ce":
-        return lse[:, 0] - torch.linalg.vecdot(logits, p), q - p, overlap
-    slope = q * (q < p)
-    slope = (q * slope.sum(-1, keepdim=True) - slope) / overlap[:, None]
-    return -overlap.log(), slope, overlap
+    loss, slope = lse[:, 0] - torch.linalg.vecdot(logits, p), q - p
+    if lk:
+        loss = torch.lerp(loss, -overlap.log(), lk)
+        nearer = q * (q < p)
+        slope.lerp_((q * nearer.sum(-1, keepdim=True) - nearer) / overlap[:, None], lk)
+    return loss, slope, overlap
 
 
 class DraftLoss(torch.autograd.Function):
@@ -58,13 +56,12 @@ class DraftLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, lm_head: Tensor, teacher: Tensor, places: Tensor, weight: Tensor,
-        losses: Losses = CROSS_ENTROPY,
+        ctx, x: Tensor, lm_head: Tensor, teacher: Tensor, places: Tensor, weight: Tensor, lk: float = 0.0
     ):
         needs_x, needs_head = ctx.needs_input_grad[:2]
         M, x_dtype = x.shape[0], x.dtype
         x, w = x.to(teacher.dtype), lm_head.to(teacher.dtype)
-        totals, overlaps = x.new_zeros(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
+        totals, overlaps = x.new_empty(2, M, dtype=torch.float32)
         choices = x.new_empty(M, dtype=torch.int64)
         slopes = x.new_empty(M, lm_head.shape[0]) if needs_x or needs_head else None  # of the logits
         block = 128 if x.device.type == "cpu" else 4096
@@ -72,11 +69,7 @@ class DraftLoss(torch.autograd.Function):
             at = slice(i, i + block)
             logits, p = F.linear(x[at], w).float(), teacher[places[at]].float().softmax(-1)
             choices[at] = logits.argmax(-1)
-            slope = 0.0
-            for kind, share in losses:
-                loss, by_logits, overlaps[at] = row_loss(kind, logits, p)
-                totals[at] += share * loss
-                slope = by_logits.mul_(share) + slope
+            totals[at], slope, overlaps[at] = row_loss(logits, p, lk)
             if slopes is not None:
                 slopes[at] = slope.mul_(weight[at, None])
         dx = (slopes @ w).to(x_dtype) if needs_x else None
@@ -93,17 +86,27 @@ class DraftLoss(torch.autograd.Function):
 class Objective:
     """A head, its loss on a batch, and the head that is written at the end.
 
-    losses: of `row_loss`. start: the head that this one began as, if any. `aux_layers` are the target's
-    layers whose states the loss reads. `scale` divides features, see `learn_scale`.
+    lk: share of that loss, see `row_loss`. start: the head that this one began as, if any. `aux_layers` are
+    the target's layers whose states the loss reads. Each kind has two methods:
+
+    learn_scale(states, real) sets `scale`, which divides features, from the target's states on some text;
+    real [B, T]: False on padding.
+
+    loss(batch, states, scored, seeds) returns (loss [], correct first choices [steps]) of a batch with the
+    target's states on it. The batch may be a part of an optimizer step: scored counts the predictions of each
+    draft step in all of it. seeds: of the noise on each row. A target's choice outside the draft vocabulary
+    is a miss.
     """
 
     outputs = None  # one of `training.chains`
     decay = 1.0  # the weight of draft step i is decay**i
-    draw = Draw()  # of the chains that are trained on
+    share = keep = 1.0  # of the chains that are trained on, see `Batch`
 
-    def __init__(self, target: Transformer, head: Head, steps: int, *, losses: Losses = CROSS_ENTROPY,
-                 start: Head | None = None, compiled: bool = False):
-        self.target, self.head, self.steps, self.losses = target, head, steps, losses
+    def __init__(
+        self, target: Transformer, head: Head, steps: int, *, lk: float = 0.0, start: Head | None = None,
+        compiled: bool = False,
+    ):
+        self.target, self.head, self.steps, self.lk = target, head, steps, lk
         self.start = start
         self.device, self.dtype = target.embed.weight.device, target.embed.weight.dtype
         self.aux_layers = head.args.aux_layers
@@ -114,7 +117,9 @@ class Objective:
 
     def batch(self, rows: list[dict], steps: int, seeds: list[int] | None = None) -> Batch:
         """Return rows as a batch on the device. seeds: of the chains drawn from each row; None takes all."""
-        return Batch(rows, steps, self.in_draft, self.device, self.draw, seeds)
+        return Batch(
+            rows, steps, self.in_draft, self.device, share=self.share, keep=self.keep, seeds=seeds
+        )
 
     def autocast(self):
         """Return a context for bfloat16 products if the target is in bfloat16; the head is in float32."""
@@ -127,27 +132,14 @@ class Objective:
 
     def hits(self, batch: Batch, choices: Tensor, greedy: Tensor) -> Tensor:
         """Count the choices [M] (target ids) that are the target's own, greedy [B, T], by step [steps]."""
-        return batch.sum_by_step((choices == batch.after(greedy)[batch.shifted]).float())
-
-    def loss(
-        self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Return (loss [], correct first choices [steps]) of a batch with the target's states on it.
-
-        scored: predictions of each step in the complete optimizer step. The batch may be a part of it.
-        seeds: of the noise on each row. A target's choice outside the draft vocabulary is a miss.
-        """
-        raise NotImplementedError
-
-    def learn_scale(self, states: TargetStates, real: Tensor) -> None:
-        """Set `scale` from the target's states on some text. real [B, T]: False on padding."""
-        raise NotImplementedError
+        right = (choices == batch.after(greedy)[batch.shifted]).float()
+        return right.new_zeros(len(batch.scored)).index_add(0, batch.step, right)
 
     def settings(self) -> dict:
         """Return what changes the loss: runs that differ here are different runs."""
         start, ids = identity(self.start) if self.start else "", digest(self.head.draft_ids.tolist())
-        return {"kind": type(self.head).__name__, "steps": self.steps, "losses": str(self.losses),
-                "draft_ids": ids, "start": start}
+        return {"kind": type(self.head).__name__, "steps": self.steps, "lk": self.lk, "draft_ids": ids,
+                "start": start}
 
     def trained(self) -> Head:
         """Return a copy of the head that reads unscaled features, in float32."""
@@ -163,7 +155,7 @@ class Eagle3Objective(Objective):
         super().__init__(target, head, head.args.drafts or steps or STEPS, **more)
         self.lm_rows = target.lm_rows[head.draft_ids]
 
-    def loss(self, batch, states, scored, seeds):
+    def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):
         args = self.head.args
         features = (states.features / self.scale).to(states.features.dtype)
         with self.autocast():
@@ -175,7 +167,7 @@ class Eagle3Objective(Objective):
                 reads = self.head.markov_reads(rows, batch.before())
             x = torch.cat((rows, reads.to(rows.dtype)), -1)
             lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
-        loss, choices, accepted = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.losses)
+        loss, choices, accepted = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.lk)
         if getattr(args, "confidence", False):
             with self.autocast():
                 doubt = self.head.doubt(rows, batch.before())
@@ -183,7 +175,7 @@ class Eagle3Objective(Objective):
             loss = loss + (errors * weight).sum()
         return loss, self.hits(batch, self.head.draft_ids[choices], states.greedy)
 
-    def learn_scale(self, states, real) -> None:
+    def learn_scale(self, states: TargetStates, real: Tensor) -> None:
         """Set `scale` to the root mean square of every feature [F].
 
         A target's residual stream has channels tens of times larger than the rest. Adam moves all weights at
@@ -222,13 +214,13 @@ class BlockObjective(Eagle3Objective):
     nothing else learns from it (arXiv 2607.05147, section 3).
     """
 
-    outputs, draw = block_outputs, Draw(share=0.5)
+    outputs, share = block_outputs, 0.5
 
 
 class PEagleObjective(BlockObjective):
     """P-EAGLE: the same with fewer chains at each draft step."""
 
-    outputs, draw = p_eagle_outputs, Draw(share=0.5, keep=0.7)
+    outputs, keep = p_eagle_outputs, 0.7
 
 
 class Eagle1Objective(Objective):
@@ -240,7 +232,7 @@ class Eagle1Objective(Objective):
         super().__init__(target, head, 1, **more)
         self.aux_layers = ()  # it reads the normed state alone
 
-    def loss(self, batch, states, scored, seeds):
+    def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):
         """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS times the cross-entropy
         with its next-token distribution, through its own lm_head (section 4.2).
         """
@@ -266,6 +258,6 @@ class Eagle1Objective(Objective):
             noise[i, :n] = uniform * NOISE * scale
         return noise
 
-    def learn_scale(self, states, real) -> None:
+    def learn_scale(self, states: TargetStates, real: Tensor) -> None:
         """Set `scale` to the root mean square of the normed features []."""
         self.scale = states.normed[real].float().pow(2).mean().sqrt()

@@ -1,18 +1,15 @@
-"""The outputs of a run that people read: its log, its curves, and the model card beside the head."""
+"""The outputs of a run that people read: its log, and the model card beside the head."""
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from tqdm import tqdm
 
 from common.errors import counted
 from common.files import read_text, write_text, writing
-from common.plots import picture
 
 
 def live_bar(**how) -> tqdm:
@@ -42,7 +39,6 @@ class TrainingLog:
         self.path = folder / "log.jsonl"
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
-        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
         self.bar = live_bar(
             total=total, initial=step, desc="training",
             bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
@@ -50,7 +46,7 @@ class TrainingLog:
         self.began, self.tokens = time.time(), 0
 
     def move(self, tokens: int, progress: float) -> None:
-        """Move the live line by `tokens` tokens of this process, to `progress` (see `Plan.progress`)."""
+        """Move the live line by `tokens` tokens of this process, to `progress` (see `Trainer._progress`)."""
         self.tokens += tokens
         self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.began)
@@ -70,13 +66,8 @@ class TrainingLog:
 
     def _write(self, entry: dict) -> None:
         self.entries.append(entry)
-        with writing(self.path):
-            self.file.write(json.dumps(entry) + "\n")
-
-    def close(self) -> None:
-        """End the live line and close the file."""
-        self.bar.close()
-        self.file.close()
+        with writing(self.path), open(self.path, "a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def _figures(accuracy: list[float], digits: int) -> str:
@@ -102,48 +93,20 @@ def read_log(path: Path) -> list[dict]:
     return entries
 
 
-def draw_curves(entries: list[dict], path: Path) -> None:
-    """Draw loss, accuracy by draft step and acceptance length as a PNG, if there are steps and matplotlib."""
-    steps, validations = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
-    if not steps or not find_spec("matplotlib"):
-        return
-
-    def plot(axes, rows: list[dict], value: Callable[[dict], float], style: str, label: str | None = None):
-        axes.plot([e["step"] for e in rows], [value(e) for e in rows], style, label=label, linewidth=0.7)
-
-    with picture(path, 13, 3.8) as figure:
-        loss, right, taus = figure.subplots(1, 3)
-        plot(loss, steps, lambda e: e["loss"], "-")
-        for i in range(max(len(e["accuracy"]) for e in steps)):
-            some = [e for e in steps if len(e["accuracy"]) > i]
-            plot(right, some, lambda e, i=i: e["accuracy"][i], f"C{i}-")
-            some = [e for e in validations if len(e["held_out"]) > i]
-            plot(right, some, lambda e, i=i: e["held_out"][i], f"C{i}o", f"step {i + 1}")
-        plot(taus, validations, lambda e: chain_tau(e["held_out"]), "o-", "chain τ")
-        plot(taus, [e for e in validations if "tau" in e], lambda e: e["tau"], "o-", "tree τ")
-        loss.set(title="training loss", xlabel="optimizer step")
-        right.set(title="accuracy (line: training, dots: held out)", xlabel="optimizer step", ylim=(0, 1))
-        taus.set(title="acceptance length τ", xlabel="optimizer step")
-        right.legend(ncols=2, fontsize=7, loc="lower right")
-        taus.legend(loc="lower right")
-
-
 def write_card(
-    folder: Path, *, title: str, facts: list[str], text: str, command: str, log: list[dict], speculate: str
+    folder: Path, *, title: str, facts: list[str], command: str, log: list[dict], speculate: str
 ) -> None:
     """Write the model card FOLDER/README.md.
 
-    facts: about the head and its training, a line each. text: report of the training text. command: that
-    trained the head. speculate: the method that decodes with it.
+    facts: about the head, its text and its training, a line each. command: that trained the head. speculate:
+    the method that decodes with it.
     """
-    judged = [figures_of(e) for e in log if "held_out" in e][-1:]  # the curves have the course
+    judged = [figures_of(e) for e in log if "held_out" in e][-1:]
     write_text(folder / "README.md", "\n".join([
-        f"# {title}", "", *(f"- {fact}" for fact in facts), *(f"- {line}" for line in judged), "",
-        "## Text", "", *(f"    {line}" for line in text.splitlines()), "",
+        f"# {title}", "", *(f"- {fact}" for fact in (*facts, *judged)), "",
         "## Training", "", "```", command, "```", "",
-        *("![loss, accuracy and τ over the run](curves.png)", "") * bool(judged),
-        "## Use", "", "```",
+        "## Use", "", "TARGET is the converted target, CONVERTED a folder to make.", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET --out CONVERTED",
         f"python generate.py --checkpoint TARGET --speculate {speculate} --draft CONVERTED --prompt ...",
-        "```", "", "TARGET is the converted target, CONVERTED a folder to make.", "",
+        "```", "",
     ]))

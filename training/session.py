@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import copy
 import shlex
-import shutil
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, check_exact, read_config
@@ -25,47 +24,36 @@ from common.errors import InputError, counted
 from engine.engine import Engine
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
-from model import Transformer
 from networks.block import BlockHead
 from networks.head import Head
 from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, training_copy
-from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
-from training.losses import ACCEPTANCE, CROSS_ENTROPY
+from training.heads import TRAINED, HeadShape, head_args, new_head
 from training.processes import Processes
 from training.report import write_card
-from training.trainer import CURVES, STATE, Plan, Trainer
+from training.trainer import STATE, Plan, Trainer
 from training.validate import TOKENS, Validator
 from training.writing import Collector
 
+LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
-MOST_REASONS = 9  # printed: a template may give a reason of its own for every conversation
 MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
-CARD = "README.md"
-WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, CALIBRATION  # to OUT
-
-
-@dataclass(frozen=True)
-class TrainingText:
-    """The rows that a head learns from (see `training.data`), and the ids that it drafts and reads."""
-
-    rows: list[dict]
-    held_out: list[dict]
-    report: str
-    draft_ids: Tensor
-    unused: int  # an id that the text does not hold: the mask of block heads
+WRITTEN = CONFIG, WEIGHTS, "README.md", CALIBRATION  # to OUT
 
 
 class Session:
-    """A run with the options `o` of `train.py`. command: the command line, for the model card."""
+    """A run with the options `o` of `train.py`. command: the command line, for the model card.
+
+    From `collect` on `rows` are what the head learns from (see `training.data`), `held_out` those that judge
+    it, and `draft_ids` the ids that it drafts.
+    """
 
     def __init__(self, o: argparse.Namespace, command: list[str]):
         """Check what the options name, without loading a model. Raises InputError."""
         self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
-        place = self.out.resolve()  # "new/.." names something else once "new" is there
-        if place.is_dir() and any(place.iterdir()) and not (self.work / STATE).exists():
+        if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
                              " written; choose another folder or delete them")
         o.checkpoint = converted_folder(o.checkpoint, note)
@@ -73,15 +61,12 @@ class Session:
         self.config = read_config(o.checkpoint, "target")
         check_exact(o.checkpoint, self.config)
         self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
-        for flag, size, most in (
-            ("--draft-vocab", o.draft_vocab or 0, self.config["vocab_size"]),
-            ("--max-prompt-tokens plus --max-new-tokens", self.longest, self.config["max_seq_len"]),
-        ):
-            if size > most and (o.prompts or o.synthesize or flag == "--draft-vocab"):
-                raise InputError(f"{flag} {size}: the target has {most}")
+        if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
+            raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
+                             f" the target has {most}")
         prompts = read_chats(o.prompts, note) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
-        self.prompts = [prompts[i] for i in order]  # an interrupted run has some of all
+        self.prompts = [prompts[i] for i in order]  # validation has some of all
         self.openings = read_openings(o.openings) if o.openings else ()
         self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
@@ -104,53 +89,47 @@ class Session:
         # Training needs unpacked weights.
         self.decoding = self.target if backend is TORCH else copy.deepcopy(self.target)
         backend.prepare(self.decoding)
-        self.copy, self.copy_name = self._load_copy() if o.copy else (None, None)
-        text = self.collect()
+        self.copy = self.copy_name = None
+        if o.copy:
+            self._load_copy()
+        self.collect()
         if o.collect_only:
             return
-        trainer = self.prepare(text)
+        trainer = self.prepare()
         log = trainer.run()
-        head = trainer.trained()
-        if not all(bool(p.isfinite().all()) for p in head.parameters()):
-            raise InputError("the last update left weights that are not finite: use a smaller --lr and"
-                             " another --out")
         if processes.first:
-            self.export(text, trainer, head, log)
+            self.export(trainer, trainer.trained(), log)
 
-    def _load_copy(self) -> tuple[Transformer, str]:
-        """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
-        o = self.o
-        quantised, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
-        same = replace(quantised.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
+    def _load_copy(self) -> None:
+        """Load the quantised copy of the target. Raises InputError if it is no copy."""
+        self.copy, config = load_model(self.o.copy, self.device, self.target.embed.weight.dtype)
+        same = replace(self.copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
         if not same or config["stop_ids"] != self.config["stop_ids"]:
-            raise InputError(f"--copy {o.copy}: no copy of {o.checkpoint}: their shapes or stop ids differ")
-        name = identity(quantised)
-        self.decoding.backend.prepare(quantised)
-        return quantised, name
+            raise InputError(f"--copy {self.o.copy}: its shape or its stop ids are not those of the target")
+        self.copy_name = identity(self.copy)  # before its weights are packed
+        self.decoding.backend.prepare(self.copy)
 
     # -- collect ---------------------------------------------------------------------------------------------
 
-    def collect(self) -> TrainingText:
+    def collect(self) -> None:
         """Write and read the text. Hold a part of it out, and choose the draft vocabulary."""
         o, vocab_size = self.o, self.target.args.vocab_size
-        held_out, rows = data.hold_out(self._rows())
-        if not rows:
+        self.held_out, self.rows = data.hold_out(self._rows())
+        if not self.rows:
             raise InputError("fewer than two different prompts with usable answers: one is held out,"
                              " none is left to train on")
-        counts = data.counts_of(rows)
         if self.start and not o.draft_vocab:
-            draft_ids = self.start.draft_ids.cpu()
+            self.draft_ids = self.start.draft_ids.cpu()
         elif "draft_vocab" in TRAINED[o.kind].options:
             size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
-            draft_ids = data.draft_vocabulary(counts, size, vocab_size)
+            self.draft_ids = data.draft_vocabulary(self.rows, size, vocab_size)
         else:
-            draft_ids = torch.arange(vocab_size)
-        report = "\n".join([
-            data.text_report(rows, counts), f"held out: {counted(len(held_out), 'more conversation')}",
-            f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
-        ])
-        note(report)
-        return TrainingText(rows, held_out, report, draft_ids, data.unused(rows + held_out, vocab_size))
+            self.draft_ids = torch.arange(vocab_size)
+        sources = ", ".join(f"{name} {n:,}" for name, n in Counter(r["source"] for r in self.rows).items())
+        tokens = sum(end - begin for row in self.rows for begin, end in row["answers"])
+        self.report = (f"{len(self.rows):,} conversations ({sources}) with {tokens:,} tokens in answers,"
+                       f" {len(self.held_out)} more held out")
+        note(self.report)
 
     def _rows(self) -> list[dict]:
         """Write the missing text and read all. Raises InputError if there are no usable answers."""
@@ -164,17 +143,12 @@ class Session:
             collector.write()
             self.processes.wait()
             lines += collector.read(args.vocab_size)
-        most = min(o.max_len, args.max_seq_len)
-        rows, left_out, cut = data.rows_of(lines, most)
-        reasons = (f"{count:,} {reason}" for reason, count in left_out.most_common(MOST_REASONS))
-        lost = f"prompts or conversations that are left out: {', '.join(reasons) or 'none'}"
+        rows, left_out = data.rows_of(lines, min(o.max_len, args.max_seq_len))
+        for reason, count in left_out.most_common(9):  # a template may have another one for each
+            note(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
             raise InputError(f"no usable answers: all are shorter than {data.SHORTEST} tokens or after"
-                             f" --max-len {o.max_len}; {lost}")
-        if left_out:
-            note(lost)
-        if cut:
-            note(f"cut to {most} tokens (--max-len): {counted(cut, 'conversation')}")
+                             f" --max-len {o.max_len}")
         return rows
 
     def _collector(self) -> Collector:
@@ -197,19 +171,16 @@ class Session:
 
     # -- train -----------------------------------------------------------------------------------------------
 
-    def prepare(self, text: TrainingText) -> Trainer:
+    def prepare(self) -> Trainer:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
-        o, kind = self.o, TRAINED[self.o.kind]
-        learning = training_copy(self.target)
-        shape = replace(self.shape, mask_id=text.unused)
-        head = new_head(learning, o.kind, text.draft_ids, shape, o.seed, self.start)
-        if self.start:
-            note(f"{counted(len(own_weights(self.start)), 'tensor')} from {o.start}")
-        losses = ACCEPTANCE if o.loss == "lk" else CROSS_ENTROPY
+        o, learning = self.o, training_copy(self.target)
+        text = self.rows + self.held_out
+        shape = replace(self.shape, mask_id=data.unused(text, learning.args.vocab_size))
+        head = new_head(learning, o.kind, self.draft_ids, shape, o.seed, self.start)
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
-        objective = kind.objective(
-            learning, head, o.steps, losses=losses, compiled=compiled, start=self.start
+        objective = TRAINED[o.kind].objective(
+            learning, head, o.steps, lk=LK * (o.loss == "lk"), compiled=compiled, start=self.start
         )
         stored = o.cache_features is not None
         features = Features(
@@ -218,61 +189,52 @@ class Session:
             name=self.copy_name or identity(self.target), processes=self.processes,
         )
         if stored:
-            features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
+            features.fill(text, max(8192, o.batch_tokens))
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
-            objective, features, text.rows, text.held_out, plan, self.work, processes=self.processes,
-            validator=self._validator(text.held_out), copy=self.copy_name,
+            objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
+            validator=self._validator(), copy=self.copy_name,
         )
         if trainer.resume():
             note(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _validator(self, held_out: list[dict]) -> Validator | None:
+    def _validator(self) -> Validator | None:
         """Return the validator on held-out prompts that leave room for an answer, if there are any."""
-        prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)
+        prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
-        if self.o.validate_prompts and not prompts:
-            note(f"no held-out prompt leaves room for {TOKENS} tokens: tree τ is not measured")
         return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
     # -- export ----------------------------------------------------------------------------------------------
 
-    def export(self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict]) -> None:
-        """Write the head, its calibration, its model card and its curves to OUT."""
+    def export(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
+        """Write the head, its calibration and its model card to OUT."""
         o, kind, calibration = self.o, TRAINED[self.o.kind], None
         if trainer.validator:
             try:
                 calibration = trainer.validator.calibration(head, note)
             except InputError as e:
                 note(f"{self.out}: gets no {CALIBRATION} ({e})")
-        args, launch = head.args, ["python"]
+        args = head.args
         # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
         wide = isinstance(head, BlockHead) or args.norm_before_residual or args.recycle_normed
-        if self.processes.count > 1:
-            launch = ["torchrun", "--nproc-per-node", str(self.processes.count)]
         weights = sum(t.numel() for t in head.own_state().values() if t.is_floating_point())
         facts = [
-            f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
-            f" of {args.vocab_size:,}",
-            f"{kind.method}, {counted(trainer.objective.steps, 'draft step')},"
-            f" {counted(trainer.epoch, 'epoch')}, {counted(trainer.step, 'optimizer step')} of up to"
-            f" {o.batch_tokens:,} tokens, AdamW {o.lr:g}, {trainer.seconds / 60:.0f} minutes",
+            f"{weights / 1e6:.1f} million weights, {args.draft_vocab_size:,} draft ids", self.report,
+            f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"
+            f" {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)
             name = self.config.get("name", Path(o.checkpoint).name)
-            write_card(folder, title=f"{kind.title} for {name}", facts=facts, text=text.report, log=log,
-                       command=shlex.join([*launch, "train.py", *self.command]), speculate=kind.speculate)
-            if (self.work / CURVES).exists():
-                shutil.copyfile(self.work / CURVES, folder / CURVES)
+            write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
+                       command=shlex.join(["python", "train.py", *self.command]), speculate=kind.speculate)
             if calibration:
                 calibration.write(folder)
         # Not into the target's folder, whose own head may be the better one.
         converted = f"{o.out.rstrip('/')}-converted"
-        force = " --force" if Path(converted).exists() else ""
         where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"
         print(f"wrote {o.out}; next:\npython convert_checkpoint.py --checkpoint {shlex.quote(o.out)}"
-              f" --target {shlex.quote(o.checkpoint)} --out {shlex.quote(converted)}{force}"
+              f" --target {shlex.quote(o.checkpoint)} --out {shlex.quote(converted)} --force"
               f"\npython generate.py {where} --draft {shlex.quote(converted)} --compare --prompt \"Hello!\"")

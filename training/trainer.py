@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -21,10 +21,10 @@ from training.batches import batches
 from training.features import Features
 from training.losses import Objective
 from training.processes import Processes
-from training.report import TrainingLog, draw_curves
+from training.report import TrainingLog
 from training.validate import Validator
 
-STATE, CURVES = "state.pt", "curves.png"  # in WORK
+STATE = "state.pt"  # in WORK
 SAMPLE = 16  # rows that the scale of the features is learnt from
 # Unrolled steps of the short epochs: they teach most of what later steps need, in a quarter of the time.
 SHORT = 3
@@ -47,13 +47,6 @@ class Plan:
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
 
-    def progress(self, step: int, total: int, seconds: float) -> float:
-        """Return the steps of `total` that count as done: by steps or by seconds, whichever is further.
-
-        It is `total` or more when the steps or the time are over.
-        """
-        return max(step, total * seconds / (60 * self.minutes)) if self.minutes else step
-
     def rate(self, step: float, total: int) -> float:
         """Return the learning rate of a step: linear warm-up, then along a cosine down to a tenth."""
         warm = max(1, round(total * WARMUP))
@@ -61,10 +54,6 @@ class Plan:
             return self.lr * min(step + 1, warm) / warm
         done = (step - warm) / max(1, total - warm)
         return self.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-
-    def unrolled(self, epoch: int, steps: int) -> int:
-        """Return how many of the head's `steps` draft steps an epoch unrolls."""
-        return min(SHORT, steps) if epoch < self.short_epochs else steps
 
 
 def save_state(folder: Path, state: dict) -> None:
@@ -78,20 +67,17 @@ def save_state(folder: Path, state: dict) -> None:
 class Trainer:
     """Trains `objective.head` on rows.
 
-    copy: identity of the copy that computes the features, if one does. micro_tokens: padded tokens that are
-    computed at once. Neither it nor the number of processes changes the batches or their gradients, which are
-    sums over all of an optimizer step.
+    copy: identity of the copy that computes the features, if one does. Neither MICRO nor the number of
+    processes changes the batches or their gradients, which are sums over all of an optimizer step.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
-        work: Path, *, processes: Processes | None = None, validator: Validator | None = None,
-        micro_tokens: int = MICRO, copy: str | None = None,
+        work: Path, *, processes: Processes, validator: Validator | None = None, copy: str | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
-        self.processes, self.validator = processes or Processes(), validator
-        self.micro_tokens, self.copy = micro_tokens, copy
+        self.processes, self.validator, self.copy = processes, validator, copy
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
@@ -102,28 +88,26 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
-        self.seconds = 0.0  # of the steps, see `_count_time`
+        self.seconds = 0.0  # of the steps
         self.updating = False
-        self.saved = time.time()
         self.log: TrainingLog | None = None  # in the first process, while it runs
         self._learn_scale()
 
     @torch.no_grad()
     def _learn_scale(self) -> None:
         """Set the objective's scale from a few rows, the same ones in any order of the rows."""
-        order = sorted(self.rows, key=lambda row: hashlib.sha256(str(row["ids"]).encode()).digest())
-        sample, device = order[:SAMPLE], self.objective.device
+        sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())[:SAMPLE]
         states = self.features.read(sample)
-        lengths = torch.tensor([len(row["ids"]) for row in sample], device=device)
-        positions = torch.arange(states.normed.shape[1], device=device)
-        self.objective.learn_scale(states, positions < lengths[:, None])
+        lengths = torch.tensor([len(row["ids"]) for row in sample])
+        real = torch.arange(states.normed.shape[1]) < lengths[:, None]
+        self.objective.learn_scale(states, real.to(self.objective.device))
 
     # -- one optimizer step ----------------------------------------------------------------------------------
 
     def micro_batches(self, places: list[int]) -> list[list[int]]:
-        """Return this process's share of a batch, cut to `micro_tokens`."""
+        """Return this process's share of a batch, cut to MICRO tokens."""
         mine = self.processes.share(places)
-        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
+        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], MICRO)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
         """Set the gradients of one batch (rows at `places`), summed over the processes.
@@ -166,93 +150,76 @@ class Trainer:
         return lr
 
     def _progress(self) -> float:
-        """Return the steps of `total` that the plan counts as done."""
-        return self.plan.progress(self.step, self.total, self.seconds)
+        """Return the steps of `total` that count as done: by steps or by seconds, whichever is further.
 
-    def _count_time(self, since: float) -> float:
-        """Add the seconds since then, on the clock of the first process: all processes end at one step.
-
-        Returns the time now.
+        It is `total` or more when the steps or the time are over.
         """
-        now = time.monotonic()
-        took = torch.tensor((now - since) * self.processes.first, device=self.objective.device)
-        self.processes.sum([took])
-        self.seconds += float(took)
-        return now
+        minutes = self.plan.minutes
+        return max(self.step, self.total * self.seconds / (60 * minutes)) if minutes else self.step
 
     # -- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> list[dict]:
         """Train to the end of the plan. Return the entries of the log, [] but in the first process.
 
-        Raises InputError if the loss is not finite; the last good state stays.
+        Raises InputError if the loss is not finite.
         """
         self.log = TrainingLog(self.work, self.step, self.total) if self.processes.first else None
         self.saved = time.time()
         try:
-            if self.epoch and not self.in_epoch:  # killed between the end of an epoch and its validation
-                self._validate()
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
                 self._run_epoch()
                 self.epoch, self.in_epoch = self.epoch + 1, 0
-                self.save()  # first: an error in validation must not lose the epoch
                 self._validate()
+                self.save()
         except KeyboardInterrupt:
-            if not self.updating:
+            if self.in_epoch and not self.updating:
                 self.save()
             raise
         finally:
             if self.log:
-                self.log.close()
+                self.log.bar.close()
         return self.log.entries if self.log else []
 
     def _run_epoch(self) -> None:
         """Run the rest of the current epoch."""
-        epoch, steps = self.batches[self.epoch], self.plan.unrolled(self.epoch, self.objective.steps)
+        epoch, steps = self.batches[self.epoch], self.objective.steps
+        if self.epoch < self.plan.short_epochs:
+            steps = min(SHORT, steps)
         counted = time.monotonic()
         while self.in_epoch < len(epoch) and self._progress() < self.total:
             places = epoch[self.in_epoch]
             loss, accuracy = self.gradients(places, steps)
-            counted = self._count_time(counted)
+            now = time.monotonic()
+            # On the clock of the first process: all processes end at one step.
+            took = torch.tensor((now - counted) * self.processes.first, device=self.objective.device)
+            self.processes.sum([took])
+            self.seconds, counted = self.seconds + float(took), now
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._stop(loss, norm)
+                raise InputError(f"the loss is {loss}, the norm of its gradient {norm} at step {self.step};"
+                                 " train with a smaller --lr and another --out")
             self.updating = True
             lr = self.update()
             self.step, self.in_epoch = self.step + 1, self.in_epoch + 1
             self.updating = False
             if self.log:
                 accuracy = [round(a, 4) for a in accuracy]
-                self.log.step({"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr})
+                entry = {"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr}
+                self.log.step(entry)
             if time.time() - self.saved > SAVE_SECONDS and self.in_epoch < len(epoch):
                 self.save()
-
-    def _stop(self, loss: float, norm: float) -> None:
-        """Raise InputError with the numbers of a batch whose loss or gradient is not finite.
-
-        The weights before this batch are saved if they are finite.
-        """
-        if all(bool(p.isfinite().all()) for p in self.parameters.values()):
-            self.save()
-        raise InputError(
-            f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch"
-            f" {self.epoch + 1}, batch {self.in_epoch}). Train with a smaller --lr and another --out: the"
-            " last good state leads here again"
-        )
 
     # -- validation ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _validate(self) -> None:
         """Validate the epochs so far in the first process, while the others wait for it."""
-        if log := self.log:
-            if not any(entry.get("epoch") == self.epoch for entry in log.entries):
-                entry = {"step": self.step, "epoch": self.epoch, "held_out": self._held_out_accuracy()}
-                if self.validator and (tau := self.validator.tau(self.trained())):
-                    entry["tau"] = tau
-                log.validation(entry)
-            # Also after a validation that was done: the run may have been killed before this line.
-            draw_curves(log.entries, self.work / CURVES)
+        if self.log:
+            entry = {"step": self.step, "epoch": self.epoch, "held_out": self._held_out_accuracy()}
+            if self.validator and (tau := self.validator.tau(self.trained())):
+                entry["tau"] = tau
+            self.log.validation(entry)
         self.processes.wait()
 
     def _held_out_accuracy(self) -> list[float]:
@@ -260,7 +227,7 @@ class Trainer:
         steps = self.objective.steps
         hits = valid = torch.zeros(steps, dtype=torch.float64)
         with self.averaged():
-            for places in batches(self.held_out, min(self.micro_tokens, self.plan.batch_tokens)):
+            for places in batches(self.held_out, min(MICRO, self.plan.batch_tokens)):
                 rows = [self.held_out[p] for p in places]
                 batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
                 _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
@@ -323,14 +290,10 @@ class Trainer:
             if differs := sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n)):
                 raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
                                  " use another --out, or delete it")
-            self._restore(state)
+            for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
+                for name, tensor in tensors.items():
+                    tensor.data.copy_(saved[name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.objective.scale, self.seconds = state["scale"], state["seconds"]
+            self.step, self.epoch, self.in_epoch = state["at"]
         return True
-
-    def _restore(self, state: dict) -> None:
-        for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
-            for name, tensor in tensors.items():
-                tensor.data.copy_(saved[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.objective.scale = state["scale"]
-        self.step, self.epoch, self.in_epoch = map(int, state["at"])
-        self.seconds = float(state["seconds"])

@@ -13,9 +13,8 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from common.errors import InputError, counted
+from common.errors import InputError
 from common.files import digest, writing
 from engine.engine import Engine
 from engine.request import Request
@@ -28,17 +27,12 @@ from training.processes import Processes
 from training.report import live_bar, read_log
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
+REFUSED = "refused by the chat template ({})"
 
 
-class Written(NamedTuple):
-    """The rows of a conversation (see `training.data`). left_out: the reason if there are none."""
-
-    rows: list[dict]
-    left_out: str = ""
-
-
-# A conversation on its way yields what is to be decoded, and receives the request when that has ended.
-Steps = Generator[tuple[list[int], Sampling], Request, Written]
+# A conversation on its way yields what is to be decoded, and receives the request when that has ended. It
+# returns its rows (see `training.data`), and the reason if there are none.
+Steps = Generator[tuple[list[int], Sampling], Request, tuple[list[dict], str]]
 
 
 class Collector:
@@ -51,12 +45,12 @@ class Collector:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, folder: Path, *, stop_ids: list[int], target: str,
         seed: int, max_new_tokens: int, temperature: float, max_prompt_tokens: int,
-        processes: Processes | None = None, copy: str | None = None,
+        processes: Processes, copy: str | None = None,
     ):
         self.engine, self.tokenizer, self.folder, self.target = engine, tokenizer, folder, target
         self.stop_ids, self.seed, self.max_new_tokens = stop_ids, seed, max_new_tokens
         self.temperature, self.max_prompt_tokens = temperature, max_prompt_tokens
-        self.processes = processes or Processes()
+        self.processes = processes
         self.planned: dict[str, Callable[[], Steps]] = {}
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
         self.made_by = digest(target, tokenizer.template, probe, stop_ids, seed, max_new_tokens, temperature,
@@ -79,8 +73,7 @@ class Collector:
         InputError if the chat template has no header for the user's turn.
         """
         if count and not self.user_header():
-            raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model"
-                             " cannot write one")
+            raise InputError("--synthesize: the chat template puts nothing before a user's turn")
         for i in range(count):
             opening = openings[i % len(openings)] if openings else ""
             made_of = ["synthesized", i, 1, opening]
@@ -102,8 +95,8 @@ class Collector:
         try:
             rows = list(of_conversation(self.tokenizer, messages, self.stop_ids))
         except InputError as e:
-            return Written([], refused(e))
-        return Written(rows, "" if rows else "without an answer")
+            return [], REFUSED.format(e)
+        return rows, "without an answer"
 
     def _converse(
         self, source: str, name: int | str, chat: list[dict], turns: list[str | None], opening: str = ""
@@ -119,8 +112,7 @@ class Collector:
                 if turn is None:
                     turn = yield from self._user_turn(opening, seed_of(self.seed, "user", i, name))
                 if not turn:
-                    unended = turns[i] is None
-                    left_out = "without an end of the user's turn" if unended else "with an empty prompt"
+                    left_out = "with an empty prompt or one without an end"
                     break
                 chat = [*chat, {"role": "user", "content": turn}]
                 prompt = self._short(self.tokenizer.chat(chat, at_most=self.max_prompt_tokens))
@@ -128,7 +120,7 @@ class Collector:
                 left_out = f"longer than --max-prompt-tokens {self.max_prompt_tokens}"
                 break
             except InputError as e:
-                left_out = refused(e)
+                left_out = REFUSED.format(e)
                 break
             seed = seed_of(self.seed, source, i, name)
             answer = (yield prompt, Sampling(self.max_new_tokens, self.temperature, seed=seed)).ids
@@ -136,7 +128,7 @@ class Collector:
             finished, row = extend(row, prompt + answer, len(prompt), len(prompt + answer), source)
             rows += [finished] if finished else []
         rows += [row] if row else []
-        return Written(rows, "" if rows else left_out)
+        return rows, left_out
 
     def _user_turn(self, start: str, seed: int) -> Generator[tuple, Request, str]:
         """Let the target write a user's turn, which begins with `start`. Return "" if it did not end."""
@@ -191,7 +183,7 @@ class Collector:
         missing = [talk for talk in self.planned if talk not in known]
         mine = self.processes.share(missing)
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
-        live, tokens = {}, 0
+        live: dict[Request, tuple[str, Steps]] = {}
         with live_bar(total=len(mine), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
             def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
@@ -200,17 +192,14 @@ class Collector:
                     live[self.engine.admit(*steps.send(answer))] = talk, steps
                 except StopIteration as end:
                     with writing(path):
-                        file.write(self._lines(talk, end.value))
+                        file.write(self._lines(talk, *end.value))
                         file.flush()
                     bar.update()
 
             def step() -> None:
-                nonlocal tokens
                 for event in self.engine.step():
-                    tokens += len(event.ids)
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
-                bar.set_postfix_str(counted(tokens, "token"), refresh=False)
                 bar.update(0)
 
             for talk in mine:
@@ -220,9 +209,9 @@ class Collector:
             while live:
                 step()
 
-    def _lines(self, talk: str, written: Written) -> str:
+    def _lines(self, talk: str, rows: list[dict], left_out: str) -> str:
         """Return a conversation as lines of a file. The last one is marked."""
-        rows = written.rows or [{"ids": [], "left_out": written.left_out}]
+        rows = rows or [{"ids": [], "left_out": left_out}]
         marked = [row | {"target": self.target, "talk": talk} for row in rows]
         marked[-1]["ended"] = True
         return "".join(json.dumps(row) + "\n" for row in marked)
@@ -236,8 +225,3 @@ class Collector:
             raise InputError(f"{self.folder}: conversations that another process has written are not here;"
                              " --out must lie on a disk that all machines share")
         return lines
-
-
-def refused(error: InputError) -> str:
-    """Return the reason why a conversation that a template refuses is left out."""
-    return f"refused by the chat template ({error})"

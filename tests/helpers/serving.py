@@ -2,7 +2,6 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -49,8 +48,8 @@ class Serving:
             yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))
 
     def end(self) -> int:
-        """Send SIGTERM and wait; returns the exit status."""
-        self.process.send_signal(signal.SIGTERM)
+        """End the server in order and return its exit status."""
+        self.process.terminate()
         return self.process.wait(60)
 
 

@@ -48,13 +48,6 @@ def users(*turns: str) -> list[dict]:
     return [{"role": "user", "content": turn} for turn in turns]
 
 
-def write_prompts(file: Path, count: int = 24) -> Path:
-    """Write so many prompts."""
-    turns = [f"question {i}: what is {i} and {i * i}?" for i in range(count)]
-    file.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
-    return file
-
-
 def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list[str]:
     """The command line of a short run that writes to FOLDER/head, with changes; None leaves an option out."""
     values = {

@@ -8,9 +8,7 @@ import time
 
 import httpx
 import pytest
-from helpers.hybrids import make_hybrid
 from helpers.serving import serving
-from helpers.tokenizers import write_byte_tokenizer
 
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "tell me something"}]
@@ -39,9 +37,9 @@ def quiet(server, seconds: float = 10.0) -> bool:
 
 # A body of a chat, whole or added to a good one, and words of its error.
 OF_CHATS = (
-    (b"", ""), (b"[]", "the body: "), (b"null", ""), (b"\x80", "no UTF-8"),
-    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"), (DEEP, "nested too deeply"),
-    ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "messages.0.role: "),
+    (b"", "body: "), (b"[]", "body: "), (b"\x80", "error parsing the body"), (DEEP, "error parsing the body"),
+    (b'{"messages": ', "body.13: JSON decode error"),
+    ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "body.messages.0.role: "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is no text"),
     ({"max_tokens": 0}, "max_tokens: "), ({"tool_choice": "required"}, "tool_choice: needs tools"),
     ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice: names no function"),
@@ -50,8 +48,7 @@ OF_CHATS = (
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, ""),
 )
 REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
-    ("/v1/completions", {"prompt": []}, "prompt: "), ("/v1/completions", {"prompt": [[]]}, "is empty"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens: 0 is only of use with echo"),
+    ("/v1/completions", {"prompt": []}, "at least 1 item"), ("/v1/completions", {"prompt": [[]]}, "is empty"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: text cannot be filled in"),
     # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
     ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
@@ -61,16 +58,14 @@ REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
 
 def test_bad_bodies_are_one_line_errors(server):
     """JSON must be called so: a page of another site may send text without the browser's asking."""
-    for path, body, words in [*REFUSED, ("text", CHAT, "Content-Type: application/json")]:
+    for path, body, words in [*REFUSED, ("/v1/chat/completions?text", CHAT, "Content-Type")]:
         if isinstance(body, dict):
             body = json.dumps((CHAT if "chat" in path else {}) | body).encode()
-        begin, kind = time.monotonic(), {"Content-Type": "application/json"} if path != "text" else {}
-        url = server.url + (path if path != "text" else "/v1/chat/completions")
-        found = httpx.post(url, content=body, headers=kind)
+        kind = {} if "text" in path else {"Content-Type": "application/json"}
+        found = httpx.post(server.url + path, content=body, headers=kind, timeout=15)
         error = found.json()["error"]
         assert found.status_code == 400 and error["type"] == "invalid_request_error", (path, body[:80])
         assert error["message"] and "\n" not in error["message"] and words in error["message"]
-        assert time.monotonic() - begin < 15
 
 
 def test_null_and_unknown_fields_are_ignored(server):
@@ -125,19 +120,18 @@ def test_speculation_is_told(server):
         assert all(tree["parent"][node] == above for above, node in zip(tree["path"], tree["path"][1:]))
         assert "".join(tree["texts"][node] for node in tree["path"][1:]) == step["text"]
         assert all(score <= 0 for score in tree["scores"]) and step["drafted"] <= step["tokens"]
-    plain = speculative(server.post(**body | {"speculate": False}).json())
-    assert plain["num_spec_steps"] == 0
 
 
 def test_figures_of_one_request(server):
     """As vLLM has them, where `return_speculation` asks for them; in a stream on the last chunk."""
-    body = {**ENDLESS, "max_tokens": 30}
-    assert "metrics" not in server.post(**body).json()
-    want = speculative(server.post(**body, return_speculation=True).json())
+    body = {**ENDLESS, "max_tokens": 30, "return_speculation": True}
+    assert "metrics" not in server.post(**body | {"return_speculation": False}).json()
+    assert speculative(server.post(**body | {"speculate": False}).json())["num_spec_steps"] == 0
+    want = speculative(server.post(**body).json())
     assert want["num_accepted_draft_tokens"] > 0
-    assert server.post(**body, return_speculation=True, n=2).json()["metrics"] is None
+    assert server.post(**body, n=2).json()["metrics"] is None
     for options in ({}, {"stream_options": {"include_usage": True}}):
-        with server.stream(**body, **options, return_speculation=True) as events:
+        with server.stream(**body, **options) as events:
             chunks = [json.loads(event) for event in events if event != "[DONE]"]
         assert [i for i, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
         assert speculative(chunks[-1]) == want
@@ -166,16 +160,12 @@ def test_every_request_has_a_line(server):
     server.post(temperature=-1)
     server.get("/health")
     server.get("/no%0Awhere")
-    tool = {"type": "function", "function": {"name": "wait"}}
-    server.post(**CHAT, tools=[tool], tool_choice="required", temperature=0, max_tokens=100)
     ends = time.monotonic() + 10
-    while len(lines := server.printed()[seen:].splitlines()) < 4 and time.monotonic() < ends:
+    while len(lines := server.printed()[seen:].splitlines()) < 3 and time.monotonic() < ends:
         time.sleep(0.01)  # the line comes after the answer
-    first, second, third, fourth = lines
     words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
-    assert re.fullmatch(words, first) and third == r"GET /no\nwhere 404 Not Found"
-    assert second == "POST /v1/chat/completions 400 messages: Field required"
-    assert fourth.startswith("POST /v1/chat/completions 200 tool_calls, ")
+    assert re.fullmatch(words, lines[0]) and lines[2] == r"GET /no\nwhere 404 Not Found"
+    assert lines[1] == "POST /v1/chat/completions 400 body.messages: Field required"
 
 
 def test_routes(server):
@@ -206,8 +196,6 @@ def test_too_many_are_refused(server):
     refused = [answer for answer in found if answer.status_code == 429]
     assert 1 <= len(refused) <= 4 and all(answer.headers["Retry-After"] for answer in refused)
     assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
-    answers = [answer.json() for answer in found if answer.status_code == 200]
-    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
 
 
 def test_a_client_that_goes_frees_its_place(server):
@@ -309,26 +297,3 @@ def test_no_longer_than_the_grace_or_a_second_signal(golden, tmp_path, grace, si
             assert "going down" in answer.json()["error"]["message"]
         assert server.process.wait(30) == 0 and time.monotonic() - began < 20
         assert "Traceback" not in server.printed()
-
-
-def test_a_target_with_a_state_goes_on_from_the_last_prompt(tmp_path):
-    """The next question of a chat does not hold the thoughts that followed the last one."""
-    from checkpoint.convert import convert
-    from engine.runtime import Runtime
-    from engine.target import load_target
-    from sampling.options import Sampling
-
-    make_hybrid(tmp_path / "in", "Qwen3.5", mtp=True, vocabulary=320)
-    folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
-    write_byte_tokenizer(folder)
-    first = list(b"a long first question, which is part of every later prompt " * 3)
-    prompts = [first, first + list(b" and another one"), first[:100] + list(b" or not")]
-    target = load_target(folder, Runtime(device="cpu"))
-    alone = [target.engine(max_seq_len=400).generate([prompt], Sampling(40))[0].text for prompt in prompts]
-    drafting = "--speculate", "mtp", "--tree", "12,3,4"
-    with serving(folder, tmp_path / "log", *drafting, "--slots", "1", "--max-seq-len", "400") as server:
-        found = [server.post("/v1/completions", prompt=prompt, max_tokens=40, temperature=0).json()
-                 for prompt in prompts]
-    assert [one["choices"][0]["text"] for one in found] == alone
-    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
-    assert cached == [0, 128, 0]

@@ -70,16 +70,6 @@ def test_penalties_biases_and_stops(chat, plain):
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == len(short.ids)
 
 
-def test_json(chat):
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    for seed in range(3):
-        (choice,) = chat(seed=seed, response_format=schema, max_tokens=200, temperature=0.8).choices
-        value = json.loads(choice.message.content)
-        assert value.keys() == {"word", "count"} and value["count"] in (1, 2, 3)
-    (choice,) = chat(seed=1, response_format={"type": "json_object"}, max_tokens=50, temperature=0.8).choices
-    assert choice.message.content.startswith("{")
-
-
 @pytest.mark.parametrize("choice, names", (
     ("required", {"walk", "wait"}), ({"type": "function", "function": {"name": "wait"}}, {"wait"}),
 ), ids=("required", "named"))
@@ -119,9 +109,11 @@ def test_echo_with_logprobs_scores_the_prompt(client):
     def echo(most: int):
         return client.completions.create(
             model="golden", prompt=[prompt], echo=True, logprobs=1, max_tokens=most, temperature=0
-        ).choices[0]
+        )
 
-    one, none = echo(1), echo(0)
+    answers = [echo(1), echo(0)]
+    assert all(answer.usage.completion_tokens == 1 for answer in answers)
+    one, none = (answer.choices[0] for answer in answers)
     found = one.logprobs
     assert one.text.startswith("the sea is wide") and found.token_logprobs[0] is None
     assert len(found.token_logprobs) == len(found.tokens) == len(prompt) + 1
@@ -159,7 +151,7 @@ def test_many_at_once(server, plain):
 def test_errors_are_openais(client):
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
         client.chat.completions.create(model="other", messages=USER)
-    words = "needs room for one more, the cache holds 300: shorten it$"
+    words = "needs room for one more, the cache holds 300"
     with pytest.raises(openai.BadRequestError, match=words) as error:
         client.completions.create(model="golden", prompt=[[5] * 400])
     assert error.value.code == "context_length_exceeded"

@@ -1,20 +1,16 @@
-"""Parts of the server alone: the gate before the routes, the worker, function calls, conversations."""
+"""Parts of the server alone: the gate before the routes, schemas of outputs, metrics, an address."""
 import asyncio
 import json
-import math
-import queue
 import socket
+from types import SimpleNamespace
 
-import pytest
 from helpers.refusals import refused
 
 import serve
-from engine.request import Event, Request, Score
-from sampling.options import Sampling
 from server import gate
 from server.metrics import Metrics
 from server.protocol import CompletionBody
-from server.worker import Job, Worker
+from server.worker import Worker
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 
@@ -57,35 +53,6 @@ def test_bodies_are_bounded_in_time_and_together(monkeypatch):
     assert answers == [(408, "request_timeout")] * 2 + [(503, "overloaded")] * 3
 
 
-class Engine:
-    """An engine of one place. score: of the token that each step emits."""
-
-    batch, free, busy, fallbacks = 1, 1, True, ["the step cannot be captured"]
-
-    def __init__(self, score: Score | None):
-        self.score = score
-
-    def admit(self, *_) -> Request:
-        self.request, self.free = Request([1], Sampling(), first=1.0, last=1.0), 0
-        return self.request
-
-    def leave(self, _) -> None:
-        self.free, self.busy = 1, False
-
-    def step(self) -> list[Event]:
-        return [Event(self.request, [5], "x", 0, [self.score], 0, None, "length")]
-
-
-@pytest.mark.parametrize("number", (-1.0, math.nan, -math.inf))
-def test_no_json_can_hold_scores_that_are_no_numbers(number):
-    worker, received = Worker(Engine(Score(-1.0, [(5, number)])), Metrics("x", 1, 1)), queue.Queue()
-    worker.start()
-    worker.submit(Job([1], Sampling(4), on_event=received.put))
-    event = received.get(timeout=30)
-    worker.stop()
-    assert event.finish == "length" if number == -1.0 else event.status == 500 and "nan" in event.message
-
-
 def test_the_schema_of_the_output_wherever_a_client_has_it():
     own, form = {"a": 1}, "response_format"
     for body, schema in (
@@ -102,7 +69,8 @@ def test_the_schema_of_the_output_wherever_a_client_has_it():
 
 
 def test_metrics_name_what_a_gpu_does_without():
-    text = Worker(Engine(None), Metrics("x", 1, 1)).metrics.text().decode()
+    engine = SimpleNamespace(batch=1, passes=SimpleNamespace(fallbacks=["the step cannot be captured"]))
+    text = Worker(engine, Metrics("x", 1, 1)).metrics.text().decode()
     assert 'eagle_fallback{model_name="x",reason="the step cannot be captured"} 1.0' in text
 
 

@@ -1,5 +1,6 @@
 """Replies to chats with tools, from a model that writes a given text, through the routes."""
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.tokenizers import changed_json, write_byte_tokenizer
@@ -26,7 +27,7 @@ F, G = ("f", {"n": 3}), ("g", {})
 class Engine:
     """An engine that writes one text, a token a step."""
 
-    batch, window, max_seq_len, busy, fallbacks = 1, 1, 1000, False, ()
+    batch, window, max_seq_len, busy, passes = 1, 1, 1000, False, SimpleNamespace(fallbacks=())
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1

@@ -1,8 +1,9 @@
 """Prompts for the runs of train.py, and one run of each kind of head that several tests look at."""
+import json
 from pathlib import Path
 
 import pytest
-from helpers.training import options, write_prompts
+from helpers.training import options
 
 KINDS = {  # with what their runs ask for; all parts of a kind are used by one of them
     "eagle3": {"steps": 4, "short-epochs": 2, "ema": 0.9}, "p-eagle": {"drafts": 4, "markov-rank": 4},
@@ -14,7 +15,10 @@ KINDS = {  # with what their runs ask for; all parts of a kind are used by one o
 @pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory) -> Path:
     """A file of 24 prompts."""
-    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    turns = [f"question {i}: what is {i} and {i * i}?" for i in range(24)]
+    file.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
+    return file
 
 
 @pytest.fixture(scope="session")

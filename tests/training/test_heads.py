@@ -87,7 +87,6 @@ def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
         "kind": "p-eagle", "start": start, "draft-vocab": None, "markov-rank": 4, "drafts": 4, "lr": 1e-9,
     }
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 0
-    assert f"tensors from {start}" in capsys.readouterr().err
     old, new = load_file(golden / "eagle3" / "model.safetensors"), tmp_path / "converted"
     convert(tmp_path / "head", new, golden, quiet=True, dtype="fp32")
     found = load_file(new / "model.safetensors")

@@ -9,14 +9,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
 from networks.eagle import PEagleHead
-from training.batches import Draw
 from training.features import Features
 from training.heads import TRAINED, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective
-
-DEFINITIONS = {
-    "ce": lambda p, q: -(p * q.log()).sum(-1), "lk": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
-}
 
 
 def test_losses_are_summed_with_their_shares():
@@ -24,13 +19,14 @@ def test_losses_are_summed_with_their_shares():
     g = torch.Generator().manual_seed(3)
     x, head = torch.randn(300, 8, generator=g), torch.randn(30, 8, generator=g)
     teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
-    weight, losses = torch.rand(300, generator=g), (("ce", 0.3), ("lk", 0.7))
+    weight = torch.rand(300, generator=g)
     x.requires_grad_(True), head.requires_grad_(True)
-    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, losses)
+    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, 0.7)
     found = torch.autograd.grad(loss, (x, head))
     logits, p = x @ head.T, teacher[places].softmax(-1)
     q = logits.softmax(-1)
-    expected = sum(share * (DEFINITIONS[kind](p, q) * weight).sum() for kind, share in losses)
+    ce, lk = -(p * q.log()).sum(-1), -torch.minimum(p, q).sum(-1).log()
+    expected = ((0.3 * ce + 0.7 * lk) * weight).sum()
     torch.testing.assert_close(loss, expected)
     assert torch.equal(choices, logits.argmax(-1))
     torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).detach())
@@ -188,7 +184,7 @@ def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
     rows = random_rows((40, [[2, 40]]), (30, [[5, 28]]))
     head = new_head(models[0], "p-eagle", torch.arange(320), BLOCKS["p-eagle"], 0)
     objective = objective_of(models[0], "p-eagle", head)
-    objective.draw = Draw(0.5, 0.5)
+    objective.keep = 0.5
     batch = objective.batch(rows, 3, [1, 2])
     assert batch.at.shape == (2, 19) and batch.chains == [19, 10, 5]
     assert batch.valid[0] == 19 + 11 and batch.valid[1] <= 10 + 6 and batch.valid[2] <= 5 + 3
@@ -203,8 +199,8 @@ def test_every_weight_of_a_block_head_learns(models, name):
     """And the target's, which it borrows, do not."""
     target, _ = models
     head = block_head(target, name, torch.arange(320))
-    objective = objective_of(target, name, head, losses=(("ce", 0.1), ("lk", 0.9)))
-    objective.draw = Draw(0.7, 0.8)
+    objective = objective_of(target, name, head, lk=0.9)
+    objective.share, objective.keep = 0.7, 0.8
     for _ in range(2):  # the Markov head begins where nothing reads it
         loss_on(objective, seeds=[1, 2, 3, 4])[0].backward()
         with torch.no_grad():

@@ -9,11 +9,12 @@ from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
+from training.processes import Processes
 from training.writing import Collector
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
-    "stop_ids": [ord("\n")],
+    "stop_ids": [ord("\n")], "processes": Processes(),
 }
 
 
@@ -21,19 +22,6 @@ def collector(golden, folder, **changes) -> Collector:
     target, _ = load_model(golden)
     engine = Engine(target, max_seq_len=200, stop_ids=SETTINGS["stop_ids"], compile=False)
     return Collector(engine, Tokenizer.load(golden), folder, **SETTINGS | changes)
-
-
-@pytest.fixture
-def decoded(monkeypatch) -> list[list[int]]:
-    """Every prompt that is decoded."""
-    original, prompts = Engine.admit, []
-
-    def watched(engine, prompt, *rest):
-        prompts.append(prompt)
-        return original(engine, prompt, *rest)
-
-    monkeypatch.setattr(Engine, "admit", watched)
-    return prompts
 
 
 def read_rows(c: Collector) -> list[dict]:
@@ -64,9 +52,9 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3]
     assert {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
-    usable, left_out, _ = data.rows_of(c.read(320), 200)
+    usable, left_out = data.rows_of(c.read(320), 200)
     assert len(usable) <= 4 and left_out == {
-        "longer than --max-prompt-tokens 100": 1, "with an empty prompt": 1,
+        "longer than --max-prompt-tokens 100": 1, "with an empty prompt or one without an end": 1,
     }
     target, _ = load_model(golden)
     row = max(rows, key=lambda r: len(r["answers"]))
@@ -84,17 +72,24 @@ def written_by(c: Collector, prompts: list) -> Collector:
     return c
 
 
-def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
+def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, monkeypatch):
     """Those that ended are not decoded again, and half a line is none; other settings find none of them."""
+    original, decoded = Engine.admit, []
+
+    def watched(engine, prompt, *rest):
+        decoded.append(prompt)
+        return original(engine, prompt, *rest)
+
+    monkeypatch.setattr(Engine, "admit", watched)
     prompts = [users("one", "two"), *(users(f"question {i}") for i in range(5))]
     alone = written_by(collector(golden, tmp_path / "alone"), prompts)
     killed, ended = collector(golden, tmp_path / "killed"), []
 
-    def kill(talk, written):
+    def kill(talk, *written):
         ended.append(talk)
         if len(ended) == 4:
             raise KeyboardInterrupt
-        return Collector._lines(killed, talk, written)
+        return Collector._lines(killed, talk, *written)
 
     killed._lines = kill
     with pytest.raises(KeyboardInterrupt):
