@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.decoding import check_distribution, ids, plain
+from helpers.states import chain
 from helpers.statistics import chi_square, chi_square_limit
 
 from drafters.draft_model import DraftModel
@@ -13,7 +14,7 @@ from model import Transformer, inverse_frequencies
 from sampling.acceptance import residual
 from sampling.noise import gumbel
 from sampling.options import Sampling
-from tree import TreeShape, chain
+from tree import TreeShape
 
 CHAIN, WIDE = TreeShape(5, 3, 1), TreeShape(16, 3, 4)
 PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]

@@ -3,9 +3,11 @@ import contextlib
 import gc
 import weakref
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
+from helpers.compiling import Replays
 from helpers.decoding import ids
 from helpers.drafters import make_drafter
 from shapes import random_models
@@ -141,17 +143,17 @@ def test_texts_go_on_after_a_capture_that_fails(models):
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     lines = []
     monkeypatch.setattr(compiling, "make_graph", lambda *a: 1 / 0)
-    monkeypatch.setattr(compiling, "saved_places", lambda *a: ("nowhere",))
+    monkeypatch.setattr(compiling, "saved_place", lambda *a: Path("nowhere"))
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
     assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
-    assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 3
+    assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 2
 
 
 def test_a_saved_graph_that_fails_is_made_again(monkeypatch, tmp_path):
     """One of a machine that seemed the same: its file goes, and the next process compiles."""
     lines, file = [], tmp_path / "double.graph"
     file.write_text("broken")
-    monkeypatch.setattr(compiling, "saved_places", lambda *a: (file,))
+    monkeypatch.setattr(compiling, "saved_place", lambda *a: file)
     monkeypatch.setattr(compiling, "find_graph", lambda place, say: lambda *args: 1 / 0)
     monkeypatch.setattr(compiling, "make_graph", lambda made, args, place, say: made)
     double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
@@ -191,16 +193,6 @@ def test_caches_are_free_when_nobody_holds_the_engine():
         assert caches() is None
     finally:
         gc.enable()
-
-
-class Replays:
-    """Stands in for `CapturedCalls`: of each key the first call is made again."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __call__(self, key, call, still):
-        return self.calls.setdefault(key, call)()
 
 
 OPTIONS = {  # all that changes a step, and ways to decode

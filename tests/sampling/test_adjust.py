@@ -1,12 +1,14 @@
 """Logits moved by penalties and biases: as the words say, at every node of a tree as at the end of a text."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.states import chain
 
-from sampling.adjust import Adjustments, adjust, floor, scores
+from sampling.adjust import adjust, floor, scores
 from sampling.options import MOST_STOPS, Sampling
-from tree import Tree, chain, link
+from tree import Tree, link
 
 V = 12
 
@@ -23,17 +25,19 @@ def moved(logits: list[float], prompt: list[int], output: list[int], request: Sa
     return found
 
 
-def adjustments(prompts, outputs, requests) -> Adjustments:
+def adjustments(prompts, outputs, requests) -> SimpleNamespace:
+    """What a state holds of these requests."""
     counts = torch.stack([torch.tensor(o, dtype=torch.int64).bincount(minlength=V) for o in outputs]).int()
     prompted, bias = torch.zeros(len(prompts), V, dtype=torch.bool), torch.zeros(len(prompts), V)
     for i, (prompt, request) in enumerate(zip(prompts, requests)):
         prompted[i, prompt] = True
         for token, value in request.logit_bias:
             bias[i, token] = value
-    names = "presence_penalty", "frequency_penalty", "repetition_penalty"
-    return Adjustments(
-        counts, prompted, bias, *(torch.tensor([getattr(r, name) for r in requests]) for name in names)
-    )
+    penalties = {
+        name: torch.tensor([getattr(r, f"{name}_penalty") for r in requests])
+        for name in ("presence", "frequency", "repetition")
+    }
+    return SimpleNamespace(counts=counts, prompted=prompted, bias=bias, **penalties)
 
 
 REQUESTS = [
