@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import InstanceOf
+from typing_extensions import TypedDict
+
 from checkpoint.folder import known_config
 from checkpoint.folder import verify as verify_weights
 from common.cli import note
-from common.schema import as_python
+from common.schema import Schema, as_python, whole
 from common.threads import use_threads
 from common.torchrun import command_in_words, several
 from drafters import AUTO, Drafting
@@ -30,6 +33,12 @@ from engine.runtime import Runtime
 from engine.target import Target, converted, load_target
 from kernels.tp import Ranks, joined, own_device
 from sampling.options import Sampling
+
+ARGUMENTS = {
+    "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
+    "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
+}
+CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
 
 
 @contextlib.contextmanager
@@ -74,6 +83,8 @@ class LLM:
         ranks: Ranks | None = None, verify: bool | None = False, serves: bool = False, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
+        given = locals()
+        CHECKED.check({name: given[name] for name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
             raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)

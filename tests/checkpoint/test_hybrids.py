@@ -223,7 +223,6 @@ def test_what_these_targets_do_not_do(folder):
     for make, words in {
         lambda: Engine(target, Eagle(head, TreeShape(120, 7, 12)), **OPTIONS): "at most 96 nodes on 16",
         lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
-        lambda: Engine(target, chunks=(128,), **OPTIONS): "at most 96",
         lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
         lambda: shares_of(read_config(folder), 3): "3 ranks",
     }.items():

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import generate
 from console.chat import HELP
 from console.output import coloured
-from engine.engine import Engine
 from engine.passes import Passes
 from engine.request import Event
 from llm import LLM
