@@ -51,6 +51,9 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     """Return the refusal of a body, from pydantic's errors in it."""
     # In a union, the error of the member that has the right type is the one to report.
     first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", first["msg"])
+        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
     # pydantic puts the names of a union's members into the path.
     path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
     if path == ["body"] and "json" not in headers.get("content-type", ""):

@@ -38,7 +38,7 @@ def quiet(server, seconds: float = 10.0) -> bool:
 # A body of a chat, whole or added to a good one, and words of its error.
 OF_CHATS = (
     (b"", "body: "), (b"[]", "body: "), (b"\x80", "error parsing the body"), (DEEP, "error parsing the body"),
-    (b'{"messages": ', "body.13: JSON decode error"),
+    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "body.messages.0.role: "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is no text"),
     ({"max_tokens": 0}, "max_tokens: "), ({"tool_choice": "required"}, "tool_choice: needs tools"),
