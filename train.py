@@ -37,7 +37,7 @@ def parser() -> Options:
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
-    add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
+    add("--out", required=True, help="folder for the head; OUT-work holds text, state and log")
     add("--kind", choices=TRAINED, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--seed", type=seed, default=0, help="of everything random (default 0)")

@@ -113,7 +113,7 @@ class Times:
     ) -> dict[TreeShape | None, float]:
         """Return the seconds of a step with each tree now, of those that have run.
 
-        What has run at contexts of another size only is taken to differ as much as what has run at both.
+        A tree that has run at contexts of another size only is taken to differ as much as those of both.
         """
         size, shapes = size_of(context), [*shapes]
         sizes = [s for n, drew, s in self._timed if (n, drew) == (count, noisy)]
