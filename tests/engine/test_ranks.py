@@ -107,6 +107,9 @@ def between_two(launch):
 
 @pytest.mark.parametrize("name", [*DEALT, *EXACT, "odd"])
 def test_families_and_precisions(alone, dealt, name):
+    if name not in dealt:  # more than two ranks
+        assert name.startswith(("Qwen3.5", "Qwen3-Next"))
+        return
     assert dealt[name] == {what: alone[name][what] for what in dealt[name]} and "plain" in dealt[name]
     if name in DEALT:
         assert dealt[name]["eagle3"] == dealt[name]["eagle"] == dealt[name]["plain"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from drafters.base import Drafter
 from drafters.draft_model import DraftModel
@@ -162,12 +163,16 @@ def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, 
     """All texts of the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`.
 
     More than two ranks leave out what their number does not change: what a drafter or a mode makes of whole
-    features and logits. Those that are put together of so many parts are read by every family's texts.
+    features and logits. Those that are put together of so many parts are read by every family's texts. Two
+    key heads of delta nets cannot be dealt to more than two ranks.
     """
-    golden = folder / "golden"
-    found = {path.name: of_family(path, ranks) for path in sorted(folder.iterdir()) if path != golden}
+    golden, few = folder / "golden", ranks is None or ranks.count == 2
+    found = {
+        path.name: of_family(path, ranks) for path in sorted(folder.iterdir())
+        if path != golden and (few or not read_config(path).get("delta_layers"))
+    }
     found["heads"] = of_dealt_heads(golden, ranks)
-    if ranks is None or ranks.count == 2:
+    if few:
         found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
         found["traced"] = of_traced(golden, ranks)
     return found
