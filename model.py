@@ -4,8 +4,8 @@ Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
 L layers, nh query heads, nkv key/value heads, hd head size, S cache slots, n live slots (n <= S).
 
-A pass never allocates a cache and never decides what is visible: the caller hands in positions, cache slots
-and a mask, so the same forward serves prefill (causal), plain decoding (one row) and a drafted tree.
+A pass never allocates a cache. The caller hands in positions, cache slots and a mask, which windows narrow:
+the same forward serves prefill (causal), plain decoding (one row) and a drafted tree.
 """
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1
 nodes are drafted. Everything is batched over B sequences, every shape depends on `TreeShape` alone, nothing
-reads a value back to the host, and no loop runs over nodes (the loops below run over levels).
+reads a value back to the host, and the loops of a step run over levels, not over nodes.
 """
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def best_below(
     keep = best.sort(dim=-1).values
     above = parents.gather(1, keep).contiguous()
     place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
-    # A node that is only there to fill the tree may have lost its parent: a guess below the root then.
+    # A candidate of score -inf only fills the tree. If its parent is not kept, it stands below the root.
     parent = torch.where(keep.gather(1, place) == above, place + 1, 0)
     parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
     tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)

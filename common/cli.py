@@ -142,9 +142,9 @@ class Options(argparse.ArgumentParser):
             help="prompt and output together (default: what suits the model and the memory)")
         add("-t", "--threads", type=within(1, MOST_THREADS),
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
-        add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
+        add("--compile", action=on_off, default=True, help="our kernels, or torch.compile")
         add("--kernels", action=on_off, default=True,
-            help="on a CPU, when compiling: our own products (see kernels/)")
+            help="when compiling: our own kernels (see kernels/)")
         add("--isa", metavar="NAME",
             help="instruction set of the kernels, such as avx2 (default: EAGLE_ISA, or the best one)")
         add("--kv", choices=KV_DTYPES, default="auto",

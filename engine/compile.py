@@ -294,7 +294,7 @@ class CapturedCalls:
             return self.graphs[key][0]()
 
     def _capture(self, call: Callable, what: str) -> tuple[Callable, Callable]:
-        """Return what replays a call, and the call itself: a replay reads its inputs.
+        """Return what replays a call, and the call, which keeps the tensors that a replay reads.
 
         It is called twice before, for whatever is compiled, tuned or allocated the first time.
         """

@@ -12,9 +12,9 @@ only the sequences that decode, and `autotune` chooses a smaller tree as they be
 
 A free place keeps its tokens. A request that begins like them, or like a running one, reads only the rest.
 
-A step never reads a value back to the device's host before it is launched. The device decides where a text
-stops (stop ids, token limit) and cuts it exactly there. The host learns what was emitted from one small
-buffer, on CUDA one step late.
+On CUDA a step reads nothing back to the host before it is launched, unless a grammar follows its text. The
+device decides where a text stops (stop ids, token limit) and cuts it exactly there. The host learns what was
+emitted from small buffers, on CUDA one step late.
 """
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Engine:
     step through torch.compile, where the target is not on our CPU kernels; on CUDA they are captured as
     graphs too. say: called with one line when something slow (compilation) starts and ends. chunks: prompt
     rows per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. tuner:
-    chooses the tree of each step among its own, with `drafter`, which is a `HeadDrafter`; without one the
+    chooses the tree of each step among its own, which the head of `drafter` grows; without one the
     drafter's own tree is drafted. counts: numbers of sequences that steps exist for (`step_counts`),
     `batch` last. tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
     Raises ValueError, with the numbers, if the caches do not fit in memory.
@@ -590,7 +590,7 @@ class Engine:
         needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
         spans = {span.shape[0]: span for span in map(passes.span, needs)}
         kinds = dict.fromkeys((passes.plain, *(passes.trees.values() or (self.drafter,))))
-        rare = Modes(modes.noisy, modes.noisy, modes.noisy, True, True, True)
+        rare = Modes.every(modes.noisy)
         with passes.still():
             for number, span in enumerate(spans.values()):
                 for count in self.step_counts:

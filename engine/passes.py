@@ -82,7 +82,7 @@ class Rows(NamedTuple):
 class Passes:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
-    shapes: trees that `drafter`, a `HeadDrafter` then, may also draft. follows: plain steps leave features
+    shapes: trees that the head of `drafter` may also draft. follows: plain steps leave features
     that `read_behind` reads later. fallbacks: a line about each part that runs in a slower way because a
     faster one failed.
     """

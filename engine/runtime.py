@@ -21,8 +21,8 @@ DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 class Runtime:
     """Runtime of a target and of all that drafts for it.
 
-    Without `compile`, or on a CPU without `kernels`, nothing needs a C++ compiler, and 16-bit text is no
-    longer bound to be that of plain decoding.
+    Without `compile` nothing needs a C++ compiler. Without it, or on a CPU without `kernels`, 16-bit text is
+    no longer bound to be that of plain decoding.
     """
 
     device: str | None = None  # None: cuda if there is one, else cpu

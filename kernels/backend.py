@@ -1,8 +1,8 @@
-"""Backends: who computes the parts of a step. `kernels.choose` is the one place that decides.
+"""Backends: who computes the parts of a step. `kernels.choose` picks one.
 
 `TorchBackend` is complete: it calls the definition of every part, which stands here, in `tree`, or in
 `sampling`. `kernels.cpu.CpuBackend` and `kernels.gpu.backend.CudaBackend` replace what they have kernels for.
-All give the same results, except for the last bits of noise and of the draft's log-probabilities.
+All give the same results, except for the last bits of noise and log-probabilities, and of a target's pass.
 
 A model is prepared for a backend, which puts the modules in place that run there (`model.backend`). A step
 runs on the backend of its target (`backend_of`), whatever the network of its drafter was prepared for.

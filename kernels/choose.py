@@ -1,4 +1,4 @@
-"""The choice of a backend: the one place that decides who computes a step."""
+"""The choice of a backend for a device."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -35,7 +35,7 @@ class Sampling:
     stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
     token, and of this many of the likeliest, as the target has them before any of the above; None: none.
     json_schema: what the output is to fit, as JSON or a dictionary; of the logits, all that breaks it is left
-    out first. Numbers may be numpy's.
+    out before all that. Numbers may be numpy's.
     Raises ValueError on values that cannot be.
     """
 
@@ -107,4 +107,9 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.json_schema is not None for s in samplings),
         )
-        return cls(noisy, noisy, noisy, True, True, True) if few and modes.rare else modes
+        return cls.every(noisy) if few and modes.rare else modes
+
+    @classmethod
+    def every(cls, noisy: bool) -> Modes:
+        """Return all modes at once. noisy: those of drawing, too."""
+        return cls(noisy, noisy, noisy, True, True, True)
