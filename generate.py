@@ -110,6 +110,8 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     prompts: Prompts = [text_of("-") if text == "-" else text for text in o.prompt] + o.prompt_ids
     for path in o.prompt_file:
         prompts += read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
+    if "" in prompts:
+        raise InputError("a prompt is empty (--prompt, --prompt-file or standard input); give a text")
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from checkpoint.folder import known_config
 from checkpoint.folder import verify as verify_weights
 from common.cli import note
-from common.schema import Schema, as_python, whole
+from common.schema import Schema, as_python, whole, with_options
 from common.threads import use_threads
 from common.torchrun import command_in_words, several
 from drafters import AUTO, Drafting
@@ -88,7 +88,7 @@ class LLM:
         if isinstance(speculate, Drafting) and (draft or tree):
             raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        where = Runtime(**runtime)
+        where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
         folder, drafting = converted(checkpoint, drafting, say)
         if verify is not False:
@@ -117,7 +117,7 @@ class LLM:
         that cannot be.
         """
         prompts = as_python(prompts)
-        alone, first = is_one(prompts), Sampling(**sampling)
+        alone, first = is_one(prompts), with_options(Sampling, sampling)
         encoding = {"raw": raw, "system": system, "parse_special": parse_special}
         ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
@@ -131,7 +131,7 @@ class LLM:
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
-        options = Sampling(**sampling)
+        options = with_options(Sampling, sampling)
         self._warm_up(options)
         yield from self.engine.run([ids], [options], [])
 
@@ -140,7 +140,7 @@ class LLM:
 
         variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
         """
-        ids, options = self.encode(messages, variables=variables), Sampling(**sampling)
+        ids, options = self.encode(messages, variables=variables), with_options(Sampling, sampling)
         self._warm_up(options)
         return self.engine.generate([ids], options)[0]
 

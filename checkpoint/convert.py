@@ -48,6 +48,7 @@ from common.torchrun import several
 from kernels.modes import MXFP4
 from kernels.quantized import Scheme
 from model import ModelArgs
+from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
@@ -106,11 +107,23 @@ def convert(
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
             fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
                  where=str(source.path))
-    if not kind and tokenizer is None:
-        note(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids")
+    if not kind:
+        _warn(checkpoint, tokenizer, config)
     if not quiet:
         print(f"wrote {out}: {config['kind']}, {sum(t.nbytes for t in plan):,} bytes of weights")
     return out
+
+
+def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
+    """Print what a converted target lacks."""
+    if tokenizer is None:
+        note(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run it"
+             " with --prompt-ids")
+    elif tokenizer.vocab_size > config["vocab_size"]:
+        note(f"warning: {checkpoint}: its tokenizer has {tokenizer.vocab_size:,} ids, the model"
+             f" {config['vocab_size']:,}; prompts with others are refused")
+    if not config["stop_ids"]:
+        note(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
 
 
 def default_folder(checkpoint: str | Path) -> Path:

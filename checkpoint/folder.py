@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -158,8 +159,7 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
     config = read_json(folder / CONFIG)
     if not is_ours(config):
-        raise InputError(f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {folder},"
-                         " for a head with --target")
+        raise InputError(f"{name}: not converted yet; {_conversion(folder, kind)}")
     if config["format"] != FORMAT:
         raise InputError(f"{name}: format {config['format']!r} is not the {FORMAT} this version reads;"
                          " convert it again")
@@ -170,6 +170,17 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
     if kind and config["kind"] != kind:
         raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder")
     return config
+
+
+def _conversion(folder: Path, kind: str | None) -> str:
+    """Return how to convert a folder: a command to run, if all of it is known."""
+    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
+    if is_converted(folder.parent):  # a head, where its conversion will be
+        aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
+        return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
+    if kind in HEADS:
+        return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
+    return f"run {command} {source}; then name the folder that it writes"
 
 
 def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:

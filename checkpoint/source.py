@@ -89,8 +89,9 @@ def resolve_source(checkpoint: str | Path) -> Path:
     if path.exists():
         raise InputError(f"{path}: not a folder (nor a .gguf file)")
     if path.parent.is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(checkpoint)):
-        there = sorted(p.name for p in path.parent.glob("*"))[:12] if path.parent != Path() else ()
-        inside = f"; {path.parent} holds {', '.join(there)}" if there else ""
+        place = next(parent for parent in path.parents if parent.is_dir())
+        there = sorted(p.name for p in place.glob("*"))[:12] if place != Path() else ()
+        inside = f"; {place} is no name on the hub but a folder here with {', '.join(there)}" if there else ""
         raise InputError(f"{path}: no such file or folder{inside}; name a converted folder, a Hugging Face"
                          " folder, a .gguf file or a hub id (org/name)")
     with library_errors(f"{path}: no such folder, and the hub did not send it"):

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ from typing import TextIO
 
 from common import VERSION
 from common.dtypes import DTYPES, KV_DTYPES
-from common.errors import InputError, one_line
+from common.errors import InputError, did_you_mean, one_line
 from common.torchrun import is_first, several
 
 MOST_THREADS = 1024
@@ -116,13 +115,15 @@ class Options(argparse.ArgumentParser):
 
     def error(self, message: str):
         """Print on one line what cannot be parsed, and end with exit status 2."""
-        if unknown := message.partition("unrecognized arguments: --")[2].split():
-            near = difflib.get_close_matches(f"--{unknown[0]}", self._option_string_actions, 1)
-            message += "".join(f" (did you mean {flag}?)" for flag in near)
+        if unknown := message.partition("unrecognized arguments: ")[2].split():
+            message += did_you_mean(unknown[0], self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {one_line(message)}; see --help\n")
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:
         """Return the options of a command line. Raises InputError on the first rule that they break."""
+        for word in sys.argv[1:] if argv is None else argv:
+            if word in ("-hf", "-ngl", "-np"):  # argparse would take them for -h, -n and a value
+                self.error(f"unrecognized arguments: {word}")
         o = self.parse_args(argv)
         for rule in self._rules:
             rule(o)

@@ -1,9 +1,27 @@
 """The error that a user sees, and texts of others in its message."""
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+# Ours, and what other programs call it.
+OTHERS = {
+    "--max-new-tokens": "--n-predict --predict", "--max-seq-len": "--ctx-size --max-model-len",
+    "--device": "-ngl --n-gpu-layers", "--slots": "-np --parallel --max-num-seqs",
+    "--model-name": "--alias --served-model-name", "--checkpoint": "-hf", "lookup": "ngram prompt-lookup pld",
+}
+
 
 class InputError(Exception):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a guess at what a misspelt or foreign word stands for, to be added to a message."""
+    known = [*known]
+    near = [ours for ours, names in OTHERS.items() if word in names.split() and ours in known]
+    near = near or difflib.get_close_matches(word, known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def counted(n: int, noun: str) -> str:

@@ -9,13 +9,14 @@ import contextlib
 import functools
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 
 ABSENT = object()
 TYPES = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names those of a union in a place
@@ -98,6 +99,19 @@ class Schema:
 
 
 schema_of = functools.cache(Schema)
+
+
+def with_options(kind: type, options: dict, beside: Iterable[str] = ()) -> Any:
+    """Return an object of a dataclass from named options; None is the default. beside: further names to take.
+
+    Raises TypeError, a sentence, on another name.
+    """
+    known = [*beside, *(field.name for field in fields(kind))]
+    for name in options:
+        if name not in known:
+            guess = did_you_mean(name, known)
+            raise TypeError(f"{name}: no such option{guess}; choose from {', '.join(known)}")
+    return kind(**{name: value for name, value in options.items() if value is not None})
 
 
 def as_python(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.cli import Options
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
 from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
@@ -82,8 +82,8 @@ def methods_of(name: str) -> dict[str, Method]:
     """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
     """
     parts = name.split("+")
-    if any(part not in METHODS for part in parts):
-        raise InputError(f"--speculate {name}: unknown; choose from"
+    if unknown := [part for part in parts if part not in METHODS]:
+        raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
                          f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
         raise InputError(f"--speculate {name}: join two methods that draft, such as lookup+eagle3")

@@ -9,6 +9,7 @@ from evaluation.answers import MEAN, PLAIN, Answer
 from evaluation.lossless import Difference, bound_to_be_plain
 
 MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
+LONGEST_NAME = 19  # characters of a method's or a set's name in the table
 HEADS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
@@ -78,7 +79,7 @@ def _mean(rows: list[dict]) -> dict:
 
 
 def text_of(rows: list[dict]) -> str:
-    """Write a table for each temperature: a line per method and set."""
+    """Write a table for each temperature, at most 100 characters wide: a line per method and set."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         of_it = [row for row in rows if row["temperature"] == temperature]
@@ -103,4 +104,5 @@ def _cells(row: dict) -> list[str]:
     equal = ["other draws", "", ""]
     if row["equal"] is not None:
         equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
-    return [*names, *numbers, *equal]
+    short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
+    return [*short, *numbers, *equal]

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple, get_type_hints
 
 from pydantic import Field
@@ -54,7 +54,6 @@ class Sampling:
     json_schema: Text | dict | None = None
 
     def __post_init__(self):
-        vars(self).update({f.name: f.default for f in fields(self) if vars(self)[f.name] is None})
         if isinstance(self.logit_bias, Mapping):
             vars(self)["logit_bias"] = list(self.logit_bias.items())
         found = FIELDS.check({name: as_python(value) for name, value in vars(self).items()})

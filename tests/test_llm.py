@@ -18,18 +18,18 @@ from llm import LLM
 FEW = {"max_new_tokens": 4}
 TURN = {"role": "user", "content": "Hello"}
 WRONG = (  # arguments of LLM after the checkpoint, and what is said
-    (("eagle-3",), {}, "--speculate eagle-3: unknown; choose from"),
+    (("eagle-3",), {}, "--speculate eagle-3: unknown (did you mean eagle3?); choose from"),
     ((Drafting("eagle3"),), {"tree": "paper"}, "draft and tree are fields of Drafting: set them there"),
     ((), {"device": 7}, "--device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a valid string"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
     ((), {"kv": "fp8"}, "--kv fp8: our CPU kernels have int8 caches and none in fp8; "),
-    ((), {"max_seq_length": 99}, "Runtime.__init__() got an unexpected keyword argument 'max_seq_length'"),
+    ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?)"),
 )
 PROMPTS = (  # prompts, sampling options, and what is said
     *((one, {}, f"prompt is {one!r}; expected a text, token ids, or a list with messages") for one in (
         5, b"abc", {"role": "user"}, [1, "a"], [{"content": "Hello"}],
     )),
-    ("Hello", {"max_tokens": 5}, "Sampling.__init__() got an unexpected keyword argument 'max_tokens'"),
+    ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?)"),
     ("Hello", {"top_p": 0}, "top_p is 0; expected greater than 0"),
     ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: "),
 )

@@ -31,6 +31,7 @@ from tokens.word_rules import WORD_RULES, byte_level_bpe
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
 WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 
@@ -109,6 +110,9 @@ class JsonBackend:
         self.added |= free
         self._tokens |= {i: token.content for i, token in free.items()}
         self.ids, self.size, self.special_tokens_map = self._tokens.keys(), 1 + max(self._tokens), {}
+        if self.size - len(self._tokens) > LARGEST_GAP:
+            raise InputError(f"{self._path}: {len(self._tokens):,} tokens have ids up to {self.size - 1:,};"
+                             f" expected at most {LARGEST_GAP:,} gaps")
         nonce = secrets.token_hex(8)
         fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, self.size))
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}

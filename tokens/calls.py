@@ -51,6 +51,7 @@ _PARAMETERS = [re.compile(rf"\s*<parameter=([^<>]+)>\n?{value}", re.DOTALL) for 
     r"((?:(?!<tool_call>|<function=).)*?)\s*(?=<parameter=|</function>|</tool_call>)")]
 _PARAMETERS += [re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>"
                            r"(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)]
+_OBJECT = re.compile(r"\s*(?={)")
 _STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # of JSON: a text or a bracket
 _END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # with brackets too many
@@ -106,6 +107,8 @@ class CallStream:
         self._held, self._opening = "", ""  # the tag that began what is held
         # The tag that ends the thought.
         self._close = next((end for tag, end in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag)), "")
+        # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
+        self._line, self._certain = "", True
 
     def push(self, text: str) -> str:
         """Return the text that certainly belongs to no call."""
@@ -114,14 +117,20 @@ class CallStream:
             self._form = None
         certain = ""
         while self._form and not self._opening:
-            tags = (self._close,) if self._close else (*THOUGHT_TAGS, *self._form)
+            tags = (self._close,) if self._close else tuple(THOUGHT_TAGS)
+            tags += () if self._close and self._certain else self._form
             if found := re.search("|".join(map(re.escape, tags)), self._held):
-                is_call = found[0] in self._form
-                at = found.start() if is_call else found.end()
-                self._opening = found[0] if is_call else ""
-                self._close = THOUGHT_TAGS.get(found[0], "")
+                at = found.start()
+                if found[0] in self._form:
+                    self._opening = found[0]
+                elif self._close:
+                    self._close, at = "", found.end()
+                else:
+                    before = (self._line + self._held[:at]).rpartition("\n")[2]
+                    self._close, self._certain, at = THOUGHT_TAGS[found[0]], not before.strip(), found.end()
             else:
                 at = len(self._held) - begun(self._held, tags)
+            self._line = (self._line + self._held[:at]).rpartition("\n")[2]
             certain, self._held = certain + self._held[:at], self._held[at:]
             if not found:
                 break
@@ -141,13 +150,18 @@ class CallStream:
             return ("", calls) if is_all else (self._held, [])
         rest, calls = "", []
         while self._opening:
-            begin = 0 if self._opening == FUNCTION else len(self._opening)
-            found, broken, end = _read(self._held, begin, self._tools)
-            if not found and not broken:  # the tag is a word of the text
-                end = len(self._opening)
-            rest += broken if found else self._held[:end]
-            calls += found
-            self._held, self._opening = self._held[end:], ""
+            if self._close and self._close in self._held:  # it was a thought
+                end = self._held.index(self._close) + len(self._close)
+                rest += self._held[:end]
+            else:
+                begin = 0 if self._opening == FUNCTION else len(self._opening)
+                found, broken, end = _read(self._held, begin, self._tools)
+                if not found and not broken:  # the tag is a word of the text
+                    end = len(self._opening)
+                rest += broken if found else self._held[:end]
+                calls += found
+                self._line = ""
+            self._held, self._opening, self._close = self._held[end:], "", ""
             rest += self.push("")
         rest += self._held
         return (rest.strip("\n") if calls else rest), calls
@@ -166,7 +180,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
         begin = at
         try:
             if name := found["tagged"] or found["keyed"]:
-                name = name.strip()
+                name = name.strip(" \n\"'")
                 values, at = _tagged(text, found.end(), tools.get(name) or {})
             else:
                 at = _end_of(text, found.end())
@@ -177,7 +191,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
             if name := name or found["named"]:
                 values = {"name": name, "arguments": values}
             calls += [call_of(value, tools) for value in (values if isinstance(values, list) else [values])]
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, InputError):
             broken += text[begin:at]
     closing = _CLOSING.match(text, at)
     return calls, broken, closing.end() if (calls or broken) and closing else at
@@ -194,8 +208,10 @@ def _end_of(text: str, at: int) -> int:
 
 
 def call_of(found: object, tools: Mapping[str, dict]) -> dict:
-    """Return a call as OpenAI has it. Raises ValueError if this is none."""
-    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
+    """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    if not isinstance(found, dict) or not isinstance(name := found.get("name", found.get("function")), str):
         raise ValueError("no call")
     given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
     if not given or not isinstance(arguments := arguments_of(given[0]), dict):
@@ -207,15 +223,18 @@ def call_of(found: object, tools: Mapping[str, dict]) -> dict:
 
 
 def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
-    """Return the arguments between tags, up to </function>, and where that ends.
+    """Return the arguments between tags, or in JSON, up to </function>, and where that ends.
 
     schema: of the parameters. Raises ValueError if they do not end.
     """
     arguments: dict[str, object] = {}
-    properties = schema.get("properties", {})
+    if begin := _OBJECT.match(text, at):
+        arguments, at = _LENIENT.raw_decode(text, begin.end())
+    properties = schema.get("properties")
     while found := next(filter(None, (form.match(text, at) for form in _PARAMETERS)), None):
-        name, at = found[1].strip(), found.end()
-        arguments[name] = _value(found[2], _types(properties.get(name), schema))
+        name, at = found[1].strip(" \n\"'"), found.end()
+        own = properties.get(name) if isinstance(properties, dict) else None
+        arguments[name] = _value(found[2], _types(own, schema))
     end = _END.match(text, at)
     if not end:
         raise ValueError("a function without an end")
@@ -238,7 +257,7 @@ def _value(text: str, types: set[str]) -> object:
 
 
 def _types(schema: object, root: dict) -> set[str]:
-    """Return the JSON types that a schema names, itself or by reference into `root`."""
+    """Return the JSON types that a schema names, itself or by reference into `root`. It may be damaged."""
     types: set[object] = set()
     parts, seen = [schema], set()
     while parts:
@@ -248,7 +267,7 @@ def _types(schema: object, root: dict) -> set[str]:
         seen.add(id(part))
         named = part.get("type")
         types.update(named if isinstance(named, list) else [named], ["null"] * (part.get("nullable") is True))
-        values = part.get("enum", []) + [part[key] for key in ("const",) if key in part]
+        values = [*(part.get("enum") or []), *([part["const"]] if "const" in part else [])]
         types.update(_KINDS.get(type(value), "null") for value in values)
         parts += [own for key in ("anyOf", "oneOf", "allOf") for own in part.get(key) or []]
         if "$ref" in part:

@@ -95,7 +95,7 @@ def _kept(path: str | Path, messages_of: Callable[[str, dict], list[dict]], say,
             reasons[str(e)] += 1
     counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not kept:
-        raise InputError(f"{path}: holds {none}")
+        raise InputError(f"{path}: holds {none}" + (f" (rows: {counted})" if counted else ""))
     if counted and say:
         say(f"{path}: rows that are left out: {counted}")
     return kept

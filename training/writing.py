@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 
-from common.errors import InputError
+from common.errors import InputError, counted
 from common.files import digest, writing
 from engine.engine import Engine
 from engine.request import Request
@@ -184,6 +184,7 @@ class Collector:
         mine = self.processes.share(missing)
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
         live: dict[Request, tuple[str, Steps]] = {}
+        tokens = 0
         with live_bar(total=len(mine), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
             def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
@@ -197,9 +198,12 @@ class Collector:
                     bar.update()
 
             def step() -> None:
+                nonlocal tokens
                 for event in self.engine.step():
+                    tokens += len(event.ids)
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
+                bar.set_postfix_str(counted(tokens, "token"), refresh=False)
                 bar.update(0)
 
             for talk in mine:
