@@ -17,7 +17,7 @@ DECODING = "generate serve evaluate"
 TREE = "leave out --tree-nodes, --tree-depth and --tree-width"
 MISTAKES = (
     ("generate serve evaluate quantize train", "--checkpoint NOWHERE", "NOWHERE: no such file or folder"),
-    (DECODING, "--checkpoint FOLDERS/insid", "FOLDERS/insid: no such file or folder"),
+    (DECODING, "--checkpoint FOLDERS/insid", "FOLDERS/insid: no such file or folder; "),
     ("generate serve convert_checkpoint", "--checkpoint TEXT", "TEXT: not a folder"),
     ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER: holds no config.json"),
     ("drafters.rest", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),

@@ -62,10 +62,12 @@ def test_stop_ids_of_the_generation_config(tmp_path):
 def test_tokenizer_files_come_along(tmp_path, capsys):
     source = write_source(tmp_path / "in", target_state())
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "bare") == (0, [
-        f"warning: {source} has no tokenizer files; run it with --prompt-ids"])
+        f"warning: {source} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json with"
+        " merges.txt); run it with --prompt-ids"])
     write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text("hello")
-    assert run(capsys, "--checkpoint", source, "--out", tmp_path / "out") == (0, [])
+    known = f"warning: {source}: its tokenizer has 258 ids, the model 96; prompts with others are refused"
+    assert run(capsys, "--checkpoint", source, "--out", tmp_path / "out") == (0, [known])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "hello"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
