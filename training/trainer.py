@@ -169,8 +169,8 @@ class Trainer:
         try:
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
                 self._run_epoch()
+                self._validate(self.epoch + 1)
                 self.epoch, self.in_epoch = self.epoch + 1, 0
-                self._validate()
                 self.save()
         except KeyboardInterrupt:
             if self.in_epoch and not self.updating:
@@ -213,10 +213,10 @@ class Trainer:
     # -- validation ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _validate(self) -> None:
-        """Validate the epochs so far in the first process, while the others wait for it."""
+    def _validate(self, epochs: int) -> None:
+        """Validate the first `epochs` epochs in the first process, while the others wait for it."""
         if self.log:
-            entry = {"step": self.step, "epoch": self.epoch, "held_out": self._held_out_accuracy()}
+            entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
             if self.validator and (tau := self.validator.tau(self.trained())):
                 entry["tau"] = tau
             self.log.validation(entry)
