@@ -50,6 +50,8 @@ def parser() -> Options:
                prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or several()),
            lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
                      " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
+    refuse(lambda o: not (o.raw or o.parse_special),
+           lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"
                      " or --interactive")

@@ -68,6 +68,9 @@ def parser() -> Options:
     refuse(lambda o: (o.calibrate or o.method == "gptq") and (
                o.mode not in FOUR_BITS or o.method == "nearest"),
            lambda o: "--calibrate and --method gptq: only for --mode int4 or w4a8 with gptq")
+    refuse(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
+           lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
+                     " others; name two files")
     return p
 
 

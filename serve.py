@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from common.torchrun import is_first, several
 from drafters import AUTO, Drafting, add_drafting
 
 STARTED = time.perf_counter()
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
 
 def parser() -> Options:
@@ -49,10 +51,23 @@ def parser() -> Options:
     # torchrun kills its processes 30 seconds after it has told them to end.
     add("--grace", type=within(0, 1e6, float), default=20.0 if several() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
+    p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
+             lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
+                       " http://host:8080")
     p.refuse(lambda o: o.api_key == "", lambda o: "--api-key: is empty; give a key")
+    p.judge(key_of)
     add_drafting(p, AUTO)
     p.add_runtime()
     return p
+
+
+def key_of(o) -> str | None:
+    """Return the key that requests need, if any. Raises InputError if no header can hold it."""
+    key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
+    if key and not (key.isascii() and key.isprintable() and key == key.strip()):
+        where = "--api-key" if o.api_key else "EAGLE_API_KEY"
+        raise InputError(f"{where}: holds what a header of HTTP cannot; take signs of ASCII")
+    return key
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -60,8 +75,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as e:
-        raise InputError(f"--host {host} --port {port}: {e.strerror}; choose another one") from None
+    except (OSError, UnicodeError) as e:  # UnicodeError: of the encoding of host names
+        why = getattr(e, "strerror", e)
+        raise InputError(f"--host {host} --port {port}: {why}; choose another one") from None
 
 
 def run(o) -> None:
@@ -108,8 +124,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
-    key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
-    app = make_app(server, key, o.cors, o.max_body, None if o.quiet else note)
+    app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else note)
     serve(app, worker, listener, o.grace)
     if ranks:
         engine.end()

@@ -5,6 +5,7 @@ import argparse
 import datetime
 import json
 import os
+import platform
 import statistics
 import sys
 import time
@@ -67,7 +68,8 @@ def describe(o: argparse.Namespace) -> dict:
     """Return date, device, threads and torch version: the head of every result file."""
     return {
         "date": datetime.date.today().isoformat(), "threads": o.threads, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if CUDA else cpuinfo("model name"), "isa": last_isa(),
+        "device": torch.cuda.get_device_name() if CUDA else cpuinfo("model name") or platform.machine(),
+        "isa": last_isa(),
     }
 
 

@@ -119,7 +119,7 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    check_file(path)
+    size = check_file(path)
     with library_errors(f"{path}: damaged, or more than a pickle of tensors"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
         # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
@@ -128,4 +128,8 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         isinstance(t, Tensor) and t.layout == torch.strided for t in state.values())
     if not dense:
         raise InputError(f"{path}: is not a state dict of tensors")
+    for name, tensor in state.items():
+        if tensor.nbytes > size:  # one number, said to be a matrix
+            raise InputError(f"{path}: tensor {name!r} {list(tensor.shape)} is {tensor.nbytes:,} bytes;"
+                             f" expected at most {size:,}, the size of the file")
     return state

@@ -404,8 +404,7 @@ class Engine:
         after = request.prompt[request.read + 1 : request.read + 1 + x.shape[1]]
         if not after:
             return
-        with self.passes.here():
-            logits = self.target.logits(x)[:, : len(after)]  # of all rows, as they were warmed up
+        logits = self.passes.logits(x)[:, : len(after)]
         own, top, ids = scores(logits, torch.tensor([after], device=x.device), MOST_LOGPROBS)
         found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
         wanted = request.sampling.logprobs or 0
@@ -609,8 +608,7 @@ class Engine:
                         if size <= span.shape[0]:
                             x = passes.prefill(passes.rows(first, count), span, size, rare)
                             if (first, count) == (0, 1):  # as `_score_prompt`
-                                with passes.here():
-                                    self.target.logits(x)
+                                passes.logits(x)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

@@ -257,6 +257,13 @@ class Passes:
                 begin(self.target, rows.state, rows.chunk_start, x, features, modes)
         return x
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the target's logits of all rows of a prompt's chunk, also of those after its end: kernels
+        exist for these numbers of rows.
+        """
+        with self.here():
+            return self.target.logits(x)
+
     def read_behind(self, rows: Rows, span: Tensor, unread: int) -> None:
         """Let the drafter read what plain steps have committed, at most `unread` tokens, except the last."""
         first = 0

@@ -22,7 +22,8 @@ from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
 ROOT = SOURCE.parent.parent
-STEP = "model.py", "tree.py", *(  # the code that a step runs, or that checks it
+IMPORTED = time.time()  # what is changed later is not what this process runs
+STEP = "model.py", "tree.py", "common/tree_shapes.py", *(  # the code that a step runs, or that checks it
     f"{room}/*.py" for room in ("drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling")
 )
 # Compiled code lies in this checkout or where the user wants it, never in a checkpoint: it is executed.
@@ -136,9 +137,14 @@ def writable(kept: Path) -> Path:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the code that a step runs or that checks it, read at the first call."""
+    """Return a digest of the code that a step runs or that checks it.
+
+    If some has changed since this process began, no other process gets the same.
+    """
     files = sorted(path for pattern in STEP for path in ROOT.glob(pattern))
-    return _digest(repr([(str(path.relative_to(ROOT)), path.read_text()) for path in files]).encode())
+    code = [(str(path.relative_to(ROOT)), path.read_text()) for path in files]
+    own = [IMPORTED] if any(path.stat().st_mtime > IMPORTED for path in files) else []
+    return _digest(repr(code + own).encode())
 
 
 def sources() -> list[Path]:

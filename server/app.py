@@ -94,14 +94,15 @@ class Server:
         http.state.reply = reply = await in_thread(partial(prepare, body))
         if self.measures or body.return_speculation:
             reply.window = self.worker.engine.window
-        events = self._events(http, reply.jobs)
+        events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            sent = _stream(reply, events, body.stream_options.include_usage)
-            return StreamingResponse(sent, headers=headers, media_type="text/event-stream")
-        async for _, event in events:
-            if isinstance(event, Refusal):
-                raise event
+            return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
+        try:
+            async for _, event in events:
+                if isinstance(event, Refusal):
+                    raise event
+        finally:
+            cancel()
         if not all(job.finish for job in reply.jobs):  # the client has gone
             return Response(status_code=499)
         return JSONResponse(reply.whole())
@@ -119,17 +120,14 @@ class Server:
 
         async def arriving():
             running = len(jobs)
-            try:
-                while running and not await http.is_disconnected():
-                    try:
-                        i, event = await asyncio.wait_for(queue.get(), QUIET)
-                    except asyncio.TimeoutError:
-                        yield 0, None
-                        continue
-                    running -= isinstance(event, Refusal) or event.finish is not None
-                    yield i, event
-            finally:
-                self.worker.cancel(*jobs)
+            while running and not await http.is_disconnected():
+                try:
+                    i, event = await asyncio.wait_for(queue.get(), QUIET)
+                except asyncio.TimeoutError:
+                    yield 0, None
+                    continue
+                running -= isinstance(event, Refusal) or event.finish is not None
+                yield i, event
 
         for i, job in enumerate(jobs):
             job.on_event = partial(on_event, i)
@@ -155,6 +153,21 @@ async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> Asyn
         if with_usage:
             yield sent(reply.last_chunk())
     yield "data: [DONE]\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. close: called at the end, also if it comes before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.close = close
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()
 
 
 async def in_thread(work: Callable):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,7 +32,10 @@ class Processes:
             dist.barrier()
 
     def sum(self, tensors: list[Tensor]) -> None:
-        """Replace tensors by their sums over all processes."""
-        if self.count > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+        """Replace tensors of one dtype by their sums over all processes, in one exchange."""
+        if self.count == 1:
+            return
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            t.copy_(part.view_as(t))

@@ -63,6 +63,8 @@ BAD_TARGETS = {
         folder_with(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
     "tied and not tied": (folder_with(tie_word_embeddings=True), "tie_word_embeddings"),
     "integer weights": (folder_with(add={K0: torch.zeros(32, 32, dtype=torch.int64)}), K0),
+    "a matrix of one number": (
+        only({"model.norm.weight": torch.zeros(1).expand(2**20, 2**20)}, "bin"), "[1048576, 1048576] is"),
     "sparse tensors": (only({K0: torch.zeros(2, 2).to_sparse()}, "bin"), "state dict"),
 }
 

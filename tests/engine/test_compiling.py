@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.passes import SPAN
 from engine.state import State
 from engine.step import commit, verify
+from kernels.build import code_digest
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -71,6 +72,11 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr("engine.compile.code_digest", str)
         others.append(where())
+    for changed in (0.0, 1.0):  # the code has changed since two processes began, which run other code than it
+        with monkeypatch.context() as m:
+            m.setattr("kernels.build.IMPORTED", changed)
+            m.setattr("engine.compile.code_digest", code_digest.__wrapped__)
+            others.append(where())
     assert len({same, *others}) == len(others) + 1
     assert same == where()
 

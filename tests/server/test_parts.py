@@ -4,10 +4,12 @@ import json
 import socket
 from types import SimpleNamespace
 
+import pytest
 from helpers.refusals import refused
 
 import serve
 from server import gate
+from server.app import EventStream
 from server.metrics import Metrics
 from server.protocol import CompletionBody
 from server.worker import Worker
@@ -79,3 +81,19 @@ def test_an_address_that_is_taken():
         host, port = busy.getsockname()
         with refused(f"--host {host} --port {port}: Address already in use"):
             serve.listen(host, port)
+
+
+def test_a_stream_that_ends_before_its_first_event_is_closed():
+    """Its requests would be decoded to their ends for nobody."""
+    closed = []
+
+    async def events():
+        yield "data: 1\n\n"
+
+    async def gone(*message):
+        raise OSError
+
+    stream = EventStream(events(), lambda: closed.append(True))
+    with pytest.raises(Exception):  # noqa: B017 - whatever the library makes of it
+        asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone))
+    assert closed == [True]
