@@ -37,7 +37,6 @@ class TargetStates(NamedTuple):
 
     features: Tensor  # the streams entering the auxiliary layers, side by side [..., F]
     normed: Tensor  # the last state after the final norm [..., H]
-    greedy: Tensor  # the target's choice of the next token [...]
 
 
 @torch.no_grad()
@@ -55,10 +54,8 @@ def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
 
 
 def _states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetStates:
-    """Complete the target's last streams x [B, T, H] and its features [B, T, F]."""
-    # Logits of a few sequences at a time: V is large.
-    greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])
-    return TargetStates(x[..., :0] if features is None else features, target.norm(x), greedy)
+    """Norm the target's last streams x [B, T, H], beside its features [B, T, F] or None."""
+    return TargetStates(x[..., :0] if features is None else features, target.norm(x))
 
 
 class Features:
@@ -67,8 +64,8 @@ class Features:
     Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run
     reads the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the
     target's); `read` returns the target's. reader: a quantised copy that reads in place of the target, nearly
-    the same and sooner. folder: where `fill` stores states; a file there holds KEY.features, KEY.normed and
-    KEY.greedy of a batch of rows. name: identity of the reader as it was loaded.
+    the same and sooner. folder: where `fill` stores states; a file there holds KEY.features and KEY.normed
+    of a batch of rows. name: identity of the reader as it was loaded.
     """
 
     def __init__(
@@ -95,14 +92,13 @@ class Features:
                     self.cached[key] = [x.to("cpu", copy=True) for x in states]
                     self.room -= sum(x.numel() * x.element_size() for x in states)
             parts.append([x.to(self.device, non_blocking=True) for x in states])
-        features, normed, greedy = (pad_sequence(xs, batch_first=True) for xs in zip(*parts))
-        return TargetStates(features.to(self.given), normed.to(self.given), greedy.long())
+        return TargetStates(*(pad_sequence(xs, batch_first=True).to(self.given) for xs in zip(*parts)))
 
     def compute(self, rows: list[list[int]]) -> TargetStates:
         """Read rows of token ids. The states are in `dtype`."""
         tokens = pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True)
-        features, normed, greedy = read_target(self.reader, self.aux_layers, tokens.to(self.device))
-        return TargetStates(features.to(self.dtype), normed.to(self.dtype), greedy)
+        states = read_target(self.reader, self.aux_layers, tokens.to(self.device))
+        return TargetStates(*(x.to(self.dtype) for x in states))
 
     def fill(self, rows: list[dict], budget: int) -> None:
         """Compute and store missing states, each process its share, in batches of `budget` tokens.
@@ -112,7 +108,7 @@ class Features:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._open()
         missing = [row for row in rows if digest(row["ids"]) not in self.files]
-        each = (len(self.aux_layers) + 1) * self.reader.args.hidden_size * self.dtype.itemsize + 4
+        each = (len(self.aux_layers) + 1) * self.reader.args.hidden_size * self.dtype.itemsize
         need = sum(len(row["ids"]) for row in missing) * each
         free = shutil.disk_usage(self.folder).free
         line = f"features: {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free"
@@ -133,7 +129,6 @@ class Features:
                 rows, tensors = [missing[i]["ids"] for i in batch], {}
                 for ids, states in zip(rows, zip(*self.compute(rows))):
                     for name, x in zip(TargetStates._fields, states):
-                        x = x.int() if name == "greedy" else x
                         tensors[f"{digest(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
                 name = f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}.safetensors"
                 with atomic_path(self.folder / name) as part:

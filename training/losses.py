@@ -51,7 +51,8 @@ class DraftLoss(torch.autograd.Function):
     the loss, so `weight`, the weight of each row's loss, must be final.
 
     x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[places[i]].
-    Returns the weighted sum [], and without gradient choices [M] and sum_x min(p_x, q_x) [M].
+    Returns the weighted sum [] and, without gradient, sum_x min(p_x, q_x) [M] and whether the first choice is
+    the teacher's [M], 1.0 or 0.0.
     """
 
     @staticmethod
@@ -61,22 +62,21 @@ class DraftLoss(torch.autograd.Function):
         needs_x, needs_head = ctx.needs_input_grad[:2]
         M, x_dtype = x.shape[0], x.dtype
         x, w = x.to(teacher.dtype), lm_head.to(teacher.dtype)
-        totals, overlaps = x.new_empty(2, M, dtype=torch.float32)
-        choices = x.new_empty(M, dtype=torch.int64)
+        totals, overlaps, right = x.new_empty(3, M, dtype=torch.float32)
         slopes = x.new_empty(M, lm_head.shape[0]) if needs_x or needs_head else None  # of the logits
         block = 128 if x.device.type == "cpu" else 4096
         for i in range(0, M, block):
             at = slice(i, i + block)
             logits, p = F.linear(x[at], w).float(), teacher[places[at]].float().softmax(-1)
-            choices[at] = logits.argmax(-1)
+            right[at] = (logits.argmax(-1) == p.argmax(-1)).float()
             totals[at], slope, overlaps[at] = row_loss(logits, p, lk)
             if slopes is not None:
                 slopes[at] = slope.mul_(weight[at, None])
         dx = (slopes @ w).to(x_dtype) if needs_x else None
         dw = (slopes.T @ x).to(lm_head.dtype) if needs_head else None
         ctx.save_for_backward(dx, dw)
-        ctx.mark_non_differentiable(choices, overlaps)
-        return (totals * weight).sum(), choices, overlaps
+        ctx.mark_non_differentiable(overlaps, right)
+        return (totals * weight).sum(), overlaps, right
 
     @staticmethod
     def backward(ctx, slope: Tensor, *_):
@@ -94,8 +94,8 @@ class Objective:
 
     loss(batch, states, scored, seeds) returns (loss [], correct first choices [steps]) of a batch with the
     target's states on it. The batch may be a part of an optimizer step: scored counts the predictions of each
-    draft step in all of it. seeds: of the noise on each row. A target's choice outside the draft vocabulary
-    is a miss.
+    draft step in all of it. seeds: of the noise on each row. A first choice is correct if it is the target's
+    among the draft ids, and a token of the text that is none of them is a miss.
     """
 
     outputs = None  # one of `training.chains`
@@ -130,9 +130,8 @@ class Objective:
         share = torch.tensor([self.decay**i / max(1, n) for i, n in enumerate(scored)], device=self.device)
         return share[batch.step]
 
-    def hits(self, batch: Batch, choices: Tensor, greedy: Tensor) -> Tensor:
-        """Count the choices [M] (target ids) that are the target's own, greedy [B, T], by step [steps]."""
-        right = (choices == batch.after(greedy)[batch.shifted]).float()
+    def hits(self, batch: Batch, right: Tensor) -> Tensor:
+        """Sum what `DraftLoss` found right [M] by draft step [steps]."""
         return right.new_zeros(len(batch.scored)).index_add(0, batch.step, right)
 
     def settings(self) -> dict:
@@ -167,13 +166,13 @@ class Eagle3Objective(Objective):
                 reads = self.head.markov_reads(rows, batch.before())
             x = torch.cat((rows, reads.to(rows.dtype)), -1)
             lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
-        loss, choices, accepted = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.lk)
+        loss, accepted, right = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.lk)
         if getattr(args, "confidence", False):
             with self.autocast():
                 doubt = self.head.doubt(rows, batch.before())
             errors = F.binary_cross_entropy_with_logits(doubt, accepted, reduction="none")
             loss = loss + (errors * weight).sum()
-        return loss, self.hits(batch, self.head.draft_ids[choices], states.greedy)
+        return loss, self.hits(batch, right)
 
     def learn_scale(self, states: TargetStates, real: Tensor) -> None:
         """Set `scale` to the root mean square of every feature [F].
@@ -244,10 +243,10 @@ class Eagle1Objective(Objective):
         features, weight = batch.after(states.normed), self.weights(batch, scored)
         lm_rows = self.head.lm_head.weight
         distance = F.smooth_l1_loss(guess.float(), features[batch.shifted].float(), reduction="none").mean(-1)
-        token_loss, choices, _ = DraftLoss.apply(
+        token_loss, _, right = DraftLoss.apply(
             guess, lm_rows, F.linear(features, lm_rows), batch.shifted, weight
         )
-        return (distance * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, choices, states.greedy)
+        return (distance * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, right)
 
     def _noise(self, rows: list[dict], state: Tensor, seeds: list[int]) -> Tensor:
         """Return noise for state [B, T, H]. Each row's is the same beside any other rows."""

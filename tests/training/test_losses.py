@@ -21,14 +21,14 @@ def test_losses_are_summed_with_their_shares():
     teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
     weight = torch.rand(300, generator=g)
     x.requires_grad_(True), head.requires_grad_(True)
-    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, 0.7)
+    loss, overlap, right = DraftLoss.apply(x, head, teacher, places, weight, 0.7)
     found = torch.autograd.grad(loss, (x, head))
     logits, p = x @ head.T, teacher[places].softmax(-1)
     q = logits.softmax(-1)
     ce, lk = -(p * q.log()).sum(-1), -torch.minimum(p, q).sum(-1).log()
     expected = ((0.3 * ce + 0.7 * lk) * weight).sum()
     torch.testing.assert_close(loss, expected)
-    assert torch.equal(choices, logits.argmax(-1))
+    assert torch.equal(right, (logits.argmax(-1) == p.argmax(-1)).float()) and right.any()
     torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).detach())
     for a, b in zip(found, torch.autograd.grad(expected, (x, head))):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -110,7 +110,7 @@ def test_losses_are_the_drafters_rows(models, monkeypatch, name):
     loss, hits, batch, states = loss_on(objective)
     losses = [torch.zeros(()) for _ in range(steps)]
     right, valid, scored = [0] * steps, [0] * steps, [0] * steps
-    for features, state, greedy, row in zip(*states, ROWS):
+    for features, state, row in zip(*states, ROWS):
         teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
         for i, j, h in drafted(head, features, row, steps):
             valid[i] += 1
@@ -120,7 +120,7 @@ def test_losses_are_the_drafters_rows(models, monkeypatch, name):
             before, logits, p = torch.tensor(row["ids"][j + 1 + i]), head.logits(h), teacher[j + 1 + i]
             if getattr(args, "markov_rank", 0):
                 logits = logits + head.after(h, before)
-            right[i] += int(ids[logits.argmax()] == greedy[j + 1 + i])
+            right[i] += int(logits.argmax() == p.argmax())
             losses[i] = losses[i] - (p * logits.log_softmax(-1)).sum()
             if getattr(args, "confidence", False):
                 accepted = torch.minimum(p, logits.softmax(-1)).sum()
@@ -143,9 +143,10 @@ def test_regression_losses_are_the_heads_outputs(models1):
     for i, row in enumerate(ROWS):
         for _, j, h in drafted(head, raw[i], row, 1):
             feature, logits = states.normed[i, j + 1], head.logits(h)
-            token_loss = -(head.logits(feature).softmax(-1) * logits.log_softmax(-1)).sum()
+            teacher = head.logits(feature).softmax(-1)
+            token_loss = -(teacher * logits.log_softmax(-1)).sum()
             expected = expected + F.smooth_l1_loss(h, feature) + TOKEN_LOSS * token_loss
-            right += int(logits.argmax() == states.greedy[i, j + 1])
+            right += int(logits.argmax() == teacher.argmax())
     torch.testing.assert_close(loss, expected / batch.scored[0], rtol=1e-5, atol=1e-5)
     assert hits.tolist() == [right]
 
@@ -169,7 +170,7 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     head = head.twin(target, torch.float32)
     objective = Eagle3Objective(target, head, 2)
     states = Features(target, objective.aux_layers).read(ROWS)
-    objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
+    objective.learn_scale(states, torch.ones(states.normed.shape[:2], dtype=torch.bool))
     scaled = (states.features / objective.scale)[:, 1:]
     size = scaled.pow(2).mean((0, 1)).sqrt()
     torch.testing.assert_close(size, torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
