@@ -16,7 +16,8 @@ struct InDtype {
   static constexpr int64_t VALUE_WORDS = BLOCK_SLOTS / W;
   const int64_t hd, words, padded;
   // Queries [groups, words, ROWS], for AMX [groups, ROWS, words]; tiles of keys [words, BLOCK] and of values
-  // [VALUE_WORDS, BLOCK], of a block and of slots that are a row's own. Products read up to ROWS rows after the last.
+  // [VALUE_WORDS, BLOCK], of a block and of slots that are a row's own. Products read up to ROWS rows after the last,
+  // and whole tiles.
   const Room<uint32_t> queries, keys, own_keys, values, own_values;
   const Value<E>*k = nullptr, *v = nullptr;
   int64_t k_stride = 0, v_stride = 0, first = 0;  // from slot to slot; of the block
@@ -25,8 +26,9 @@ struct InDtype {
       : hd(hd), words(tile_words<Keys>(hd / W)), padded(padded), queries((groups + 1) * words * ROWS),
         keys(BLOCK_SLOTS * words), own_keys(BLOCK * words), values(VALUE_WORDS * padded),
         own_values(VALUE_WORDS * padded) {
-    if (words == hd / W) return;
-    std::fill_n(&queries[0], groups * words * ROWS, 0);
+    // What is read before it is written. Numbers below the exponents of floats, as old memory is full of, take Intel's
+    // processors a hundred times as long.
+    std::fill_n(&queries[0], (groups + 1) * words * ROWS, 0);
     std::fill_n(&keys[0], BLOCK_SLOTS * words, 0), std::fill_n(&own_keys[0], BLOCK * words, 0);
   }
 
