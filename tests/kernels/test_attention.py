@@ -2,6 +2,9 @@
 
 A row's result never depends on its company, nor on where its slots lie.
 """
+import ctypes
+import platform
+
 import pytest
 import torch
 from helpers.kernels import DTYPES, ERROR, Written, close, draws, round_heads, same
@@ -96,6 +99,23 @@ def test_attend(each_isa, dtype, shape, stored):
     assert error.square().mean().sqrt() <= (0.012 if coarse else 0.003) * expected.abs().max()
 
 
+PATHS = [[0]]  # to each node of a tree
+for _parent in (0, 0, 1, 1, 2, 3, 5, 6, 8, 9, 10):
+    PATHS.append([*PATHS[_parent], len(PATHS)])
+
+
+def tree_case(dtype, committed=127, heads=6, kv_heads=2, hd=32):
+    """What `attend` takes of the nodes of PATHS; node i is at slot committed + i."""
+    T, n, draw = len(PATHS), committed + 40, draws(committed)
+    qkv = draw(1, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
+    cos, sin = draw(1, T, hd // 2).cos(), draw(1, T, hd // 2).sin()
+    k, v = draw(1, n, kv_heads, hd, dtype=dtype), draw(1, n, kv_heads, hd, dtype=dtype)
+    visible = (torch.arange(n) < committed).repeat(1, T, 1)
+    for node, path in enumerate(PATHS):
+        visible[0, node, [committed + i for i in path]] = True
+    return qkv, cos, sin, k, v, torch.arange(committed, committed + T)[None], visible
+
+
 @pytest.mark.parametrize("stored", (in_dtype, in_bytes))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("committed, window", ((127, 0), (300, 0), (300, 5), (390, 130)))
@@ -105,29 +125,14 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, windo
     """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
     paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
     """
-    parents = (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9, 10)  # of each node; node i is at slot committed + i
-    T, n = len(parents), committed + 40
-    draw = draws(committed)
-    qkv = draw(1, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
-    cos, sin = draw(1, T, hd // 2).cos(), draw(1, T, hd // 2).sin()
-    k, v = draw(1, n, kv_heads, hd, dtype=dtype), draw(1, n, kv_heads, hd, dtype=dtype)
-    visible = torch.zeros(1, T, n, dtype=torch.bool)
-    visible[:, :, :committed] = True
-    paths = []
-    for node in range(T):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        visible[0, node, [committed + i for i in path]] = True
-        paths.append(path)
-    own = torch.arange(committed, committed + T)[None]
-    found = []
+    qkv, cos, sin, k, v, own, visible = tree_case(dtype, committed, heads, kv_heads, hd)
+    n, found = visible.shape[-1], []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
         found.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), own, visible, window=window))
     torch.set_num_threads(1)
     same(found[1:], found[:1] * (len(found) - 1))
-    for path in paths:
+    for path in PATHS:
         keys, values = stored(each_isa, k, v)
         for depth, node in enumerate(path):
             seen = torch.zeros(1, 1, n, dtype=torch.bool)
@@ -166,3 +171,19 @@ def test_scores_of_any_size(each_isa):
     scores = (q @ k[:, :, 0].double().transpose(1, 2) / 4).masked_fill(~visible, float("-inf"))
     assert scores.max() > 1000
     close(found, scores.softmax(-1) @ v[:, :, 0].double(), torch.float32)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="reads a flag of x86")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_old_memory_is_not_multiplied(each_isa, dtype):
+    """Numbers below the exponents of floats take Intel's processors a hundred times as long, which a flag shows."""
+    qkv, cos, sin, k, v, own, visible = tree_case(dtype)
+    found, math = (ctypes.c_uint32 * 8)(), ctypes.CDLL("libm.so.6")
+    old = [torch.full((size,), 1e-40) for size in range(64, 40_000, 64)]
+    assert old[0].mul(2).any() and (math.fegetenv(found), found[7] & 2)[1], "the flag is not there"
+    del old
+    found[7] &= ~2
+    math.fesetenv(found)
+    attend(each_isa, qkv, cos, sin, k, v, own, visible)
+    math.fegetenv(found)
+    assert not found[7] & 2
