@@ -173,10 +173,12 @@ def test_scores_of_any_size(each_isa):
     close(found, scores.softmax(-1) @ v[:, :, 0].double(), torch.float32)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="reads a flag of x86")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads a flag of x86")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_old_memory_is_not_multiplied(each_isa, dtype):
-    """Numbers below the exponents of floats take Intel's processors a hundred times as long, which a flag shows."""
+    """Numbers below the exponents of floats take Intel's processors a hundred times as long. A flag shows
+    them.
+    """
     qkv, cos, sin, k, v, own, visible = tree_case(dtype)
     found, math = (ctypes.c_uint32 * 8)(), ctypes.CDLL("libm.so.6")
     old = [torch.full((size,), 1e-40) for size in range(64, 40_000, 64)]
