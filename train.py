@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A few numbers are below the exponents of floats, and take processors of Intel a third of a step. Now they are 0,
-    # in threads that begin later too.
+    # A few numbers are below the exponents of floats, and take Intel's processors a third of a step. Now they
+    # are 0, in threads that begin later too.
     torch.set_flush_denormal(True)
     sys.exit(main())
