@@ -51,9 +51,9 @@ def parser() -> Options:
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
-    add("--limit", type=positive, help="only the first so many of every set")
+    add("--limit", type=positive, metavar="N", help="only the first N questions of each set")
     add("--calibrate", action="store_true",
-        help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
+        help="first measure the acceptance of the head's trees on these questions, into its calibration.json")
     add("--temperature", type=temperatures, default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")

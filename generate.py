@@ -11,12 +11,12 @@ from dataclasses import fields, replace
 
 from common.cli import Options, check_writable, command, note, positive, within
 from common.errors import InputError
-from common.files import read_text
+from common.files import read_json, read_text
 from common.torchrun import several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
-from tokens.grammar import ANY_OBJECT, grammar_of, read_schema
+from tokens.grammar import ANY_OBJECT, grammar_of
 
 STARTED = time.perf_counter()
 Prompts = list[str | list[int]]
@@ -118,7 +118,10 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
-    o.json_schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
+    if o.json_schema:
+        o.json_schema = json.dumps(read_json(o.json_schema))
+    elif o.json_object:
+        o.json_schema = ANY_OBJECT
     if o.json_schema:
         grammar_of(o.json_schema)  # judged before anything is loaded
     sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})

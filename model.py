@@ -338,10 +338,13 @@ class KVCaches(nn.ModuleList):
         return slots
 
 
-def rows_of(module: nn.Module, first: int, count: int) -> nn.Module:
-    """Return the same module over views of its buffers: their rows first ... first + count - 1."""
+def rows_of(module: nn.Module, first: int, count: int, shared: tuple[str, ...] = ()) -> nn.Module:
+    """Return the same module over views of its buffers: their rows first ... first + count - 1.
+
+    shared: buffers that stay whole.
+    """
     other = copy.copy(module)
-    other._buffers = {name: x.narrow(0, first, count) for name, x in module._buffers.items()}
+    other._buffers = {n: x if n in shared else x.narrow(0, first, count) for n, x in module._buffers.items()}
     return other
 
 
@@ -595,17 +598,10 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream x [B, T, H] and attention output [B, T, nh*hd] -> the stream after the layer."""
-        x = self.mixed(x, attended)
-        return self.mlp(self.mlp_norm(x), x) if self.mlp_out_norm is None else x + self.fed(x)
-
-    def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream and attention output -> the stream after attention."""
-        return self.wo(attended, x) if self.wo_norm is None else x + self.wo_norm(self.wo(attended))
-
-    def fed(self, x: Tensor) -> Tensor:
-        """Residual stream after attention -> the addition of the MLP [B, T, H]."""
-        y = self.mlp(self.mlp_norm(x), None)
-        return y if self.mlp_out_norm is None else self.mlp_out_norm(y)
+        x = self.wo(attended, x) if self.wo_norm is None else x + self.wo_norm(self.wo(attended))
+        if self.mlp_out_norm is None:
+            return self.mlp(self.mlp_norm(x), x)
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), None))
 
 
 class TargetBlock(Block):

@@ -81,13 +81,13 @@ def parser() -> Options:
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {STEPS})")
     add("--loss", choices=("ce", "lk"),
-        help="ce: cross-entropy with the target's distribution (default). lk: half of it how often a draft is"
-        " accepted")
+        help="ce: cross-entropy with the target's distribution (default). lk: half of it is -log of the share"
+        " of accepted drafts")
     add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
     add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
         help="end after M minutes of training, if the epochs take longer (0: never)")
-    add("--short-epochs", type=count, default=plan.short_epochs,
-        help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
+    add("--short-epochs", type=count, default=plan.short_epochs, metavar="N",
+        help=f"the first N epochs unroll {SHORT} steps only, which is faster (default 0)")
     add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
     add("--ema", type=within(0, 0.99999, float), default=plan.ema, metavar="KEEP",
         help="train an average of the weights too, such as 0.999 (default 0: none)")

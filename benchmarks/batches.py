@@ -78,7 +78,8 @@ def summarise(cells: list[dict], batch: int) -> dict:
     after_first = sum(len(ids) - 1 for cell in drafted for ids in cell["ids"])  # which comes with the prompt
     return {
         "batch": batch, **{who: rate(who) for who in (PLAIN, DRAFTED, PEER)},
-        "÷ plain": ratio("rate", PLAIN), "steps": ratio("step_rate", PLAIN), "÷ peer": ratio("rate", PEER),
+        "÷ plain": ratio("rate", PLAIN), "steps": None if bench.CUDA else ratio("step_rate", PLAIN),
+        "÷ peer": ratio("rate", PEER),
         "τ": after_first / max(trees.total(), 1),
         "steps by tree": ", ".join(f"{name} {k / trees.total():.0%}" for name, k in trees.most_common()),
         "texts equal": f"{sum(a == b for a, b in pairs)}/{len(pairs)}",

@@ -30,12 +30,12 @@ from kernels.isa import cpuinfo  # noqa: E402
 CUDA = torch.cuda.is_available()
 
 
-def options(description: str, name: str, threads: int = 2) -> argparse.ArgumentParser:
+def options(description: str, name: str) -> argparse.ArgumentParser:
     """Return a parser with --threads and --name, whose defaults are given."""
     p = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--threads", type=positive, default=threads, help=f"CPU threads (default {threads})")
+    p.add_argument("--threads", type=positive, default=2, help="CPU threads (default 2)")
     p.add_argument("--name", default=name, help=f"of the result file in benchmarks/results, or OUT ({name})")
     return p
 
@@ -66,16 +66,16 @@ def last_isa() -> str | None:
 
 def describe(o: argparse.Namespace) -> dict:
     """Return date, device, threads and torch version: the head of every result file."""
+    on_gpu = CUDA and not (getattr(o, "device", None) or "").startswith("cpu")
     return {
         "date": datetime.date.today().isoformat(), "threads": o.threads, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if CUDA else cpuinfo("model name") or platform.machine(),
-        "isa": last_isa(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpuinfo("model name") or platform.machine(),
     }
 
 
 def write(name: str, record: dict) -> None:
     """Write NAME.json into benchmarks/results, or into the folder OUT of the environment."""
-    record["isa"] = record.get("isa") or last_isa()  # unknown before the kernels were loaded
+    record["isa"] = last_isa()
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -85,7 +85,7 @@ def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable], digits: 
     def cell(value: object) -> str:
         return f"{value:.{digits}f}" if isinstance(value, float) else "" if value is None else str(value)
 
-    about = f"{record['device']}, {record['isa'] or last_isa()}, {record['threads']} threads"
+    about = f"{record['device']}, {last_isa()}, {record['threads']} threads"
     lines = [f"{about}, torch {record['torch']}, {record['date']}", "", f"| {' | '.join(heads)} |"]
     lines.append("|---" * lines[-1].count(" | ") + "|---|")
     return "\n".join(lines + [f"| {' | '.join(map(cell, row))} |" for row in rows])

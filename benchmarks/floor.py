@@ -3,7 +3,7 @@
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 
 Each question is answered plainly and with EAGLE-3 on the trees chosen here, both at once: the one with fewer
-tokens takes the next step, so that both meet the same moods of the machine. A cell is the median of a set's
+tokens takes the next step, so that both run under the same load. A cell is the median of a set's
 speedups: the plain answer's decoding time over EAGLE-3's, whose text is the same.
 --context N puts other questions of the set before a question, up to N tokens.
 

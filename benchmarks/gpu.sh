@@ -5,8 +5,8 @@
 #   benchmarks/gpu.sh STAGE...    or `all` of them
 #
 #   probe     versions, driver, the GPU's state
-#   correct   tests on the GPU: kernels, captured steps, the text of every drafter, of CHECKPOINT's two;
-#             compute-sanitizer, where it is installed
+#   correct   tests on the GPU: kernels, captured steps, the text of every drafter of a tiny model, of two of
+#             CHECKPOINT's; compute-sanitizer, where it is installed
 #   step      plain steps and trees of 8, 32 and 60 rows; a profile of each
 #   context   plain steps and the tree of 60 rows after 128 to 32,768 tokens, on our kernels and on PyTorch's
 #   kv        the same steps over caches in fp8
@@ -30,7 +30,7 @@ SHAPE=${SHAPE:-llama-3.1-8b}
 CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
 OPTIONS=${OPTIONS:-}
 [ -n "${PYTHON:-}" ] || { PYTHON=.venv/bin/python && [ -x "$PYTHON" ]; } || PYTHON=python3
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 CHECKPOINT
 notes=$(mktemp -d)
 trap 'rm -rf "$notes"' EXIT
 
@@ -87,7 +87,7 @@ sanitize() {
     # Each tensor is an allocation of its own, so that reading beyond it is an error.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 70 "$1" compute-sanitizer --tool "$1" --error-exitcode 99 \
         --target-processes application-only "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -x \
-        -p no:cacheprovider -k "sizes0 or test_move or share_tiles or (gpu and (emit or accept_of or other_names))" \
+        -p no:cacheprovider -k "sizes0 or test_move or share_tiles or (gpu and (emit or accept or extend))" \
         tests/kernels/gpu tests/kernels/test_parts.py
 }
 
@@ -190,7 +190,7 @@ for stage in "$@"; do
     case " $STAGES " in *" $stage "*) ;; *) echo "error: no stage $stage" >&2; set --; break ;; esac
 done
 if [ $# = 0 ]; then
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    sed -n '2,/^$/s/^# \{0,1\}//p' benchmarks/gpu.sh
     exit 2
 fi
 "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's side of openvino_peer.py. It runs in the environment of that library, without ours.
+"""The worker process of `processes.py: OpenVino`. It runs in the environment of that library, without ours.
 
     python openvino_worker.py TARGET HEAD PROPERTIES     (HEAD: "" if nothing is drafted)
 

@@ -36,7 +36,7 @@ from shapes import shape_of
 
 from checkpoint.folder import read_config
 from common.cli import note
-from common.errors import first_line
+from common.errors import InputError, first_line
 from common.plots import picture
 from tokens.dataset import read_prompts
 from tree import PAPER_TREE, TreeShape
@@ -155,6 +155,10 @@ def prompts_of(o) -> list[list[int]]:
 
 def action(o) -> None:
     """Let all contenders answer all questions in turns."""
+    for given, other in (("checkpoint", "questions"), ("gguf", "llama_server"), ("llama_head", "gguf"),
+                         ("openvino", "openvino_target")):
+        if getattr(o, given) and not getattr(o, other):
+            raise InputError(f"--{given.replace('_', '-')}: needs --{other.replace('_', '-')}")
     prompts = prompts_of(o)[: o.limit]
     slots = max(map(len, prompts)) + max(o.max_new_tokens, bench.WARM_UP) + 1
     stop_ids = [] if o.shape else read_config(o.checkpoint, "target")["stop_ids"]

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,9 +83,9 @@ class HttpPeer(PeerProcess):
         """Return when the model is loaded. Raise InputError if the program ends before."""
         while self.process.poll() is None:
             time.sleep(0.1)
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"{self.url}/health").close()  # raises HTTPError unless it is 200
-                return
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
         raise self.failed("ended")
 
 

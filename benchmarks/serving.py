@@ -14,6 +14,7 @@ import contextlib
 import statistics
 import sys
 import time
+from functools import partial
 
 import bench  # first: it makes the modules below importable
 import httpx
@@ -57,16 +58,17 @@ def action(o) -> None:
     """Load all servers with all counts of clients in turns. Print the table."""
     questions, most, rounds = read_prompts(o.questions), max(o.clients), []
     common = "--threads", str(o.threads), "--slots", str(most)
-    servers = {
-        "ours plain": our_server(o.checkpoint, *common),
-        "ours EAGLE-3": our_server(o.checkpoint, *common, "--speculate", "eagle3"),
+    makers = {
+        "ours plain": partial(our_server, o.checkpoint, *common),
+        "ours EAGLE-3": partial(our_server, o.checkpoint, *common, "--speculate", "eagle3"),
     }
     if o.llama_server:
-        servers["llama-server"] = LlamaServer(o.llama_server, o.gguf, o.threads, parallel=most)
+        makers["llama-server"] = partial(LlamaServer, o.llama_server, o.gguf, o.threads, parallel=most)
+    servers = {}
     with contextlib.ExitStack() as started:
-        for name, server in servers.items():
+        for name, make in makers.items():
             note(f"starting {name} ...")
-            started.enter_context(server)
+            servers[name] = server = started.enter_context(make())
             asyncio.run(load(server, questions[:most], most, 32))  # to warm up
         for i in range(o.rounds):
             for clients in o.clients:

@@ -98,7 +98,7 @@ class Ledger:
         self.files.append(len(os.listdir(process / "fd")))
 
     def check_growth(self, clients: int) -> None:
-        """Enter it as wrong if memory or open files have grown after the first tenth."""
+        """Record an error if memory or open files have grown after the first tenth."""
         tenth = len(self.memory) // 10
         if self.memory[-1] > self.memory[tenth] + GROWTH:
             self.wrong.append(f"memory grew from {self.memory[tenth]:,} to {self.memory[-1]:,} bytes")

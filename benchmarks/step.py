@@ -143,6 +143,8 @@ def llama_bench(o, file: Path) -> dict[str, float]:
 
 def action(o) -> None:
     """Measure every model, batch, tree and context. Print the table."""
+    if o.llama_bench and not o.shape:
+        raise InputError("--llama-bench: runs random weights; give --shape")
     where = {"device": o.device, "kv": o.kv, "isa": o.isa, "autotune": o.autotune}
     where |= {"compile": o.compile, "kernels": o.kernels}
     trees = [TreeShape.parse(spec) for spec in o.tree]

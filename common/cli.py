@@ -54,7 +54,9 @@ def run_command(
     printed; 141 when the reader of the output has left.
     """
     try:
-        return action() or 0
+        status = action() or 0
+        sys.stdout.flush()  # a reader that has left is noticed here, not at exit
+        return status
     except KeyboardInterrupt:
         if several():  # the terminal and torchrun both send it
             signal.signal(signal.SIGINT, signal.SIG_IGN)

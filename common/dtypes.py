@@ -5,7 +5,6 @@ from common.errors import InputError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
 KV_DTYPES = ("auto", "int8", "fp8")  # of the target's keys and values; auto: the model's own
-NO_FP8 = "--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8, or add --no-kernels"
 
 
 def short_dtype(name: str) -> str:

@@ -33,13 +33,13 @@ def held(file: int) -> bool:
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # also of a file system without locks, which has no leftovers
+    except OSError:  # also on a file system without locks, where leftovers stay
         return False
     return True
 
 
 def left_behind(folder: Path, beginning: str, ending: str) -> Iterator[Path]:
-    """Files and folders of such names that no living process holds: leftovers of killed runs."""
+    """Yield what is named BEGINNING*ENDING and no living process holds: leftovers of killed runs."""
     for path in folder.glob(f"{glob.escape(beginning)}*{ending}"):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY)
@@ -51,7 +51,7 @@ def left_behind(folder: Path, beginning: str, ending: str) -> Iterator[Path]:
 
 
 def sync(path: str | Path) -> None:
-    """Have a file, or the names in a folder, on the disk and not only on the way to it. Raises OSError."""
+    """Flush a file, or the names in a folder, to the disk. Raises OSError."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -116,9 +116,9 @@ def reading(path: str | Path, what: str = "") -> Iterator[None]:
         raise InputError(f"{what} {path}: cannot be read ({getattr(e, 'strerror', e)})".strip()) from None
 
 
-def check_file(path: str | Path, what: str = "") -> int:
-    """Return the size of a file. Raises InputError if there is none. what: see `reading`."""
-    with reading(path, what):
+def check_file(path: str | Path) -> int:
+    """Return the size of a file. Raises InputError if there is none."""
+    with reading(path):
         return os.stat(path).st_size
 
 

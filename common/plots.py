@@ -11,18 +11,13 @@ from common.files import atomic_path
 @contextlib.contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator:
     """Yield a matplotlib figure of width x height inches; at the end, save it at `path` as a PNG."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context(
+    with rc_context(
         {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
     ):
-        figure = plt.figure(figsize=(width, height), layout="constrained")
-        try:
-            yield figure
-            with atomic_path(path) as part:
-                figure.savefig(part, format="png", dpi=120)
-        finally:
-            plt.close(figure)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        with atomic_path(path) as part:
+            figure.savefig(part, format="png", dpi=120)

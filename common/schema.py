@@ -54,7 +54,7 @@ class Wrong(ValueError):
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
-        what = "is missing" if found is ABSENT else f"is {in_words(found)}"
+        what = "is missing" if found is ABSENT else f"is {SHORT.repr(found)}"
         super().__init__(f"{key} {what}; expected {expected}")
 
 
@@ -65,11 +65,6 @@ def named(where: str | Path, advice: str = "") -> Iterator[None]:
         yield
     except Wrong as e:
         raise InputError(f"{where}: {e}{advice and '; ' + advice}") from None
-
-
-def in_words(value: Any) -> str:
-    """Return a value, short, on one line, control characters escaped."""
-    return SHORT.repr(value)
 
 
 class Schema:

@@ -9,21 +9,27 @@ from pathlib import Path
 _decided = False  # whether `use_threads` was called
 
 
-def processors(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cgroups(mounted: Path = MOUNTED, own: Path = OWN) -> list[Path]:
+    """Return the folders of this process's cgroups, [] without Linux. own: the file that names them."""
+    try:
+        group = Path(own.read_text().rpartition("::")[2].strip("/\n"))
+    except OSError:
+        return []
+    # In a container without a namespace of its own only the top is mounted.
+    return [mounted / folder for folder in (group, *group.parents)]
+
+
+def processors(mounted: Path = MOUNTED, own: Path = OWN) -> int:
     """Return the number of processors that this process may use, at least 1.
 
     They are those that it may run on (taskset, a container's cpuset), and no more than the share of time that
-    its cgroups allow, rounded up (a container's CPU quota). cgroups: where they are mounted. own: the file
-    that names those of this process.
+    its cgroups allow, rounded up (a container's CPU quota). mounted, own: as for `cgroups`.
     """
     on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        group = Path(own.read_text().rpartition("::")[2].strip("/\n"))
-    except OSError:  # no Linux
-        return on
-    # In a container without a namespace of its own only the top is mounted.
-    shares = [_share(cgroups / folder / "cpu.max") for folder in (group, *group.parents)]
-    return max(1, math.ceil(min(on, *shares)))
+    return max(1, math.ceil(min([on, *(_share(folder / "cpu.max") for folder in cgroups(mounted, own))])))
 
 
 def _share(file: Path) -> float:

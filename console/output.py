@@ -32,8 +32,8 @@ def coloured(event: Event, decode: Callable[[list[int]], str]) -> str:
     decode: turns token ids into the text that they complete.
     """
     head = decode(event.ids[: event.drafted])
-    tail = event.text[len(head) :] if event.text.startswith(head) else ""
-    return f"{DRAFTED}{head}{RESET}{tail}" if head and tail + head else event.text
+    begins = head and event.text.startswith(head)  # else a stop text holds some of it back, or cuts it off
+    return f"{DRAFTED}{head}{RESET}{event.text[len(head) :]}" if begins else event.text
 
 
 def show(events: Iterable[Event], tokenizer: Tokenizer | None) -> None:

@@ -114,7 +114,7 @@ def parser() -> Options:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    return command(parser(), argv, lambda o: fetch(Path(o.gguf) if o.gguf else None))
+    return command(parser(), argv, lambda o: fetch(Path(o.gguf) if o.gguf else None), OSError)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ TRIES = 5
 CORS = ("access-control-request-method", "access-control-request-headers", "origin")
 ASKED, ANSWERED = ("content-type", "authorization", *CORS), ("content-type", "retry-after", "allow", "vary")
 
-front = FastAPI()
+front = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # replicas have these pages
 
 
 @serve.deployment(
@@ -96,7 +96,7 @@ class Front:
     def __init__(self, replicas):
         self.replicas = replicas.options(stream=True)
 
-    @front.api_route("/{path:path}", methods=["GET", "POST", "OPTIONS"])
+    @front.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "OPTIONS"])
     async def any(self, request: Request, path: str) -> Response:
         """Return a replica's answer; another one's, if that replica ends before it answers."""
         headers = {k: v for k, v in request.headers.items() if k in ASKED}

@@ -1,7 +1,8 @@
 """The methods of --speculate, the options that choose and shape one, and the drafter that they give.
 
-A method is an entry of METHODS, which names a file with `build(setup: drafters.base.Setup) -> Drafter`; like
-methods share one. The step never knows which one runs. This file imports no torch, so that --help is quick.
+A method is an entry of METHODS, which names a file with `build(setup: drafters.base.Setup) -> Drafter`.
+Similar methods share a file. The step never knows which one runs. This file imports no torch, so that --help
+is quick.
 """
 from __future__ import annotations
 

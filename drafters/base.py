@@ -160,7 +160,7 @@ class Drafter(nn.Module):
     may_pass = False  # it may have nothing to propose, see `has_guess`
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0), *parts: Drafter):
-        """parts: drafters that this one asks. They keep what it keeps."""
+        """parts: drafters whose proposals it joins; they are allocated, viewed and reset with it."""
         super().__init__()
         self.shape, self.parts = shape, nn.ModuleList(parts)
         self.static = StaticTree(shape) if isinstance(shape, PathTree) else None

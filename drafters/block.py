@@ -160,4 +160,5 @@ def deep_tree(usual: TreeShape, levels: int) -> TreeShape:
     """Return the default tree of a drafter whose levels cost next to nothing: the nodes of the usual tree,
     all levels, and on each as many expanded nodes as there could be, up to a dozen.
     """
-    return TreeShape(usual.nodes, min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12))
+    depth, width = min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12)
+    return TreeShape(min(usual.nodes, 1 + width + depth * width**2), depth, width)

@@ -15,8 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.errors import InputError
 from drafters.base import Drafter, ExtraRows, Proposal, Setup, constants
 from tree import chains
+
+MOST_ROWS = 1024  # of a pass, beside the tree: masks grow with their square
 
 EMPTY = -1
 
@@ -100,5 +103,8 @@ class Lookahead(Drafter):
 
 def build(setup: Setup) -> Lookahead:
     """Build the drafter of these flags."""
-    sizes = (setup.drafting.flags[flag] for flag in ("window", "level", "guess-set"))
+    sizes = window, level, guesses = [setup.drafting.flags[f] for f in ("window", "level", "guess-set")]
+    if (rows := (level - 1) * (window + guesses)) > MOST_ROWS:
+        raise InputError(f"--window {window} --level {level} --guess-set {guesses}: {rows:,} rows, at"
+                         f" most {MOST_ROWS:,}; lower them")
     return Lookahead(setup.target.args.vocab_size, *sizes)

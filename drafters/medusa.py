@@ -23,17 +23,10 @@ from tree import PAPER_TREE, PathTree, likely_tree, pick
 PUBLISHED_LEVELS = 4  # of `published_tree`
 
 
-class MultiTokenDrafter(HeadDrafter):
-    """Heads that each guess one level of a static tree: Medusa and Hydra.
-
-    Arguments and errors are those of `HeadDrafter`.
-    """
+class Medusa(HeadDrafter):
+    """All levels of a static tree from the state of the last committed token."""
 
     grows = False
-
-
-class Medusa(MultiTokenDrafter):
-    """All levels from the state of the last committed token."""
 
     def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
@@ -50,8 +43,10 @@ class Medusa(MultiTokenDrafter):
         return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
 
 
-class Hydra(MultiTokenDrafter):
-    """Level after level, each guess reads the tokens above it. Hydra++'s layer reads all committed tokens."""
+class Hydra(HeadDrafter):
+    """Level after level of a static tree, each guess reads those above it. Hydra++'s layer reads the text."""
+
+    grows = False
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(state, slots)  # [B, 1, H]
@@ -77,7 +72,7 @@ def published_tree() -> PathTree:
     return PathTree(tuple(map(tuple, paths)))
 
 
-def build(setup: Setup) -> MultiTokenDrafter:
+def build(setup: Setup) -> HeadDrafter:
     """Load the heads for a static tree: that of --tree FILE, the published one, or one of the default's size.
 
     Raises InputError if the heads do not fit, ValueError if the tree does not.

@@ -30,8 +30,9 @@ class Mixed(Drafter):
         parts = (one, other)
         grown = next((part for part in parts if part.grows), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
-        # A path of all nodes is the longest: a step makes noise for no more positions.
-        levels = min(max(part.shape.window for part in parts), nodes) - 1
+        # A path of all nodes is the longest. But a network draws with noise at every level of its own tree.
+        drawn = max((part.shape.window for part in parts if part.network is not None), default=0)
+        levels = max(min(max(part.shape.window for part in parts), nodes), drawn) - 1
         super().__init__(AnyTree(nodes, levels), *parts)
         self.method = "+".join(part.method for part in parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))

@@ -29,8 +29,7 @@ class KeptTokens(nn.Module):
     So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
     other mask than there. Their order is another, which attention does not mind: keys are rotated by their
     places in the text before they are stored, and only the distance of a query counts (RoPE). No distance is
-    above N and the rows of a pass, so that places need not be counted anew from the ring's oldest token: it
-    would give the same.
+    above N and the rows of a pass, so positions need no renumbering.
     """
 
     def __init__(self, reach: int = 0):
@@ -77,13 +76,6 @@ class KeptTokens(nn.Module):
         target = torch.where(kept, (start[:, None] + row) % self.reach, spare)
         for some, there in zip(source.split(MOST, 1), target.split(MOST, 1)):
             caches.move(some, there)
-
-    def reusable(self, same: int, held: int, length: int) -> int:
-        """See `drafters.base.Drafter.reusable`."""
-        # A longer text has written over what stood before the end of the shorter one. What the new text's
-        # prompt reaches is written again.
-        lost = self.reach and held > max(self.reach, length)
-        return max(0, same - self.reach) if lost else same
 
 
 class NetworkDrafter(Drafter):
@@ -207,7 +199,10 @@ class HeadDrafter(NetworkDrafter):
         return self.head.caches(batch, self.kept.count(slots, room), dtype, device)
 
     def reusable(self, same: int, held: int, length: int) -> int:
-        return self.kept.reusable(same, held, length)
+        # In a ring a longer text has written over what stood before the end of the shorter one. What the new
+        # text's prompt reaches is written again.
+        reach = self.kept.reach
+        return max(0, same - reach) if reach and held > max(reach, length) else same
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         if self.caches is None:

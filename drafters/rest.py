@@ -70,9 +70,8 @@ class Rest(Drafter):
         super().__init__(AnyTree(nodes, depth))
         self.vocab_size, self.depth, self.hits = vocab_size, depth, hits
         self.longest, self.shortest = longest, shortest
-        sample = tokens[:: max(1, len(tokens) // 4096)]
-        data = sample.numpy().tobytes() if tokens.device.type == "cpu" else b""
-        self.made_of = f"{len(tokens)} {hashlib.sha256(data).hexdigest()[:16]}"
+        sample = tokens[:: max(1, len(tokens) // 4096)].numpy().tobytes()
+        self.made_of = f"{len(tokens)} {hashlib.sha256(sample).hexdigest()[:16]}"
         self.rounds = max(1, math.ceil(math.log(len(tokens) + 1, PIVOTS + 1))) + 1
         self.device = tokens.device  # where it will be used
         constants(self, tokens=tokens, suffixes=suffixes)
@@ -148,7 +147,7 @@ class Rest(Drafter):
         count = torch.minimum(behind, live[..., None]) - row[:, None]
         # A beginning is at least as frequent as what goes on from it; of equals it comes first.
         score = torch.where(starts & real, count * (D + 1) + torch.arange(D, 0, -1, device=root.device), -1)
-        top, key = score.flatten(1).topk(min(T - 1, self.hits * D))  # [B, n], key = row * D + l - 1
+        top, key = score.flatten(1).topk(T - 1)  # [B, T-1], key = row * D + l - 1
         real_node = top > 0
         group = torch.where(starts, row[:, None], 0).cummax(1).values  # the row that begins each row's run
         level = key % D
@@ -159,18 +158,15 @@ class Rest(Drafter):
         # A node that is not real repeats the root: a guess as bad as any.
         token = torch.where(real_node, after.flatten(1).gather(1, key), root)
         share = torch.where(real_node, (top // (D + 1)).float() / live, 0.0).log()
-        missing = T - 1 - key.shape[1]
-        zero, none = torch.zeros_like(root), torch.full_like(share[:, :1], -math.inf)
-        tokens = torch.cat((root, token, root.expand(-1, missing)), 1)
-        parents = torch.cat((zero, parent, zero.expand(-1, missing)), 1)
-        scores = torch.cat((zero.float(), share, none.expand(-1, missing)), 1)
-        return Proposal(Tree(tokens, parents, *link(parents, D), scores))
+        zero = torch.zeros_like(root)
+        tokens, parents = torch.cat((root, token), 1), torch.cat((zero, parent), 1)
+        return Proposal(Tree(tokens, parents, *link(parents, D), torch.cat((zero.float(), share), 1)))
 
 
 def build(setup: Setup) -> Rest:
     """Open the store that --datastore names.
 
-    Raises InputError if there is none, or it is of another vocabulary, ValueError on a tree of one node.
+    Raises InputError if there is none, or it is of another vocabulary.
     """
     flags, vocab_size = setup.drafting.flags, setup.target.args.vocab_size
     arrays = open_store(Path(flags["datastore"]), vocab_size, setup.tokenizer)

@@ -70,12 +70,6 @@ EASY = 1.8  # acceptance of an easy text, which large trees suit, over the avera
 HOPELESS = 0.8  # speed over the best one below which larger trees are not rehearsed
 
 
-def middle(seconds: Iterable[float]) -> float:
-    """Return the median, of an even number the higher one: the choice asks for it often."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) // 2]
-
-
 class Timed(NamedTuple):
     """Seconds of a step, and when it ran."""
 
@@ -122,7 +116,7 @@ class Times:
         here = found.pop(size, {})
         elsewhere = next(iter(found.values()), {})
         ratios = [t / elsewhere[shape] for shape, t in here.items() if shape in elsewhere]
-        ratio = middle(ratios) if ratios else 1.0
+        ratio = statistics.median_high(ratios) if ratios else 1.0
         seconds = {shape: t * ratio for shape, t in elsewhere.items()} | here
         guesses = {s: self._guess(count, s) for s in shapes if s not in seconds}
         return seconds | {s: t for s, t in guesses.items() if t}
@@ -137,12 +131,12 @@ class Times:
         for shape in timed.keys() & shapes:
             fresh = [t.seconds for t in timed[shape] if t.when >= self.steps - FRESH]
             old = [t.seconds for t in timed[shape] if t.when < self.steps - FRESH]
-            seconds[shape] = middle(fresh or old)
+            seconds[shape] = statistics.median_high(fresh or old)
             if not fresh:
                 stale.append(shape)
             elif old:
-                changes.append(seconds[shape] / middle(old))
-        change = middle(changes) if changes else 1.0
+                changes.append(seconds[shape] / statistics.median_high(old))
+        change = statistics.median_high(changes) if changes else 1.0
         return seconds | {shape: seconds[shape] * change for shape in stale}
 
     def _guess(self, count: int, shape: TreeShape | None) -> float | None:
@@ -151,7 +145,7 @@ class Times:
         Between steps with fewer and with more sequences they are interpolated. Else they are those with few
         sequences, and the cost of additional rows there.
         """
-        found = [(n, s, middle(t.seconds for t in timed))
+        found = [(n, s, statistics.median_high(t.seconds for t in timed))
                  for (n, *_), of_size in self._timed.items() for s, timed in of_size.items()]
         by_count = minima((n, seconds) for n, s, seconds in found if s == shape)
         if not by_count:
@@ -216,7 +210,8 @@ class Tuner:
         """Give a new request the acceptance of an average one."""
         noisy = request.sampling.temperature > 0
         middle = self.shapes[len(self.shapes) // 2]
-        usual = self.tau(middle, request.sampling.temperature, SHORT) - 1
+        # Above 0, as the acceptance of requests is relative to it: of a poor head no draft may be accepted.
+        usual = max(self.tau(middle, request.sampling.temperature, SHORT) - 1, 0.01)
         request.acceptance = Acceptance(usual, self._usual[noisy].value)
 
     def next(self, requests: list[Request], count: int) -> TreeShape | None:

@@ -77,7 +77,7 @@ def calibrate(
     target: Transformer, drafter: HeadDrafter, prompts: list[list[int]], stop_ids, tokens: int = 64,
     say: Callable[[str], None] = lambda line: None, far: bool = True,
 ) -> Calibration:
-    """The calibration of a drafter's head, on the target's own answers to these prompts (lists of ids).
+    """Measure the calibration of a drafter's head, on the target's own answers to prompts (lists of ids).
 
     tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. far: measure after long texts
     too, which takes longer. Raises InputError if the answers are too short to tell anything.
@@ -90,7 +90,8 @@ def calibrate(
         answers = record_answers(target, Recorder(drafter), prompts, stop_ids, tokens, temperature)
         by_text = [answer.accepted for answer in answers if answer.accepted]
         if not by_text:
-            raise InputError(f"the answers end within {DEEPEST + 2} tokens: too short to choose a tree on")
+            raise InputError(f"all answers end within {DEEPEST + 2} tokens, too short to measure trees on:"
+                             " give --tree T,D,K, or other questions to evaluate.py --calibrate")
         taus[temperature] = _taus(by_text)
         believed.append(fit_confidence([scored for answer in answers for scored in answer.scored]))
         if not ease:

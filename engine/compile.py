@@ -20,7 +20,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -177,7 +176,9 @@ def _gpu(args: tuple) -> tuple:
     if not devices:
         return ()
     gpus = sorted({torch.cuda.get_device_name(device) for device in devices})
-    return *gpus, torch.version.cuda, version("triton")
+    import triton  # its distribution may have another name
+
+    return *gpus, torch.version.cuda, triton.__version__
 
 
 def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:

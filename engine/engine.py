@@ -53,7 +53,6 @@ class Pending(NamedTuple):
     shape: TreeShape | PathTree | AnyTree | None = None  # None: a pass over prompts
     choice: TreeShape | None = None  # of the tuner
     drafts: list[Draft] | None = None
-    began: float = 0.0
 
 
 class Engine:
@@ -130,7 +129,7 @@ class Engine:
         size = self.target.args.vocab_size
         check_prompt(prompt, name, self.max_seq_len, size)
         if sampling.json_schema is not None and self.guide is None:
-            raise ValueError("a JSON schema needs a tokenizer, which this checkpoint does not have")
+            raise ValueError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
         if sampling.stop and self.tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
         for token, _ in sampling.logit_bias:
@@ -140,12 +139,13 @@ class Engine:
     def admit(
         self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None,
         watch: bool = False, plain: bool = False, score_prompt: bool = False, shown: Collection[int] = (),
+        continues: bool = False,
     ) -> Request:
         """Give a request a free place.
 
         guide: of its JSON schema, if that has been made already. watch: its events carry the drafted trees.
         plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole prompt is
-        read for that. shown: control tokens that are part of the text. Raises ValueError, with the numbers,
+        read for that. shown, continues: of its `TextStream`. Raises ValueError, with the numbers,
         if the request cannot be decoded; RuntimeError if no place is free.
         """
         if not self.free:
@@ -153,7 +153,7 @@ class Engine:
         self.check(prompt, sampling)
         if sampling.json_schema is not None and guide is None:
             guide = self.guide(sampling.json_schema)
-        stream = StopStream(self.tokenizer.stream(shown), sampling.stop) if self.tokenizer else None
+        stream = self.tokenizer and StopStream(self.tokenizer.stream(shown, continues), sampling.stop)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         request.place, same = self._place_for(prompt)
         # One token back: the drafter's last row was read together with the token that followed it then.
@@ -434,7 +434,7 @@ class Engine:
             scored = [None] * len(requests) if score is None else score[offset:].tolist()
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
-        self._pending.append(Pending(requests, emission, drafter.shape, choice, drafts, began))
+        self._pending.append(Pending(requests, emission, drafter.shape, choice, drafts))
         if self.tuner and group == DRAFTED and self.lag == 0:  # else the step is only launched by now
             emission.wait()
             self.tuner.times.add(count, modes.noisy, choice, context, time.perf_counter() - began)

@@ -49,33 +49,28 @@ def encode(
         if e.key.startswith("prompt"):
             raise Wrong("prompt", prompt, FORMS) from None
         raise
+    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+        if system is not None:
+            raise InputError("a system message (--system) needs a text or messages, not token ids")
+        return prompt
+    if tokenizer is None:
+        raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+    plain, most = raw or not tokenizer.has_template, None if room is None else room - 1
+    if system is not None and plain:
+        raise InputError(
+            "a system message (--system) needs the chat template, which is left out by --raw or missing here"
+        )
     try:
-        most = None if room is None else room - 1
-        return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)
+        if isinstance(prompt, str) and plain:
+            return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system is not None:
+            turns = [{"role": "system", "content": system}, *turns]
+        return tokenizer.chat(turns, at_most=most, **(variables or {}))
     except TooLong as e:
         raise TooLong(
             f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
         ) from None
-
-
-def _encode(
-    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
-    variables: dict, parse_special: bool,
-) -> list[int]:
-    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
-        return prompt
-    if tokenizer is None:
-        raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
-    if system is not None and (raw or not tokenizer.has_template):
-        raise InputError(
-            "a system message (--system) needs the chat template, which is left out by --raw or missing here"
-        )
-    if isinstance(prompt, str) and (raw or not tokenizer.has_template):
-        return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is not None:
-        turns = [{"role": "system", "content": system}, *turns]
-    return tokenizer.chat(turns, at_most=most, **variables)
 
 
 def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:
@@ -85,8 +80,8 @@ def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> No
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")
     if len(prompt) >= room:
-        raise ValueError(f"{name} has {len(prompt)} tokens and needs room for one more,"
-                         f" the cache holds {room}: shorten it{RAISE}")
+        raise TooLong(f"{name} has {len(prompt)} tokens and needs room for one more,"
+                      f" the cache holds {room}: shorten it{RAISE}")
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
+from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
 from common.threads import use_threads
@@ -90,7 +90,8 @@ class Runtime:
                 " --no-kernels and --no-compile"
             )
         if self.kv == "fp8" and self.on_kernels:
-            raise InputError(NO_FP8)
+            raise InputError("--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8, or"
+                             " add --no-kernels")
         if not self.compile:
             return
         if self.autotune:

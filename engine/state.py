@@ -1,7 +1,6 @@
 """The static buffers of a step."""
 from __future__ import annotations
 
-import copy
 from math import prod
 
 import torch
@@ -9,6 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels.backend import TORCH, TorchBackend
+from model import rows_of
 from sampling.adjust import scores
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
@@ -88,12 +88,7 @@ class State(nn.Module):
 
     def rows(self, first: int, count: int) -> State:
         """Return the same buffers of the sequences first ... first + count - 1."""
-        some = copy.copy(self)
-        some._buffers = {
-            name: buffer if name in SHARED else buffer.narrow(0, first, count)
-            for name, buffer in self._buffers.items()
-        }
-        return some
+        return rows_of(self, first, count, SHARED)
 
     def exchange(self, one: int, other: int) -> None:
         """Exchange the places of two sequences."""

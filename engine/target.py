@@ -159,7 +159,8 @@ class Target:
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, say=self.say, tuner=tuner,
             counts=(batch,) if self._compiles and not serves else None,
-            tokenizer=self.tokenizer, guide=self.guide if self.tokenizer else None,
+            tokenizer=self.tokenizer,
+            guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
         )
 
     def room(self, drafting: Drafting, batch: int) -> int:
@@ -243,11 +244,17 @@ class Target:
                 if drafting.tree is None:
                     return None
                 raise InputError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
-            prompts = [encode(self.tokenizer, prompt) for prompt in PROMPTS]
             self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
-            calibration = calibrate(
-                self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
-            )
+            try:
+                prompts = [encode(self.tokenizer, prompt) for prompt in PROMPTS]
+                calibration = calibrate(
+                    self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
+                )
+            except InputError as e:
+                if drafting.tree is not None:
+                    raise
+                self.say(f"{e}; until then the default tree is drafted")
+                return None
             with contextlib.suppress(OSError):  # measured again next time
                 calibration.write(grower.folder)
         widest = grower.head.args.draft_vocab_size

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
 
 from common.errors import InputError
 from common.files import digest, parse_json, read_json, write_text, writing
-from common.schema import Name, Text, Whole, number, schema_of, text, whole
+from common.schema import Name, Schema, Text, Whole, named, number, schema_of, text, whole
 from tokens.dataset import read_questions
 
 OWN = Path(__file__).resolve().parent / "questions"
@@ -40,17 +41,21 @@ def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
         name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
         if name == MEAN or name in sets:
             raise InputError(f"{file}: a set cannot be named {name} (the table's own, or taken); rename it")
-        sets[name] = read_questions(file)[:limit]
+        sets[name] = QUESTIONS.require(read_questions(file)[:limit], file)
         if len({question["question_id"] for question in sets[name]}) < len(sets[name]):
             raise InputError(f"{file}: a question_id is there twice (rows without one are numbered from 0)")
     return sets
 
 
 def rotated(items: Iterable, turn: int) -> list:
-    """Return the same items in the same circle. A different one begins at every turn."""
+    """Return the items rotated left by `turn`."""
     items = [*items]
     first = turn % len(items)
     return items[first:] + items[:first]
+
+
+Id = whole(-(2**63), 2**63 - 1) | Text
+QUESTIONS = Schema(list[TypedDict("Question", {"question_id": Id, "category": Text, "turns": list[str]})])
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Answer:
     """All turns of one question, answered by one method."""
 
     set: Name
-    question: whole(-(2**63), 2**63 - 1) | Text
+    question: Id
     category: Text
     method: Name
     temperature: number(0, 1e6)
@@ -106,7 +111,8 @@ class Answer:
     @classmethod
     def read(cls, line: bytes, where: str) -> Answer:
         """Read a line of answers.jsonl. Raises InputError, which begins with `where`, on a damaged one."""
-        return cls(**schema_of(cls).require(parse_json(line, where), where, ADVICE))
+        with named(where, ADVICE):
+            return schema_of(cls).check(parse_json(line, where))
 
 
 def check_out(folder: Path, options: dict) -> None:

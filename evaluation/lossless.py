@@ -1,7 +1,7 @@
 """Losslessness: speculative text is plain text, or rounding explains where it is not.
 
-In float32, and on our CPU kernels in any dtype, texts must be equal. Elsewhere a 16-bit pass over one row and
-one over many rows round differently, so two nearly equal logits may change places. The first difference of a
+On our CPU kernels texts must be equal, in any dtype. Elsewhere a pass over one row and one over many rows
+round differently, so two nearly equal logits may change places. The first difference of a
 text is therefore scored again in float32. It counts as a tie if the logits of the two tokens are closer than
 `bound`. The text after a difference is another text and is not compared.
 """

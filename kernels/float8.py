@@ -12,14 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.quantized import FP8_MOST
 from model import KVCache, KVCaches
-
-MOST = 448.0  # the largest number of e4m3
 
 
 def to_bytes(x: Tensor) -> Tensor:
     """Return x rounded to e4m3, ties to even, as bytes (uint8). NaN stays NaN."""
-    return x.clamp(-MOST, MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+    return x.clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:

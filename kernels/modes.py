@@ -1,4 +1,4 @@
-"""The names of the quantisations: what an option can be judged by before torch is there."""
+"""The names of the quantisation modes, without torch: options are judged by them before it is imported."""
 from __future__ import annotations
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -252,7 +253,7 @@ def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
 class PackedEagle3Head(Eagle3Head):
     """An EAGLE-3 head whose pass is one operator, as far as that has its variants.
 
-    at_once: so is a whole tree of its.
+    at_once: `draft` grows its whole tree in two operators.
     """
 
     packed_weights = None
@@ -310,16 +311,18 @@ def pack_models(backend, *models: nn.Module) -> bool:
         return done[module]
 
     def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """Nothing holds a child that has been replaced: its memory is free before the next is packed."""
+        """Replace the children that the operators take. Each is freed before the next is packed."""
         for name in [name for name, _ in parent.named_children()]:
             child = parent.get_submodule(name)
-            if isinstance(child, RMSNorm) and takes(2, dtype, device):
+            if isinstance(child, RMSNorm) and takes_rows(2, dtype, device):
                 setattr(parent, name, PackedNorm(backend, child))
-            elif isinstance(child, MLP) and all(_takes(w, dtype, device) for w in child.children()):
+            elif isinstance(child, MLP) and all(takes_module(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
-            elif isinstance(child, Experts) and _takes(child, dtype, device):
+            elif isinstance(child, Experts) and takes_module(child, dtype, device):
                 setattr(parent, name, PackedExperts(backend, child, dtype))
-            elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
+            elif (name == "lm_head" or not isinstance(child, nn.Embedding)) and takes_module(
+                child, dtype, device
+            ):
                 setattr(parent, name, packed(child, dtype))
             elif not isinstance(child, Experts):
                 pack_children(child, dtype, device)
@@ -327,10 +330,10 @@ def pack_models(backend, *models: nn.Module) -> bool:
     complete = True
     for model in models:
         dtype, device = model.embed.weight.dtype, model.embed.weight.device
-        if model.lm_head is None and _takes(model.embed, dtype, device):
+        if model.lm_head is None and takes_module(model.embed, dtype, device):
             model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
         pack_children(model, dtype, device)
-        attends = takes(model.args.head_dim, dtype, device)
+        attends = takes_rows(model.args.head_dim, dtype, device)
         if attends:
             model.Caches = backend.caches["auto"]
         for block in model.modules():
@@ -358,9 +361,9 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
     if attends and plain and normed and all(map(_is_packed, layers)):
         head.packed_weights = _together(layers)
-        head.inv_freq = head.inv_freq.float()
     scored = isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear)
-    head.at_once = head.packed_weights is not None and scored and not head.args.recycle_normed
+    level_by_level = type(head) is PackedEagle3Head and not head.args.recycle_normed  # P-EAGLE: one pass
+    head.at_once = level_by_level and scored and head.packed_weights is not None
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
@@ -389,21 +392,22 @@ def _together(layers) -> tuple[list[Tensor], list[int]]:
     return tuple([x for of in lists for x in of] for lists in zip(*each))
 
 
-def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+def takes_rows(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the operators compute rows of this size: float32, and bfloat16 in even numbers."""
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
-def _takes(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+def takes_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a linear layer, a table, a stack of experts or a whole mixture can be packed."""
     if isinstance(module, Experts):
         parts = module.router, module.w_gate_up, module.w_down
-        return all(_takes(part, dtype, device) for part in parts)
+        return all(takes_module(part, dtype, device) for part in parts)
     if isinstance(module, Quantized):
         words = module.mode != "w8a8" or module.inputs % 4 == 0
-        return module.mode != "fp8" and words and takes(module.inputs, dtype, device)
+        return module.mode != "fp8" and words and takes_rows(module.inputs, dtype, device)
     weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
-    return isinstance(weight, Tensor) and weight.dtype == dtype and takes(weight.shape[-1], dtype, device)
+    fits = isinstance(weight, Tensor) and weight.dtype == dtype
+    return fits and takes_rows(weight.shape[-1], dtype, device)
 
 
 def _is_packed(layer: Block, summed: bool = False) -> bool:
@@ -465,6 +469,7 @@ PAGE = 2 << 20  # bytes of a large page on x86-64, and mostly on aarch64
 CHUNK = 64 << 20  # bytes asked for at a time; what is never written takes no memory
 LINE = 64  # a tensor begins with a line of the cache
 _rest = torch.empty(0, dtype=torch.uint8)  # of the latest chunk
+_taking = threading.Lock()  # models may be loaded by several threads
 
 
 def _large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -472,9 +477,10 @@ def _large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     global _rest
     size = math.prod(shape) * dtype.itemsize
     room = size + -size % LINE
-    if room > _rest.numel():
-        _rest = _chunk(max(room, CHUNK))
-    place, _rest = _rest[:size], _rest[room:]
+    with _taking:
+        if room > _rest.numel():
+            _rest = _chunk(max(room, CHUNK))
+        place, _rest = _rest[:size], _rest[room:]
     return place.view(dtype).view(shape)
 
 

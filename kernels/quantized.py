@@ -271,23 +271,18 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
     ]
 
 
-def quantized_names(module: nn.Module, scheme: Scheme) -> list[str]:
-    """Return the names of the modules that quantisation replaces: linear layers and stacks of experts."""
-    linear = linear_names(module, scheme.lm_head is not None) if scheme.mode else []
-    return linear + [name for name, p in module.named_parameters() if p.ndim == 3]
-
-
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, attribute = name.rpartition(".")
     return module.get_submodule(parent), attribute
 
 
 def replace_all(module: nn.Module, scheme: Scheme) -> None:
-    """Put empty quantised layers where `quantized_names` says.
+    """Put empty quantised layers in place of linear layers and of stacks of experts.
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
-    for name in quantized_names(module, scheme):
+    linear = linear_names(module, scheme.lm_head is not None) if scheme.mode else []
+    for name in linear + [name for name, p in module.named_parameters() if p.ndim == 3]:
         owner, attribute = _place(module, name)
         old = getattr(owner, attribute)
         try:

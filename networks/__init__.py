@@ -1,1 +1,1 @@
-"""The draft heads as modules: EAGLE, Medusa, Hydra. Definitions only."""
+"""The draft heads, and targets with delta nets, as modules. Definitions only."""

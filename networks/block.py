@@ -114,4 +114,4 @@ class BlockHead(Head, Markov):
 
 
 class DSparkHead(BlockHead):
-    """DSpark's. It may lack a Markov head, and DFlash's may draft from the anchor: settings do not tell."""
+    """DSpark's. Settings cannot tell: it may lack a Markov head, and DFlash's may draft from the anchor."""

@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.prompt import encode
+from engine.prompt import RAISE, encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
@@ -23,7 +23,7 @@ from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, form_of, shown_tags
 from tokens.channels import has_channels, shown_channels
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, TooLong
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
@@ -68,7 +68,7 @@ class Server:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
         model, score_prompt = self.model(body.model), body.echo and body.scored is not None
         encoding = {"raw": True, "parse_special": body.parse_special}
-        jobs = self._jobs(body, body.prompts, {"score_prompt": score_prompt}, **encoding)
+        jobs = self._jobs(body, body.prompts, {"score_prompt": score_prompt, "continues": True}, **encoding)
         return CompletionReply(model, self.tokens, body, jobs)
 
     def _jobs(self, body: GenerationBody, prompts: list, options: dict, **encoding) -> list[Job]:
@@ -175,8 +175,8 @@ async def in_thread(work: Callable):
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
-        code = "context_length_exceeded" if "needs room for one more" in str(e) else None
-        raise Refusal(400, str(e), code) from None
+        code = "context_length_exceeded" if isinstance(e, TooLong) else None
+        raise Refusal(400, str(e).removesuffix(RAISE), code) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 
@@ -188,7 +188,7 @@ def make_app(
     """Make the application.
 
     key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
-    log: gets a line per request.
+    log: called with a line for every POST request and every error.
     """
     worker = server.worker
     app = FastAPI(title="EAGLE", redoc_url=None)
@@ -265,7 +265,7 @@ def add_tokenizer(app: FastAPI, server: Server) -> None:
         count = max(tokenizer.vocab_size, server.worker.engine.target.args.vocab_size)
         if (most := max(body.tokens, default=0)) >= count:
             raise Refusal(400, f"tokens: {most} is no token, there are 0 to {count - 1}")
-        return {"prompt": b"".join(map(server.tokens.bytes_of, body.tokens)).decode("utf-8", "replace")}
+        return {"prompt": b"".join(map(tokenizer.spelled, body.tokens)).decode("utf-8", "replace")}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info():

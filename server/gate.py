@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 
@@ -37,12 +38,16 @@ class Gate:
         async def sent(message) -> None:
             nonlocal status, why
             status = message.get("status", status)
-            if status >= 400 and message.get("body"):  # of a Refusal
-                why = json.loads(message["body"])["error"]["message"]
+            if status >= 400 and message.get("body"):
+                with contextlib.suppress(ValueError):  # a file's range is refused in text
+                    why = json.loads(message["body"])["error"]["message"]
             await send(message)
 
         try:
             await self._pass(scope, receive, sent)
+        except Exception:
+            status = 500
+            raise
         finally:
             # Pages and probes of health would hide what people ask.
             if self.log and (scope["method"] == "POST" or status >= 400):
@@ -52,7 +57,7 @@ class Gate:
 
     async def _pass(self, scope, receive, send) -> None:
         try:
-            headers = {name.lower(): value for name, value in scope["headers"]}
+            headers = dict(scope["headers"])
             if self.key and scope["path"] not in self.open_paths and scope["method"] != "OPTIONS":
                 self._check_key(headers.get(b"authorization", b""))
             length = headers.get(b"content-length", b"")
@@ -108,6 +113,8 @@ def add_handlers(app: FastAPI) -> None:
         return response
 
     app.add_exception_handler(Refusal, lambda http, e: e.response())
+    bug = Refusal(500, "a bug in the server; see its log")
+    app.add_exception_handler(Exception, lambda http, e: bug.response())
     app.add_exception_handler(
         RequestValidationError, lambda http, e: refusal_of_body(e.errors(), http.headers).response()
     )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from common.errors import printable
 from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
 from tokens.calls import schema_of_calls
 from tokens.grammar import ANY_OBJECT
@@ -58,6 +59,7 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
     if path == ["body"] and "json" not in headers.get("content-type", ""):
         return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
+    path = [printable(x) for x in path]
     return Refusal(400, f"{'.'.join(path)}: {first['msg']}", "invalid_value", ".".join(path[1:]) or None)
 
 
@@ -155,6 +157,13 @@ class GenerationBody(Body):
     structured_outputs: Annotated[dict[str, Any], Field(description="as vLLM has it: json, a schema")] = {}
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _only_json(cls, given: dict) -> dict:
+        if given and "json" not in given:
+            raise ValueError(f"{', '.join(map(str, given))}: only json, a schema, is known here")
+        return given
 
     @property
     def schema_text(self) -> str | None:

@@ -13,26 +13,24 @@ from tokens.calls import CallStream
 from tokens.channels import ChannelStream
 from tokens.tokenizer import TextStream, Tokenizer
 
+LEAST = -9999.0  # a score in JSON, which has no infinity; as vLLM's
+
 
 class TokenTexts:
     """The text of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self._control = {i: text for text, i in tokenizer.control.items()}
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token; of a control token, its name."""
-        return self._control[token].encode() if token in self._control else self.tokenizer.piece(token)
 
     def text(self, token: int) -> str:
         """Return the text of a token, bytes that are no UTF-8 replaced."""
-        return self.bytes_of(token).decode("utf-8", "replace")
+        return self.tokenizer.spelled(token).decode("utf-8", "replace")
 
     def chat_logprobs(self, ids: list[int], scores: list[Score]) -> dict:
         """Return log-probabilities as chat completions have them."""
         def entry(token: int, logprob: float) -> dict:
-            return {"token": self.text(token), "logprob": logprob, "bytes": list(self.bytes_of(token))}
+            spelled = self.tokenizer.spelled(token)
+            return {"token": self.text(token), "logprob": logprob, "bytes": list(spelled)}
 
         return {"content": [
             entry(token, score.logprob) | {"top_logprobs": [entry(*likely) for likely in score.top]}
@@ -164,7 +162,8 @@ class Reply:
         if tree:
             found["tree"] = {
                 "texts": [self.tokens.text(token) for token in tree.tokens], "parent": tree.parent,
-                "path": tree.path[: event.drafted + 1], "scores": tree.scores,
+                "path": tree.path[: event.drafted + 1],
+                "scores": tree.scores and [max(score, LEAST) for score in tree.scores],
             }
         return {"speculation": found}
 
@@ -253,7 +252,7 @@ class CompletionReply(Reply):
         typed = tokenizer.control.values() if isinstance(self.body.prompts[0], str) else ()
         self._shown = {i for i in typed if not tokenizer.adds_bos or i != tokenizer.bos_id}
         self._echoes = [tokenizer.decode(job.prompt, self._shown) if echo else "" for job in self.jobs]
-        self._offsets = [Offsets(tokenizer.stream(), len(echo)) for echo in self._echoes]
+        self._offsets = [Offsets(tokenizer.stream(continues=True), len(echo)) for echo in self._echoes]
 
     def choice(self, i: int, job: Job) -> dict:
         request = job.request

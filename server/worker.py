@@ -137,6 +137,9 @@ class Worker(threading.Thread):
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
         except EngineLost as e:  # torchrun ends this process
             self.failed = f"{GOING_DOWN}: {e}"
+        except Exception as e:  # requests cannot even leave: a device that has failed
+            self.failed = f"decoding cannot go on ({first_line(e)}); see the server's log"
+            note(f"error: {self.failed}")
         self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
 
     def _wait(self) -> bool:
@@ -186,8 +189,10 @@ class Worker(threading.Thread):
     def _refuse(self, job: Job, refusal: Refusal) -> None:
         if job.finish is None:
             job.refusal = refusal
-            self._end(job, "error")
-            job.on_event(refusal)
+            try:
+                self._end(job, "error")
+            finally:
+                job.on_event(refusal)
 
     def _refuse_all(self, refusal: Refusal) -> None:
         for job in self._jobs():

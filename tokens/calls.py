@@ -26,7 +26,7 @@ from tokens.stops import begun
 
 FUNCTION = "<function="
 _THINK = "think", "thinking", "thought", "reasoning", "seed:think"
-# The latter are Mistral's and Kimi's.
+# [THINK] is Mistral's, ◁think▷ Kimi's.
 THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in _THINK} | {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
@@ -191,7 +191,7 @@ def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict], st
             if name := name or found["named"]:
                 values = {"name": name, "arguments": values}
             calls += [call_of(value, tools) for value in (values if isinstance(values, list) else [values])]
-        except (ValueError, RecursionError, InputError):
+        except (ValueError, RecursionError):
             broken += text[begin:at]
     closing = _CLOSING.match(text, at)
     return calls, broken, closing.end() if (calls or broken) and closing else at
@@ -208,7 +208,7 @@ def _end_of(text: str, at: int) -> int:
 
 
 def call_of(found: object, tools: Mapping[str, dict]) -> dict:
-    """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
+    """Return a call as OpenAI has it. Raises ValueError if this is none."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
     if not isinstance(found, dict) or not isinstance(name := found.get("name", found.get("function")), str):

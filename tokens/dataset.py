@@ -20,7 +20,7 @@ from common.errors import InputError, counted
 from common.files import parse_json, read_lines, read_text
 from tokens.messages import thoughts_of, words_of
 
-# A file's name of a role: ours.
+# Names of roles in files, and ours for each.
 ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant")
 TOOL_ROLES = "tool", "tool_call", "tool_response", "function", "function_call", "observation"
@@ -93,11 +93,11 @@ def _kept(path: str | Path, messages_of: Callable[[str, dict], list[dict]], say,
             kept.append(messages_of(where, row))
         except LeftOut as e:
             reasons[str(e)] += 1
-    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not kept:
-        raise InputError(f"{path}: holds {none}" + (f" (rows: {counted})" if counted else ""))
-    if counted and say:
-        say(f"{path}: rows that are left out: {counted}")
+        raise InputError(f"{path}: holds {none}" + (f" (rows: {left_out})" if left_out else ""))
+    if left_out and say:
+        say(f"{path}: rows that are left out: {left_out}")
     return kept
 
 

@@ -5,14 +5,12 @@ up.
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 import numpy as np
 
 from common.cli import library_errors
 from common.errors import InputError, one_line
-from common.files import read_json
 from tokens.tokenizer import Tokenizer
 
 # Small models that may write any amount of white space sometimes write nothing else.
@@ -20,11 +18,6 @@ WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 UNUSABLE = "the JSON schema cannot be used"
 ANY_OBJECT = '{"type": "object"}'
 LONGEST_SCHEMA = 1 << 16  # characters of a schema
-
-
-def read_schema(path: str) -> str:
-    """Return the schema in a file. Raises InputError if it holds no JSON object."""
-    return json.dumps(read_json(path))
 
 
 class Guide:
@@ -96,14 +89,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: list[int]):
         import llguidance  # few requests need it
 
-        control = {i: text.encode() for text, i in tokenizer.control.items() if i < vocabulary}
-
         class Wrapped:
             """A tokenizer as llguidance's TokenizerWrapper needs it."""
 
-            eos_token_id, bos_token_id = next(iter(stop_ids)), tokenizer.bos_id
-            tokens = tuple(control.get(i) or tokenizer.piece(i) for i in range(vocabulary))
-            special_token_ids = tuple(control)
+            eos_token_id, bos_token_id = stop_ids[0], tokenizer.bos_id
+            tokens = tuple(map(tokenizer.spelled, range(vocabulary)))
+            special_token_ids = tuple(i for i in tokenizer.control.values() if i < vocabulary)
 
             def __call__(self, text: bytes | str) -> list[int]:
                 return tokenizer.encode(text if isinstance(text, str) else text.decode(), bos=False)
@@ -111,7 +102,7 @@ class Grammars:
         self._matcher, self._stop_ids = llguidance.LLMatcher, frozenset(stop_ids)
         self._vocabulary = vocabulary
         wrapped = llguidance.TokenizerWrapper(Wrapped())
-        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=list(stop_ids))
+        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=stop_ids)
 
     def guide(self, schema: str) -> Guide:
         """Return a guide for a text in JSON that fits a schema. Raises InputError if no text can."""

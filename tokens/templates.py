@@ -31,7 +31,7 @@ _FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
 # Pattern of the name under which a model is published: its template.
 PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
-JOINED = 64  # characters, at most, of a control token whose end is searched for at the start of a text
+JOINED = 64  # longest control token, in characters, whose end is searched for at the start of a text
 
 
 def find_template(choice: str, *names: str) -> str | None:

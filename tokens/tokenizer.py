@@ -33,7 +33,7 @@ VISIBLE = bytes(range(33, 127))
 
 
 class TooLong(InputError, ValueError):
-    """A text has more tokens than there is room for. The message gives their number, without a subject."""
+    """A text has more tokens than there is room for. The message gives their number."""
 
 
 def copy_files(source: Path, target: Path) -> bool:
@@ -90,6 +90,7 @@ class Tokenizer:
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
+        self._names = {i: text.encode() for text, i in self.control.items()}
         names = [self.special_tokens_map.get("eos_token"), *files.END_TOKENS]
         if files.END_OF_ANSWER in self.control and names[0] != files.END_OF_MESSAGE:
             names.remove(files.END_OF_MESSAGE)
@@ -206,9 +207,13 @@ class Tokenizer:
         stream = self.stream(shown)
         return stream.push(ids) + stream.flush()
 
-    def stream(self, shown: Collection[int] = ()) -> TextStream:
-        """Return a decoder that takes ids as they come. shown: the control tokens that have a text."""
-        return TextStream(self, shown)
+    def stream(self, shown: Collection[int] = (), continues: bool = False) -> TextStream:
+        """Return a decoder that takes ids as they come. See `TextStream`."""
+        return TextStream(self, shown, continues)
+
+    def spelled(self, i: int) -> bytes:
+        """Return the bytes of an id; of a control token, its name."""
+        return self._names.get(i) or self.piece(i)
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Return whether every id stands for the same bytes, or the same control token, in both."""
@@ -226,13 +231,15 @@ class TextStream:
     """A decoder: ids in, text out once it is certain.
 
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
-    `Tokenizer`; but the bytes of control tokens that are `shown` are their names.
+    `Tokenizer`; but the bytes of control tokens that are `shown` are their names. continues: another text, so
+    that its first space is one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()):
-        names = {i: text.encode() for text, i in tokenizer.control.items() if i in shown}
-        self.control, self.piece = tokenizer.control, lambda i: names.get(i) or tokenizer.piece(i)
-        self._strip = tokenizer.strips_space  # the space that encoding put before the first word
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = (), continues: bool = False):
+        self.control, self.piece = tokenizer.control, lambda i: (
+            tokenizer.spelled if i in shown else tokenizer.piece)(i)
+        # The space that encoding put before the first word.
+        self._strip = tokenizer.strips_space and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:

@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from common.errors import InputError
 from common.files import digest, read_text
+from common.schema import Whole
 from tokens.dataset import is_answer
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
-Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class Line(BaseModel):
@@ -33,8 +32,8 @@ class Line(BaseModel):
     the reason.
     """
 
-    ids: list[Count] = []
-    answers: list[tuple[Count, Count]] = []
+    ids: list[Whole] = []
+    answers: list[tuple[Whole, Whole]] = []
     source: str = "shards"
     chat: str = ""
     target: str = ""

@@ -61,11 +61,11 @@ def _states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetSt
 class Features:
     """The target's states on rows, from memory or from disk if they were computed before.
 
-    Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run
-    reads the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the
-    target's); `read` returns the target's. reader: a quantised copy that reads in place of the target, nearly
-    the same and sooner. folder: where `fill` stores states; a file there holds KEY.features and KEY.normed
-    of a batch of rows. name: identity of the reader as it was loaded.
+    `read` computes each row by itself, `fill` batches of them, once: a resumed run reads the same features.
+    room: bytes of memory to keep them in. dtype: of what is kept (default the target's); `read` returns the
+    target's. reader: a quantised copy that reads in place of the target, nearly the same and sooner. folder:
+    where `fill` stores states; a file there holds KEY.features and KEY.normed of a batch of rows. name:
+    identity of the reader as it was loaded.
     """
 
     def __init__(

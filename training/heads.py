@@ -88,6 +88,7 @@ def head_args(
         }
     else:
         args = _args_of(start, network, shape) | {"draft_vocab_size": draft_vocab_size}
+        args["own_lm_head"] |= draft_vocab_size < a.vocab_size  # the target's has a row for every id
     if issubclass(network.Args, MarkovArgs):
         has, rank = args.get("markov_rank", 0), shape.markov_rank
         if has and rank not in (None, has):
@@ -174,6 +175,8 @@ def _taken(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str, Ten
         if name == "lm_head.weight":
             others = _predicted(target.lm_rows.detach().float().cpu(), held, taken[name])[draft_ids]
         taken[name] = torch.where(known, taken[name][places], others)
+    if "lm_head.weight" not in taken and len(draft_ids) < len(held):  # it had the target's
+        taken["lm_head.weight"] = target.lm_rows.detach().float().cpu()[draft_ids]
     return taken
 
 

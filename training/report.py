@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import json
+import operator
 import sys
 import time
+from itertools import accumulate
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,11 +23,7 @@ def chain_tau(accuracy: list[float]) -> float:
     """Return the tokens per step of a greedy chain whose draft step i is right with probability accuracy[i]:
     1 + the sum of their running products.
     """
-    tau, survive = 1.0, 1.0
-    for a in accuracy:
-        survive *= a
-        tau += survive
-    return tau
+    return 1.0 + sum(accumulate(accuracy, operator.mul))
 
 
 class TrainingLog:

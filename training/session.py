@@ -30,7 +30,7 @@ from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, training_copy
-from training.heads import TRAINED, HeadShape, head_args, new_head
+from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import Processes
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer
@@ -219,7 +219,7 @@ class Session:
         args = head.args
         # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
         wide = isinstance(head, BlockHead) or args.norm_before_residual or args.recycle_normed
-        weights = sum(t.numel() for t in head.own_state().values() if t.is_floating_point())
+        weights = sum(t.numel() for t in own_weights(head).values())
         facts = [
             f"{weights / 1e6:.1f} million weights, {args.draft_vocab_size:,} draft ids", self.report,
             f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"

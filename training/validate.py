@@ -4,17 +4,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from checkpoint.calibration import Calibration
+from common.errors import InputError
 from drafters.base import Drafter
 from drafters.block import block_drafter
 from drafters.eagle import Eagle
-from engine.calibrate import calibrate
+from engine.calibrate import USUAL, calibrate
 from engine.engine import Engine
 from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
-from tree import TreeShape
+from tree import PAPER_TREE, TreeShape
 
-SHAPE = TreeShape(60, 7, 10)  # of the trees that are drafted, as in the papers
 TOKENS = 64  # of an answer
 BATCH = 16  # answers that are decoded together
 
@@ -40,7 +40,7 @@ class Validator:
         None if every answer ended with its first token.
         """
         engine = Engine(
-            self.target, drafter_of(self._twin(head), SHAPE), batch=min(BATCH, len(self.prompts)),
+            self.target, drafter_of(self._twin(head), PAPER_TREE), batch=min(BATCH, len(self.prompts)),
             max_seq_len=max(map(len, self.prompts)) + TOKENS, stop_ids=self.stop_ids, compile=False,
         )
         lengths = [n for r in engine.generate(self.prompts, Sampling(TOKENS)) for n in r.accept_lengths]
@@ -48,7 +48,9 @@ class Validator:
 
     def calibration(self, head: Head, say: Callable[[str], None]) -> Calibration:
         """Measure how many tokens every tree of the head gets accepted. Raises InputError as `calibrate`."""
-        drafter = drafter_of(self._twin(head), SHAPE)
+        drafter = drafter_of(self._twin(head), PAPER_TREE)
+        if drafter.deepest is not None and drafter.deepest < USUAL.depth:
+            raise InputError(f"its trees are less deep than {USUAL.name}, which others are compared with")
         return calibrate(self.target, drafter, self.prompts, self.stop_ids, TOKENS, say)
 
     def _twin(self, head: Head) -> Head:

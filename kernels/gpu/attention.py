@@ -246,19 +246,13 @@ def attend(
     blocks = triton.cdiv(nh // nkv * T, rows)
     splits = max(1, min(32, programs_at_once(qkv.device) // (blocks * nkv * B)))
     values = max(16, triton.next_power_of_2(hd))
-    out = qkv.new_empty(B, T, nh * hd)
-    shared = splits > 1
-    parts = torch.empty(
-        B * nkv * blocks * splits * rows * values if shared else 1, dtype=torch.float32, device=qkv.device
-    )
-    marks = torch.empty(
-        B * nkv * blocks * splits * rows * 2 if shared else 1, dtype=torch.float32, device=qkv.device
-    )
+    out, shared = qkv.new_empty(B, T, nh * hd), B * nkv * blocks if splits > 1 else 1  # groups of programs
+    parts, marks = (qkv.new_empty(shared * splits * rows * n, dtype=torch.float32) for n in (values, 2))
     norms = (qkv, qkv) if q_norm is None else (q_norm, k_norm)
     attend_kernel[(blocks, splits, B * nkv)](
         qkv.contiguous(), cos.contiguous(), sin.contiguous(), *norms, kv[layer, 0], kv[layer, 1],
         length.contiguous(), local.contiguous(), length if oldest is None else oldest.contiguous(), out,
-        parts, marks, counters(qkv.device, B * nkv * blocks), T, M, S, eps, hd**-0.5 * LOG2_E.value,
+        parts, marks, counters(qkv.device, shared), T, M, S, eps, hd**-0.5 * LOG2_E.value,
         HEADS=nkv, GROUP=nh // nkv, HEAD=hd, HALF=max(16, triton.next_power_of_2(hd // 2)), VALUES=values,
         ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
         NORM=q_norm is not None, OLD=M > T, WINDOWED=oldest is not None,

@@ -113,8 +113,3 @@ def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
         WINDOW=triton.next_power_of_2(W), WIDTH=triton.next_power_of_2(hd), num_warps=4,
         **options(kv.device),
     )
-
-
-@move_slots.register_fake
-def _(kv, source, target):
-    return None

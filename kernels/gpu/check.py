@@ -146,7 +146,7 @@ def places_of(sizes: Sizes) -> list[Path]:
         sizes, torch.__version__, triton.__version__, torch.version.cuda,
         DRIVER.read_text() if DRIVER.exists() else None,
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        code_digest(),
+        code_digest(), os.environ.get("TORCHINDUCTOR_ENABLE_PDL"),  # see `kernels.gpu.launch`
     ]
     name = f"kernels-{hashlib.sha256(repr(depends).encode()).hexdigest()[:24]}.json"
     return [folder / "graphs" / name for folder in (COMPILED, writable(COMPILED))]

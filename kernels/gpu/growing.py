@@ -63,8 +63,8 @@ def extend(
     the next beam: scores, tokens, places among all candidates [B, k], what it sees [B, k, M+k].
     """
     (B, k, M), C = beam_sees.shape, old_scores.shape[1]
-    made = _extended(scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees)
     given = scores, tokens, old_scores, old_tokens, old_parents, beam_scores, beam_flat, beam_sees
+    made = _extended(*given)
     extend_kernel[(B,)](
         *(x.contiguous() for x in given), *made, C, k, M, BEST=triton.next_power_of_2(k),
         CHILDREN=triton.next_power_of_2(k * k), SEEN=triton.next_power_of_2(M + k), num_warps=4,
@@ -139,22 +139,18 @@ def prune(
     parents [B, C]: the place of each candidate's parent, before its own; below 0 the root. levels: the
     most levels below the root.
     """
-    B, C = scores.shape
-    ids = [tokens.new_empty(B, nodes) for _ in range(3)]
-    tree_tokens, parent, depth = ids
-    ancestors = tokens.new_empty(B, nodes, nodes, dtype=torch.bool)
-    tree_scores = scores.new_empty(B, nodes)
+    (B, C), made = scores.shape, _pruned(scores, tokens, parents, root, nodes, levels)
     prune_kernel[(B,)](
-        scores.contiguous(), tokens.contiguous(), parents.contiguous(), root.contiguous(), tree_tokens,
-        parent, depth, ancestors, tree_scores, scores.new_empty(B, C, dtype=torch.int32), C, nodes, levels,
+        scores.contiguous(), tokens.contiguous(), parents.contiguous(), root.contiguous(), *made,
+        scores.new_empty(B, C, dtype=torch.int32), C, nodes, levels,
         CANDIDATES=triton.next_power_of_2(C), NODES=triton.next_power_of_2(nodes), SOME=16, num_warps=8,
         **options(scores.device),
     )
-    return tree_tokens, parent, depth, ancestors, tree_scores
+    return made
 
 
 @prune.register_fake
-def _(scores, tokens, parents, root, nodes, levels):
+def _pruned(scores, tokens, parents, root, nodes, levels):
     B = scores.shape[0]
     ids = [tokens.new_empty(B, nodes) for _ in range(3)]
     return *ids, tokens.new_empty(B, nodes, nodes, dtype=torch.bool), scores.new_empty(B, nodes)

@@ -65,7 +65,6 @@ function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name === "class") made.className = value;
     else made.setAttribute(name, value);
   }
   made.append(...children);
@@ -102,7 +101,7 @@ class Panel {
     const ending = error ?? (grows ? "" : ENDINGS[answer.finish] ?? "interrupted");
     this.figures.classList.toggle("failed", Boolean(error));
     const parts = [];
-    if (waiting) parts.push("waiting for a place ...");
+    if (waiting && grows) parts.push("waiting for a place ...");
     if (speed(answer)) parts.push(`${speed(answer).toFixed(1)} tokens/s`);
     if (steps) parts.push(`${((tokens - 1) / steps).toFixed(2)} tokens per step (τ)`);
     if (tokens) parts.push(count(tokens, "token"), `${seconds.toFixed(1)} s`);
@@ -273,7 +272,7 @@ function save() {
 
 function toggleSide(shown) {
   $("side").classList.toggle("shown", shown);
-  $("menu").setAttribute("aria-expanded", String($("side").classList.contains("shown")));
+  $("menu").setAttribute("aria-expanded", String(shown));
 }
 
 // -- asking the server -----------------------------------------------------------------------

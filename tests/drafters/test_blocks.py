@@ -71,16 +71,31 @@ def test_windows_of_a_head(golden, models, tmp_path, label):
         out = convert(tmp_path / f"{window} in", tmp_path / f"{window}", golden, quiet=True, dtype="fp32")
         assert read_config(out).get("windows") == (window and [window] * 2)
         drafter = drafter_of(load_head(out, target), TreeShape(8, 2, 3))
-        for backend in ("torch", "cpu"):
-            model, own = copy.deepcopy((target, drafter))
-            own.head.use_target(model)
-            if backend == "cpu":
-                assert choose_backend("cpu").prepare(model, own.head)
-            engine = Engine(model, own, max_seq_len=200, chunks=(8,), compile=False)
-            drafted[window, backend] = [draft[:3] for draft in drafts(engine, PROMPT, Sampling(30))]
-        assert drafted[window, "torch"] == drafted[window, "cpu"]
-    assert (drafted[None, "cpu"] == drafted[300, "cpu"]) == (label == "jetspec")
-    assert drafted[7, "cpu"] != drafted[300, "cpu"]
+        drafted[window] = same_on_kernels(target, drafter)
+    assert (drafted[None] == drafted[300]) == (label == "jetspec")
+    assert drafted[7] != drafted[300]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("reach", (0, 12))
+def test_p_eagle_on_the_kernels(golden, models, tmp_path, reach):
+    """With all of the text, and with the last tokens of it."""
+    *_, head = converted("p-eagle", golden, models[0], tmp_path, sharp=True)
+    same_on_kernels(copy.deepcopy(models[0]), PEagle(head, TreeShape(8, 2, 3), reach=reach))
+
+
+def same_on_kernels(target, drafter: BlockDrafter) -> list:
+    """Return the trees of a text, after comparing those of PyTorch with those of our kernels."""
+    found = []
+    for backend in ("torch", "cpu"):
+        model, own = copy.deepcopy((target, drafter))
+        own.head.use_target(model)
+        if backend == "cpu":
+            assert choose_backend("cpu").prepare(model, own.head)
+        engine = Engine(model, own, max_seq_len=200, chunks=(8,), compile=False)
+        found.append([draft[:3] for draft in drafts(engine, PROMPT, Sampling(30))])
+    assert found[0] == found[1] and len(found[0]) > 5
+    return found[0]
 
 
 @pytest.mark.parametrize("label,changes,words", (

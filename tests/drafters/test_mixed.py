@@ -7,6 +7,7 @@ from helpers.states import paths, random_tree
 from checkpoint.calibration import Confidence
 from drafters.base import Drafter, Proposal
 from drafters.eagle import Eagle
+from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from engine.calibrate import fit_confidence
 from engine.engine import Engine
@@ -60,6 +61,15 @@ def test_confidences_are_those_of_the_temperature(models, temperature, kept):
     engine = Engine(models[0], mixed, max_seq_len=60, compile=False)
     seen = drafts(engine, [104, 105], Sampling(4, temperature))
     assert seen and all(set(draft.tokens[1:]) == kept for draft in seen)
+
+
+def test_a_network_draws_at_all_its_levels(models):
+    """Of a tree with more levels than nodes below the root, too."""
+    target, head, *_ = models
+    drafters = None, Mixed(Lookup(), Eagle(head, TreeShape(4, 5, 2)))
+    engines = (Engine(target, drafter, max_seq_len=60, compile=False) for drafter in drafters)
+    plain, drafted = (engine.generate([[104, 105]], Sampling(20, 1.0, seed=3))[0] for engine in engines)
+    assert drafted.ids == plain.ids
 
 
 def test_a_confidence_is_found_again():

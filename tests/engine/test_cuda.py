@@ -1,6 +1,7 @@
 """On a GPU: every drafter's text through captured graphs is plain text, in float32 token for token, else but
 for near ties. A step is one launch that waits for nothing; memory does not grow.
 """
+import os
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +22,7 @@ from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
 
-SMOLLM2 = ROOT / "checkpoints" / "smollm2-135m"
+SMOLLM2 = ROOT / os.environ.get("CHECKPOINT", "checkpoints/smollm2-135m")
 pytestmark = [
     pytest.mark.compile, pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
