@@ -3,9 +3,9 @@
     python convert_checkpoint.py --checkpoint SOURCE --out DIR         a target
     python convert_checkpoint.py --checkpoint SOURCE --target DIR      a head of the converted target DIR
 
-SOURCE is a Hugging Face folder, a hub repository id (org/name) or a .gguf file. Heads of EAGLE, Medusa and
-Hydra are known. Every tensor is accounted for before the first byte is written. Then one tensor at a time is
-read, cast and appended: memory does not grow with the model.
+SOURCE is a Hugging Face folder, a hub repository id (org/name) or a .gguf file. Heads: EAGLE-1/2/3, P-EAGLE,
+DFlash, DSpark, Medusa, Hydra. Every tensor is accounted for before the first byte is written. Then one tensor
+at a time is read, cast and appended: memory does not grow with the model.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parser() -> Options:
     add = p.add_argument
     p.add_checkpoint("SOURCE: a folder, org/name on the hub, or .gguf")
     add("--out", metavar="DIR",
-        help="default: checkpoints/NAME, for a head TARGET/eagle3, /eagle, /medusa or /hydra")
+        help="default: checkpoints/NAME; for a head TARGET/KIND, such as TARGET/eagle3")
     add("--target", metavar="DIR", help="for a head: the converted target it belongs to")
     add("--dtype", choices=("keep", *DTYPES, *DTYPES.values()), default="keep",
         help="what to store the numbers in; keep (default) is as the source does")

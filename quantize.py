@@ -3,9 +3,9 @@
     python quantize.py --checkpoint checkpoints/mine --mode int8            # into checkpoints/mine-int8
     python quantize.py --checkpoint checkpoints/mine --mode int4 --group 64 --text sample.txt
 
-The heads inside a target's folder are quantised too; a head's own folder works as well. Beside int4, heads
-and the lm_head are int8, beside w4a8 w8a8. The 4-bit weights of a target are calibrated (GPTQ) on a text
-that it writes itself, or on one of yours. In memory are one tensor at a time or, when calibrating, one layer
+The heads inside a target's folder are quantised too; a head's own folder works as well. With int4, heads
+and the lm_head become int8, with w4a8 w8a8. The 4-bit weights of a target are calibrated (GPTQ) on a text
+that it writes itself, or on one of yours. Memory holds one tensor at a time or, when calibrating, one layer
 and what is ready.
 
 The error of the layers is reported and, with --text, how often the quantised model's next token is the

@@ -23,7 +23,7 @@ BLOCK: NameTable = {
     **MARKOV,
     **with_prefix(LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}, "layers.{i}.", "layers.{i}."),
 }
-# Copies of the target's that speculators keep for training.
+# Copies of the target's tensors, which speculators keeps for training.
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -43,7 +43,7 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
                          " blocks")
     fields |= layouts.read_layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
-        "aux_layers": _aux_layers(source, flags, target),
+        "aux_layers": _aux_layers(source, flags, target, answers),
         "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
         "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
@@ -53,13 +53,14 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
     return ReadHead(fields, BLOCK, tensors)
 
 
-def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
+def _aux_layers(source: Source, flags: dict, target: ModelArgs, answers: Answers) -> list[int]:
     """Return the target layers whose inputs the head reads. Raises InputError."""
     key, shift = ("target_layer_ids", 1) if "target_layer_ids" in flags else ("aux_hidden_state_layer_ids", 0)
     ids = flags.get(key)
-    if not ids:
-        raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r}")
-    inputs = [i + shift for i in ids]
+    inputs = [*answers.aux_layers] if answers.aux_layers else [i + shift for i in ids or ()]
+    if not inputs:
+        raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r}: say"
+                         " --aux-layers")
     layouts.refuse_last(source.path, f"{key} {ids}", inputs, target)
     return inputs
 

@@ -31,7 +31,7 @@ def by_temperature(kind: Any) -> Any:
 
 
 def four_digits(kind: Any) -> Any:
-    """Numbers of a type, written with four digits."""
+    """Numbers of a type, rounded to four decimals when written."""
     return Annotated[kind, PlainSerializer(lambda x: round(x, 4))]
 
 

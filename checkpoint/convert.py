@@ -63,8 +63,8 @@ def convert(
 ) -> Path:
     """Convert `checkpoint` into the folder `out` and return it. Its tensors tell targets from heads.
 
-    out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND: eagle3, eagle
-    (EAGLE-1/2), medusa or hydra. target: the converted folder of the model that a head belongs to; needed for
+    out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND, one of
+    `checkpoint.folder: HEADS`. target: the converted folder of the model that a head belongs to; needed for
     a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is what most
     of the source's numbers are stored in, bf16 if quantised. answers: for a head, what its files leave open.
     template: for a target without chat template, the one to add; see `templates.find_template`. force:
@@ -186,7 +186,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> dict[str, tuple[di
     config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
     tensors = family.rearranged(source, fields)
     extra = {n: tensors.pop(n) for n in [*tensors] if family.hybrid and n.startswith("mtp.")}
-    if SCALES in names and names[SCALES][0].format(i=0, e=0) in tensors:
+    if SCALES in tensors:
         config["quantization"] = Scheme(None, 0, None, MXFP4).written()
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:

@@ -97,7 +97,7 @@ def _read_eagle3(
     answers: Answers,
 ) -> ReadHead:
     path, nested = source.path, head_config.get("eagle_config") or {}
-    flags, tensors = head_config | nested, dict(tensors)
+    flags = head_config | nested
     if "fc_norm.0.weight" in tensors or flags.get("fc_norm"):
         feature_norm = "each"
     else:
@@ -167,9 +167,9 @@ def _aux_layers(
 ) -> tuple[int, ...]:
     """Return the target layers whose inputs feed the head.
 
-    Files disagree on whether an id names a layer's output or its input. All of them start with the second
+    Files disagree on whether an id names a layer's output or its input. Most start with the second
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
-    speculators).
+    speculators). Others need --aux-layers, unless an id is the number of layers.
     """
     in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
     if outputs := head_config.get("target_layer_ids"):  # DeepSpec's

@@ -26,7 +26,7 @@ from model import ModelArgs
 # names {i} is the layer and {e} the expert; all experts follow each other.
 NameTable = dict[str, list[str]]
 # Fields of ModelArgs: Hugging Face's keys, and what an absent one means (None: the key is needed, or follows
-# from others). Read by `model_fields`, written by `checkpoint.heads`.
+# from others). Read by `model_fields`, written by `checkpoint.layouts: llama_config`.
 KEYS = {
     "vocab_size": ("vocab_size", None), "hidden_size": ("hidden_size", None),
     "intermediate_size": ("intermediate_size", None), "num_layers": ("num_hidden_layers", None),
@@ -36,7 +36,7 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-SCALES = "layers.{i}.mlp.w_down.scale"  # in the tables whose files may hold experts in MXFP4
+SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # in files with experts in MXFP4
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 # Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
 MOST_BEFORE_SCALING = 8192
@@ -285,7 +285,7 @@ def target_fields(source: Source) -> dict:
     for key, value in (family.only | ({"decoder_sparse_step": 1} if family.experts else {})).items():
         if config.get(key, value) != value:
             raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
-    if SCALES in family.names and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+    if family.experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
         del config["quantization_config"]
     more = {}
     if family.hybrid:

@@ -6,9 +6,8 @@
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
-    DIR/KIND/               heads of that target in the same format, a folder for each of HEADS; EAGLE-1
-                            and EAGLE-2 share one; also
-                            calibration.json (`engine.autotune`)
+    DIR/KIND/               heads of that target in the same format, a folder for each of HEADS (EAGLE-1 and
+                            EAGLE-2 share one), with calibration.json (`checkpoint.calibration`)
 """
 from __future__ import annotations
 
@@ -180,7 +179,8 @@ def _conversion(folder: Path, kind: str | None) -> str:
         return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
     if kind in HEADS:
         return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
-    return f"run {command} {source}; then name the folder that it writes"
+    out = quote(f"{folder}-converted")
+    return f"run {command} {source} --out {out}; then name {out}"
 
 
 def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:

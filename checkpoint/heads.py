@@ -41,7 +41,7 @@ class HeadKind:
 
 
 KINDS = {
-    # vLLM wants LlamaForCausalLM there, SGLang what we write; the EAGLE repository does not look.
+    # vLLM needs LlamaForCausalLM here, SGLang the name below; the EAGLE repository ignores it.
     "eagle": HeadKind(read_eagle, write_eagle1, ("LlamaForCausalLMEagle",)),
     "eagle3": HeadKind(read_eagle, write_eagle3, ("LlamaForCausalLMEagle3", "Eagle3Speculator")),
     "p-eagle": HeadKind(read_eagle, write_eagle3, ("LlamaForCausalLMEagle3", "PEagleDraftModel")),
@@ -102,7 +102,7 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
 
 
 def write_head(head: Head, folder: Path, layout: str, target_config: dict | None) -> None:
-    """Write config.json and model.safetensors into a new folder.
+    """Write config.json and model.safetensors into a folder that exists.
 
     The target's weights are left out. target_config: the target's config.json, for the speculators layout,
     which names the target. Raises InputError if the layout cannot hold this head, and OSError.
@@ -120,7 +120,6 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     for name, t in tensors.items():
         tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
     PUBLISHED.require(config, folder / CONFIG)
-    folder.mkdir(exist_ok=True)
     # Not save_file, which makes a file that only its owner can read.
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")

@@ -84,6 +84,7 @@ def open_folder(path: Path) -> Source:
         tensors = _text_part(tensors)
     file = path / "generation_config.json"
     generation = GENERATION.require(read_json(file), file) if file.exists() else {}
+    generation = {key: value for key, value in generation.items() if value is not None}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
     family = (config.get("architectures") or [config.get("model_type")])[0]

@@ -167,6 +167,10 @@ def write_speculators(head: Head, kind: str, own: dict, target: dict) -> dict:
 
 def _target_class(target: dict) -> str:
     """Return the target's class in transformers, by what tells the families apart in our config."""
+    if target.get("sinks"):
+        return "GptOssForCausalLM"
+    if target.get("delta_layers"):
+        return "Qwen3NextForCausalLM" if target.get("num_experts") else "Qwen3_5ForCausalLM"
     if target.get("num_experts"):
         return "Qwen3MoeForCausalLM" if target.get("qk_norm") else "MixtralForCausalLM"
     if target.get("qk_norm"):

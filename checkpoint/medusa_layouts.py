@@ -21,7 +21,7 @@ import re
 import torch
 
 from checkpoint.families import NameTable, with_prefix
-from checkpoint.layouts import LAYER, Answers, Published, ReadHead, publish
+from checkpoint.layouts import LAYER, Answers, Published, ReadHead, publish, read_layer_flags
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -125,11 +125,12 @@ def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Fo
     if not places:
         raise InputError(f"{source.path}: no {kind.title()} head is complete: {block.format(0, 0)}.weight is"
                          " missing")
+    if (most := max(map(max, places))) > 63:
+        raise InputError(f"{source.path}: tensors number guesses or blocks up to {most}; expected at most 63")
     guesses = 1 + max(k for k, _ in places)
     slots = tuple(slot for k, slot in places if k == 0)
     if kind == "medusa":
         slots = tuple(range(1 + max(slot for _, slot in places)))
-    if kind == "medusa":
         return guesses, Form(block, "lm_heads.{}" if vllm else f"{{}}.{len(slots)}", slots)
     lm_slot = numbers("hydra_lm_head.0.{}.weight")
     return guesses, Form(block, "hydra_lm_head.{}" + (f".{lm_slot[0][0]}" if lm_slot else ""), slots, 1)
@@ -162,9 +163,7 @@ def _prefix_layer(config: dict, tensors: dict[str, Entry]) -> dict:
     gate, key = (tensors.get(f"{layer}{part}.weight") for part in ("mlp.gate_proj", "self_attn.k_proj"))
     if not config["prefix"] or not (gate and key):
         return {}
-    return {
-        "qkv_bias": layer + "self_attn.q_proj.bias" in tensors,
-        "qk_norm": layer + "self_attn.q_norm.weight" in tensors,
+    return read_layer_flags(tensors, layer) | {
         "intermediate_size": gate.shape[0], "num_kv_heads": key.shape[0] // config["head_dim"],
     }
 

@@ -120,7 +120,7 @@ def quantize_folder(
 
     folder.mkdir(exist_ok=True)
     for item in source.iterdir():  # tokenizer, template, calibration
-        if item.is_file() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
+        if item.is_file() and item.name not in (CONFIG, WEIGHTS):
             shutil.copy2(item, folder / item.name)
     with opened(source / WEIGHTS, ADVICE) as file:
 
@@ -222,18 +222,20 @@ def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tenso
     ids = torch.tensor(tokenizer.encode(text[: 16 * most])[:most])
     if len(ids) < least:
         raise InputError(f"{name}: holds {counted(len(ids), 'token')}; at least {least:,} are needed")
+    if (most_id := int(ids.max())) >= (size := read_config(source)["vocab_size"]):
+        raise InputError(f"{name}: holds token id {most_id}, the vocabulary is 0..{size - 1}")
     return ids
 
 
 @torch.no_grad()
-def compare(source: Path, out: Path, ids: Tensor, length: int = 512) -> dict:
+def compare(source: Path, out: Path, ids: Tensor) -> dict:
     """Return the perplexity of both targets on a text, and how often their next tokens agree.
 
-    The tokens `ids` [N] of the text are read in pieces of `length`.
+    The tokens `ids` [N] of the text are read in pieces of 512.
     """
     models = [load_model(folder)[0] for folder in (source, out)]
     loss, same, count = [0.0, 0.0], 0, 0
-    for piece in tqdm(ids.split(length), desc="comparing", disable=not sys.stderr.isatty()):
+    for piece in tqdm(ids.split(512), desc="comparing", disable=not sys.stderr.isatty()):
         if len(piece) < 2:
             continue
         exact, quantised = (model.logits(model.causal(piece[None])[0])[0, :-1] for model in models)

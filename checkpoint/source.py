@@ -25,6 +25,7 @@ from tokens.files import TOKENIZER_FILES
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt",  # heads, as their authors have it
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)

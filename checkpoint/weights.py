@@ -65,7 +65,7 @@ def count_nonfinite(tensor: Tensor) -> int:
     """Return the count of nan and infinite numbers."""
     if not tensor.is_floating_point():
         return 0
-    if tensor.dtype.itemsize == 1:  # PyTorch asks no such thing of fp8
+    if tensor.dtype.itemsize == 1:  # PyTorch cannot test fp8 for this
         tensor = tensor.float()
     # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
     wide = torch.promote_types(tensor.dtype, torch.float32)

@@ -170,20 +170,18 @@ def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
 
     Kept parts of the old folder are linked into the new one before.
     """
-    for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
-        sync(path)
-    if not out.exists():
-        os.replace(temporary, out)
-        sync(out.parent)
-        return
-    for old in [p for p in out.iterdir() if kept(p) and not (temporary / p.name).exists()]:
+    there = [*out.iterdir()] if out.exists() else []
+    for old in [p for p in there if kept(p) and not (temporary / p.name).exists()]:
         if old.is_symlink():
             os.symlink(os.readlink(old), temporary / old.name)
         elif old.is_dir():
             shutil.copytree(old, temporary / old.name, symlinks=True, copy_function=_link)
         else:
             _link(str(old), str(temporary / old.name))
-    exchange(temporary, out)
+    for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
+        if path.is_file() or path.is_dir():  # no dangling link
+            sync(path)
+    (exchange if out.exists() else os.replace)(temporary, out)
     sync(out.parent)
 
 
