@@ -61,7 +61,7 @@ struct Attention {
   // padded: hd in whole tiles.
   Attention(int64_t hd, int64_t padded, const Groups& groups, int64_t window)
       : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), tall(groups.size), window(window) {
-    std::fill_n(&scores[0], 2 * ROWS * SCORES, 0.0f);  // as in `InDtype`
+    std::fill_n(&scores[tall * SCORES], ROWS * SCORES, 0.0f);  // of rows after the last, as in `InDtype`
   }
 
   bool fills_tiles(int rows) const { return rows == tall && rows >= LEAST_ROWS; }

@@ -29,25 +29,6 @@ template <> struct Columns<ValueBytes> : Bytes {};
 constexpr float MOST_STORED = 127, MOST_OF_QUERY = BYTES_PER_WORD == 2 ? 8191 : 127;
 constexpr float MOST_WEIGHT = BYTES_PER_WORD == 2 ? 8191 : BYTE_OFFSET ? 255 : 127;
 
-// `size` values in steps of their largest / most, LANES at a time: put(i, integers) from the i-th on, zeros after
-// the last. Returns the step.
-template <class E, class Put>
-inline float round_values(const Value<E>* x, int64_t size, float most, const Put& put) {
-  Ints largest = {};
-  for (int64_t i = 0; i < size; i += LANES) {
-    const Ints bits = (Ints)E::get(x + i, size - i) & 0x7FFFFFFF;  // ordered as magnitudes are
-    largest = bits > largest ? bits : largest;
-  }
-  const int32_t bits = largest_lane(largest);
-  float step;
-  std::memcpy(&step, &bits, sizeof step);
-  step /= most;
-  const Floats inverse = broadcast(step > 1e-30f ? 1.0f / step : 0.0f), nearest = broadcast(ROUND);
-  for (int64_t i = 0; i < size; i += LANES)
-    put(i, (Ints)(E::get(x + i, size - i) * inverse + nearest) - (Ints)nearest);
-  return step;
-}
-
 // Where things lie in a block.
 struct ByteBlock {
   static constexpr int64_t STEPS = BLOCK_SLOTS * sizeof(float), P = BYTES_PER_WORD, VALUE_WORDS = BLOCK_SLOTS / P;

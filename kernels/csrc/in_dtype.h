@@ -26,9 +26,10 @@ struct InDtype {
       : hd(hd), words(tile_words<Keys>(hd / W)), padded(padded), queries((groups + 1) * words * ROWS),
         keys(BLOCK_SLOTS * words), own_keys(BLOCK * words), values(VALUE_WORDS * padded),
         own_values(VALUE_WORDS * padded) {
-    // What is read before it is written. Numbers below the exponents of floats, as old memory is full of, take Intel's
-    // processors a hundred times as long.
+    // Clear what is read before it is written: old memory is full of numbers below the exponents of floats, for which
+    // Intel's processors take a hundred times as long.
     std::fill_n(&queries[0], (groups + 1) * words * ROWS, 0);
+    if (words == hd / W) return;
     std::fill_n(&keys[0], BLOCK_SLOTS * words, 0), std::fill_n(&own_keys[0], BLOCK * words, 0);
   }
 
@@ -95,21 +96,30 @@ struct InDtype {
   // `count` keys, row(i) the i-th -> tiles [words, BLOCK].
   template <class Row>
   void pack_keys(int64_t count, const Row& row, uint32_t* to) const {
+    // Transposed as they are stored: a stored word has the values of so many words of a tile.
+    constexpr int64_t PARTS = sizeof(float) / sizeof(Value<E>) / W;
+    const int64_t words = this->words, all = hd / W / PARTS;  // else they are read again after every store
     for (int64_t j = 0; j < count; j += LANES)
-      for (int64_t w = 0; w < hd / W; w += LANES) {
+      for (int64_t w = 0; w < all; w += LANES) {
         Words some[LANES];
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) some[i] = words_of(row(std::min(j + i, count - 1)), w);
+        for (int i = 0; i < LANES; i++)
+          some[i] = (Words)Fp32::get(reinterpret_cast<const float*>(row(std::min(j + i, count - 1))) + w, all - w);
         transpose(some);
-        uint32_t* place = to + (j / BLOCK * words + w) * BLOCK + j % BLOCK;
-        for (int64_t i = 0; i < LANES && w + i < hd / W; i++) store(place + i * BLOCK, some[i]);
+        uint32_t* place = to + (j / BLOCK * words + w * PARTS) * BLOCK + j % BLOCK;
+        for (int64_t i = 0; i < LANES && w + i < all; i++, place += PARTS * BLOCK)
+          if constexpr (PARTS == 1) store(place, some[i]);
+          else store(place, even(some[i])), store(place + BLOCK, odd(some[i]));
       }
+    for (int64_t j = (count + LANES - 1) / LANES * LANES; j % BLOCK; j += LANES)  // the rest of a tile
+      for (int64_t w = 0; w < words; w++) store(to + (j / BLOCK * words + w) * BLOCK + j % BLOCK, Words{});
   }
 
   // `count` values -> tiles [VALUE_WORDS, BLOCK]. A pair is of the values of two slots; the last one may be
   // of one slot twice.
   template <class Row>
   void pack_values(int64_t count, const Row& row, uint32_t* to) const {
+    const int64_t hd = this->hd, padded = this->padded;
     for (int64_t k = 0; k * W < count; k++) {
       const Value<E>* from[W];
       for (int i = 0; i < W; i++) from[i] = row(std::min(k * W + i, count - 1));

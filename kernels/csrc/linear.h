@@ -63,9 +63,10 @@ void linear_part(const Team& team, const Value<X>* x, const Portions& portions, 
       else if (w.format == Weight::W4A8)
         rounded_rows<Nibbles>(rounded, in_bytes, tall, rows, w, b, next, sums);
       else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
+      const int64_t first = item % blocks * width;
       for (int r = 0; r < rows; r++)
         for (int64_t c = 0; c < width; c += LANES) {
-          const int64_t column = item % blocks * width + c, place = (m + r) * N + column;
+          const int64_t column = first + c, place = (m + r) * N + column;
           if (column >= N) break;
           const auto at = [&](int64_t c) {
             const Floats sum = load<Floats>(sums + r * BLOCK + c);

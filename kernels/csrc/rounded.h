@@ -6,6 +6,25 @@
 
 namespace eagle {
 
+// `size` values in steps of their largest / most, LANES at a time: put(i, integers) from the i-th on, zeros after
+// the last. Returns the step.
+template <class E, class Put>
+inline float round_values(const Value<E>* x, int64_t size, float most, const Put& put) {
+  Ints largest = {};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Ints bits = (Ints)E::get(x + i, size - i) & 0x7FFFFFFF;  // ordered as magnitudes are
+    largest = bits > largest ? bits : largest;
+  }
+  const int32_t bits = largest_lane(largest);
+  float step;
+  std::memcpy(&step, &bits, sizeof step);
+  step /= most;
+  const Floats inverse = broadcast(step > 1e-30f ? 1.0f / step : 0.0f), nearest = broadcast(ROUND);
+  for (int64_t i = 0; i < size; i += LANES)
+    put(i, (Ints)(E::get(x + i, size - i) * inverse + nearest) - (Ints)nearest);
+  return step;
+}
+
 // How x is rounded for a weight: every `group` inputs have a scale, `per_word` make a word, and `added` was added to
 // the values of the weight, for AMX nothing.
 struct Rounding {
@@ -46,7 +65,7 @@ struct Rounded {
   uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * TALL * how.words(K)]; }
   static int64_t group_of(int64_t tile, int64_t K, const Rounding& how) { return tile * TALL * how.groups(K); }
 
-  // Each thread its share of x [M, K], whole groups of a tile: what threads write lies apart. Then all meet.
+  // Each thread rounds its share of x [M, K], whole groups of a tile. Then all meet.
   template <class X>
   void round(const Team& team, const Value<X>* x, const Portions& portions, int64_t K, const Rounding& how) {
     for (const Portion& portion : portions) round_rows<X>(team, x, portion, K, how);
@@ -55,15 +74,20 @@ struct Rounded {
   template <class X>
   void round_rows(const Team& team, const Value<X>* x, const Portion& of, int64_t K, const Rounding& how) {
     const int64_t tall = tile_size(of.rows, TALL), all = TILE_ROWS ? tall : loop_rows(tall), groups = how.groups(K);
-    const auto one = how.group <= 64 ? group<X, 64> : group<X, Rounding::MOST>;
     team.share(tiles_of(of.rows, TALL) * groups, [&](int64_t item) {
       const int64_t tile = item / groups, g = item % groups, from = g * how.group;
       const int64_t rows = std::min(tall, of.rows - tile * tall), size = std::min(how.group, K - from);
       for (int64_t r = 0; r < rows; r++) {
         const int64_t here = of.first / TALL + tile, place = group_of(here, K, how) + g * all + r;
         const Value<X>* row = x + (of.first + tile * tall + r) * K;
-        alignas(64) char q[2 * Rounding::MOST];
-        offsets[place] = -how.added * one(row + from, size, how.per_word, q, scales[place]);
+        alignas(64) char q[2 * Rounding::MOST] = {};  // zeros at the end
+        Ints sum = {};
+        scales[place] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
+          sum += x;
+          if (how.per_word == 4) store_bytes(q + i, x);
+          else store_shorts(q + 2 * i, (Words)x);
+        });
+        offsets[place] = -how.added * sum_of_lanes(sum);
         uint32_t* to = words_of(here, K, how);
         if constexpr (TILE_ROWS) {
           std::memcpy(to + (g * tall + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
@@ -73,34 +97,6 @@ struct Rounded {
         }
       }
     });
-  }
-
-  // `size` values, at most MOST -> as many integers q, the nearest to x in steps of the largest / 127, of which
-  // `per_word` make a word. Returns their sum.
-  template <class X, int64_t MOST>
-  static int32_t group(const Value<X>* x, int64_t size, int64_t per_word, char* q, float& scale) {
-    const Floats nearest = broadcast(ROUND);
-    Floats values[MOST / LANES];
-    Ints most = {}, sum = {};
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < MOST; i += LANES) {
-      Floats& value = values[i / LANES];
-      value = i + LANES <= size ? X::get(x + i) : i < size ? X::get(x + i, size - i) : Floats{};
-      const Ints bits = (Ints)value & 0x7FFFFFFF;  // ordered as magnitudes are, and a NaN is above all
-      most = bits > most ? bits : most;
-    }
-    const int32_t largest = largest_lane(most);
-    std::memcpy(&scale, &largest, sizeof scale);
-    scale /= 127.0f;
-    const Floats inverse = broadcast(scale > 1e-30f ? 1.0f / scale : 0.0f);
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < MOST; i += LANES) {
-      const Ints rounded = (Ints)(values[i / LANES] * inverse + nearest) - (Ints)nearest;
-      sum += rounded;
-      if (per_word == 4) store_bytes(q + i, rounded);
-      else store_shorts(q + 2 * i, (Words)rounded);
-    }
-    return sum_of_lanes(sum);
   }
 };
 

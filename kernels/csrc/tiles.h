@@ -13,7 +13,9 @@ template <class T>
 struct Room {
   std::unique_ptr<T[], Free> data;
   explicit Room(int64_t count)
-      : data(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64))) {}
+      : data(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64))) {
+    if (count && !data) throw std::bad_alloc();
+  }
   operator T*() const { return data.get(); }
 };
 

@@ -116,7 +116,7 @@ std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64
   const Numbers scores({B, R, k});
   const Longs ids({B, R, k});
   struct Chunk {
-    float most, sum;
+    float sum;
     std::vector<Best> best;  // k at most, in order
   };
   const int64_t chunks = chunks_of(V);
@@ -128,10 +128,8 @@ std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64
     float least = LEAST;  // of the k best so far
     for (int64_t i = first; i < end; i += LANES) {
       const Floats x = shifted(from, shift, i, end - i);
-      const Ints larger = x > least;
-      int any = 0;
-      for (int l = 0; l < LANES; l++) any |= larger[l];
-      if (!any && int64_t(best.size()) == k) continue;
+      const Ints larger = x > least;  // -1 where it is
+      if (!sum_of_lanes(larger) && int64_t(best.size()) == k) continue;
       for (int64_t l = 0; l < std::min<int64_t>(LANES, end - i); l++) {
         const Best one{x[l], i + l};
         if (int64_t(best.size()) == k) {
@@ -142,10 +140,10 @@ std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64
       }
       least = int64_t(best.size()) == k ? best.back().value : LEAST;
     }
-    mine.most = best.front().value;
+    const float most = best.front().value;
     Floats sum{};
     for (int64_t i = first; i < end; i += LANES) {
-      Floats e = exponential(shifted(from, shift, i, end - i) - mine.most);
+      Floats e = exponential(shifted(from, shift, i, end - i) - most);
       if (end - i < LANES)
         for (int64_t l = end - i; l < LANES; l++) e[l] = 0;
       sum += e;
@@ -156,14 +154,11 @@ std::tuple<Numbers, Longs> rank(const Numbers& logits, const Maybe& noise, int64
   for (int64_t row = 0; row < rows; row++) {
     const Chunk* of_row = &found[row * chunks];
     std::vector<Best> best;
-    float most = LEAST;
     double sum = 0;
-    for (int64_t c = 0; c < chunks; c++) {
-      best.insert(best.end(), of_row[c].best.begin(), of_row[c].best.end());
-      most = std::max(most, of_row[c].most);
-    }
-    for (int64_t c = 0; c < chunks; c++) sum += of_row[c].sum * std::exp(double(of_row[c].most) - most);
+    for (int64_t c = 0; c < chunks; c++) best.insert(best.end(), of_row[c].best.begin(), of_row[c].best.end());
     std::partial_sort(best.begin(), best.begin() + k, best.end());
+    const float most = best[0].value;
+    for (int64_t c = 0; c < chunks; c++) sum += of_row[c].sum * std::exp(double(of_row[c].best[0].value) - most);
     const float all = most + float(std::log(sum));
     for (int64_t i = 0; i < k; i++) {
       scores[row * k + i] = best[i].value - all;
