@@ -25,7 +25,7 @@ TURNS = 3  # of --compare
 
 def parser() -> Options:
     """Declare the options, each with its rules."""
-    p = Options("Generate text, losslessly faster with a draft head.")
+    p = Options("Generate text, plainly or with speculative decoding.")
     add, refuse = p.add_argument, p.refuse
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")

@@ -155,7 +155,7 @@ def record_answers(
     target: Transformer, recorder: Recorder, prompts: list[list[int]], stop_ids, tokens: int,
     temperature: float
 ) -> list[Answer]:
-    """The answers, `tokens` at most, and what of the recorder's trees is accepted."""
+    """Decode answers of at most `tokens` tokens, and count what of the recorder's trees is accepted."""
     answers = []
     for first in range(0, len(prompts), 8):
         some = prompts[first : first + 8]
@@ -206,7 +206,7 @@ def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeS
 
 
 def _rights(growth: Growth, truth: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """The scores of all candidates [R, n], and whether they and all above them are the text's.
+    """Return the scores of all candidates [R, n], and whether they and all above them are the text's.
 
     rows, truth: as for `count_accepted`.
     """

@@ -47,7 +47,7 @@ def _dynamo():
 
 
 def compile_graph(function: Callable, **options) -> Callable:
-    """torch.compile as one graph, or not at all."""
+    """Compile a function as one graph. Raise where it cannot be one."""
     # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
     traced = _dynamo().dont_skip_tracing(function)
 
@@ -66,7 +66,7 @@ class CompiledFunction:
 
     Arguments are those modules, tensors (of one shape, except dimensions marked dynamic), tuples of them and
     constants. Each combination of modules, shapes and constants is compiled by its first call, which `say`
-    announces. Later calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for
+    announces. Later calls bypass torch.compile, and the graph is saved in torch.compile's cache folder for
     the next process. Modules that are alike, as the views of two places of a batch are, share one graph,
     which is loaded once.
     If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
@@ -124,7 +124,6 @@ def make_graph(function: Callable, args: tuple, path: Path, say: Callable[[str],
 
     say: gets a line if it cannot be saved: the next process compiles again.
     """
-    # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
     settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
     no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     # Torch 2.11 writes out all that an operator of ours is computed from, for its log: minutes for a tree.
@@ -228,7 +227,7 @@ def variant_of(arg) -> object:
 
 
 def _stable(value) -> object:
-    """A value in words that another process would choose too."""
+    """Describe a value, in the same words in every process."""
     if isinstance(value, TorchBackend):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -278,7 +278,7 @@ class Engine:
                 request.place = place
 
     def _live(self, place: int) -> int:
-        """Slots of a place that mean something, at most."""
+        """Return an upper bound on the slots in use in a place."""
         if request := self._requests[place]:
             return min(request.length + (self.lag + 1) * self.window, self.slots)
         return len(self._kept[place])

@@ -258,8 +258,8 @@ class Passes:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the target's logits of all rows of a prompt's chunk, also of those after its end: kernels
-        exist for these numbers of rows.
+        """Return the target's logits of a whole chunk, with rows after the prompt's end: kernels exist for
+        full chunks only.
         """
         with self.here():
             return self.target.logits(x)

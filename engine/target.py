@@ -226,8 +226,9 @@ class Target:
     def _tuner(self, drafter: Drafter | None, drafting: Drafting) -> Tuner | None:
         """Make what chooses among trees; None: the drafter's own tree is drafted.
 
-        Trees are chosen with --tree auto, and without --tree where one more costs nothing: on a CPU, where no
-        step is compiled. Several ranks draft one tree: each measures other times, and would choose another.
+        Trees are chosen with --tree auto, and without --tree on a CPU where no step is compiled: there a tree
+        costs a few trial steps. Several ranks draft one tree: each measures other times, and would choose
+        another.
         """
         free = not (self.model.embed.weight.is_cuda or self._compiles)
         if self.model.ranks is not None:

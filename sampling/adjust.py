@@ -11,7 +11,7 @@ def adjust(logits: Tensor, state, tokens: Tensor, ancestors: Tensor) -> Tensor:
     """The logits [B, T, V] at the nodes of a tree, moved by penalties and biases.
 
     state: an `engine.state.State`, which holds these. tokens [B, T]: the tree's, root first; ancestors
-    [B, T, T]: who stands above whom, each node above itself. At a node the output also holds the tokens on
+    [B, T, T]: row i marks node j if j is i or an ancestor of i. At a node the output also holds the tokens on
     its path.
     """
     penalties = state.presence, state.frequency, state.repetition

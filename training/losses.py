@@ -95,7 +95,7 @@ class Objective:
     loss(batch, states, scored, seeds) returns (loss [], correct first choices [steps]) of a batch with the
     target's states on it. The batch may be a part of an optimizer step: scored counts the predictions of each
     draft step in all of it. seeds: of the noise on each row. A first choice is correct if it is the target's
-    among the draft ids, and a token of the text that is none of them is a miss.
+    among the draft ids. A token of the text outside them is a miss.
     """
 
     outputs = None  # one of `training.chains`

@@ -26,7 +26,7 @@ inline void pause() {
 
 using Clock = std::chrono::steady_clock;
 
-// Wait until `word` is not `old`, awake for so long, then asleep. Returns for how long, but for the first moment.
+// Wait until `word` differs from `old`: spin for `awake`, then sleep. Returns the time after the first moment.
 inline Clock::duration wait_for_change(const std::atomic<uint32_t>& word, uint32_t old, Clock::duration awake) {
   for (int i = 0; i < 512; i++, pause())
     if (word.load(std::memory_order_acquire) != old) return {};

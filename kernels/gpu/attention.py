@@ -217,7 +217,7 @@ def tiles(rows: int, dtype: torch.dtype, shared: int, head: int) -> tuple[int, i
     """
     if dtype == torch.float32 and not INTERPRETED:  # products without tensor cores fill registers
         return 16, 16, 4, 1
-    if head > 128:  # no family here has such heads; they fit
+    if head > 128:  # Gemma 3 has heads of 256
         return (16 if rows <= 16 else 32 if rows <= 32 else 64), 32, 8, 2
     stages = 3 if shared >= PLENTY else 2
     if rows <= 32:

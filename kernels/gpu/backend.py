@@ -17,7 +17,7 @@ from model import KVCaches, Transformer
 from networks.head import Head
 from tree import Growth, Tree
 
-MADE_OF = {"attend": ("visible_slots", "visible_before", "reads_length")}  # attributes that use a kernel
+MADE_OF = {"attend": ("visible_slots", "visible_before", "reads_length")}  # attributes of a part
 
 
 class CudaBackend(TorchBackend):

@@ -1,7 +1,7 @@
 """Our kernels compared with their definitions, on this device and at a model's sizes.
 
-`failures` runs a module that calls `main`, in processes of their own, as an illegal address ends every later
-call of the process that meets it. It keeps the result beside the compiled graphs. A backend without the
+`failures` starts child processes that call `main`: after an illegal address a process cannot use the GPU. The
+result is kept beside the compiled graphs. A backend without the
 kernels that failed computes by their definitions.
 """
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Launch options of our kernels, and memory that they share.
 
-A kernel runs after the one before it has ended or, if asked for, is set up while that one runs.
-
 TORCHINDUCTOR_ENABLE_PDL=1 in the environment, which torch.compile's kernels read too, enables programmatic
 dependent launch: a kernel is set up early and waits, before it touches memory, until the one before it has
 ended. Compute capability 9.0 and later have it. Its gain has not been measured.

@@ -300,7 +300,7 @@ def tiles(rows: int, dtype: torch.dtype, bits: int) -> list[triton.Config]:
     """Return the configurations to try for the rows of a tile, the best guess first. bits: of a value.
 
     The first of each spills no registers on an A100, an H100 and a B200, and fits them; what does not fit is
-    passed over. A multiprocessor of an H100 holds as many programs as each says. The tiles of 16 to 64 rows
+    passed over. RESIDENT: programs that a multiprocessor of an H100 holds. The tiles of 16 to 64 rows
     were chosen by measurement on an H200.
     """
     if dtype == torch.float32:  # for tests of correctness: products without tensor cores fill registers
@@ -323,7 +323,7 @@ def _tile(columns: int, depth: int, warps: int, stages: int, resident: int) -> t
 
 @cache
 def _tuned(rows: int, bits: int):
-    """The kernel. It measures `tiles` at its first call for an N and K, and keeps the result on disk."""
+    """Return the kernel. It measures `tiles` at its first call for an N, K and group, and keeps the result."""
     def milliseconds(call, quantiles):
         try:
             return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
