@@ -323,7 +323,7 @@ def _tile(columns: int, depth: int, warps: int, stages: int, resident: int) -> t
 
 @cache
 def _tuned(rows: int, bits: int):
-    """Return the kernel. It measures `tiles` at its first call for an N, K and group, and keeps the result."""
+    """Return the kernel. It measures `tiles` at its first call for an N, K and group, and keeps that."""
     def milliseconds(call, quantiles):
         try:
             return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
