@@ -50,13 +50,13 @@ def tiny(longest: int) -> tuple[Transformer, Eagle3Head]:
 
 
 @torch.no_grad()
-def last_chunk(length: int, on_kernels: bool, reach: int = 0) -> Made:
+def last_chunk(length: int, on_kernels: bool) -> Made:
     """What the pass over the last chunk of a prompt makes, the largest of all: it looks back on the others.
     """
     target, head = tiny(2 * length)
     if on_kernels:
         assert choose_backend("cpu").prepare(target, head)
-    drafter = Eagle(head, TreeShape(8, 2, 3), reach=reach)
+    drafter = Eagle(head, TreeShape(8, 2, 3))
     engine = Engine(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
     request = engine.admit([7] * length, Sampling(1))
     request.read = length - CHUNK

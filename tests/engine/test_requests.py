@@ -1,6 +1,4 @@
-"""Options of requests, each and all together: the option matters, outputs fit a JSON schema."""
-import json
-
+"""Options of requests, each and all together."""
 import pytest
 import torch
 from helpers.decoding import ids, load, plain, prompts, speculative
@@ -68,30 +66,3 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert inside
     again = fast.generate("hello there", **settings)
     assert again.ids == whole.ids and again.stop is None
-
-
-SCHEMA = json.dumps({
-    "type": "object", "additionalProperties": False, "required": ["word", "count", "more"],
-    "properties": {
-        "word": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "minimum": 0, "maximum": 99},
-        "more": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-    },
-})
-
-
-def fits(text: str) -> bool:
-    value = json.loads(text)
-    return (
-        value.keys() == {"word", "count", "more"} and len(value["word"]) <= 8 and 0 <= value["count"] <= 99
-        and len(value["more"]) <= 3 and set(value["more"]) <= {"red", "green", "blue"}
-    )
-
-
-@pytest.mark.parametrize("temperature", (0.0, 1.5))
-def test_the_output_fits(golden, temperature):
-    model = load(golden, "eagle3", tree=TreeShape(16, 3, 4), compile=False)
-    for seed in range(3):
-        settings = {"max_new_tokens": 230, "temperature": temperature, "seed": seed}
-        result = model.generate(f"number {seed}", json_schema=SCHEMA, **settings)
-        assert result.finish == "stop" and fits(result.text)
-    assert max(result.accept_lengths) > 1
