@@ -87,7 +87,7 @@ sanitize() {
     # Each tensor is an allocation of its own, so that reading beyond it is an error.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 70 "$1" compute-sanitizer --tool "$1" --error-exitcode 99 \
         --target-processes application-only "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -x \
-        -p no:cacheprovider -k "sizes0 or test_move or share_tiles or (gpu and (emit or accept or extend))" \
+        -p no:cacheprovider -k "sizes0 or test_move or share_tiles or (gpu and (emit or accept or extend or move))" \
         tests/kernels/gpu tests/kernels/test_parts.py
 }
 

@@ -26,9 +26,3 @@ def one_build_at_a_time(tmp_path_factory):
 def each_isa(request) -> cpu.CpuBackend:
     """The CPU backend of each instruction set."""
     return cpu.CpuBackend.load(request.param)
-
-
-@pytest.fixture
-def kernels() -> cpu.CpuBackend:
-    """The CPU backend of the best instruction set."""
-    return cpu.CpuBackend.load()

@@ -99,55 +99,35 @@ def test_programmatic_launch():
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
-REQUESTS, ROW = {"temperature": F32, "top_k": I64, "top_p": F32}, {"T": ANY, "V": "i32"}
-CHUNKS = {"CHUNK": sampling.SORTED, "CHUNKS": 63}
-OTHERS = {
-    "rank": (ranking.best_kernel, {
-        "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
-        "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 16,
-        "CHUNK": ranking.CHUNK, "CHUNKS": 16, "NOISY": True, "CHOSEN": False, "NAMED": True, "SCORED": True,
-    }, 4),
-    "draw": (ranking.best_kernel, {
-        "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
-        "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 1,
-        "CHUNK": ranking.CHUNK, "CHUNKS": 63, "NOISY": True, "CHOSEN": True, "NAMED": False, "SCORED": False,
-    }, 4),
-    "extend": (growing.extend_kernel, {
-        "scores": F32, "tokens": I64, "old_scores": F32, "old_tokens": I64, "old_parents": I64,
-        "beam_scores": F32, "beam_flat": I64, "beam_sees": BOOL, "all_scores": F32, "all_tokens": I64,
-        "all_parents": I64, "rows": I64, "next_scores": F32, "next_tokens": I64, "next_flat": I64,
-        "next_sees": BOOL, "C": ANY, "K": ANY, "M": ANY, "BEST": 16, "CHILDREN": 128, "SEEN": 128,
-    }, 4),
-    "prune": (growing.prune_kernel, {
-        "scores": F32, "tokens": I64, "parents": I64, "root": I64, "tree_tokens": I64, "tree_parent": I64,
-        "depth": I64, "ancestors": BOOL, "tree_scores": F32, "place": I32, "C": ANY, "T": ANY, "LEVELS": ANY,
-        "CANDIDATES": 1024, "NODES": 64, "SOME": 16,
-    }, 8),
-    "accept": (growing.accept_kernel, {
-        "tokens": I64, "parent": I64, "depth": I64, "chosen": I64, "path": I64, "count": I64, "T": ANY,
-        "W": ANY, "NODES": 64, "WINDOW": 16,
-    }, 4),
-    "emit": (growing.emit_kernel, {
-        "tokens": I64, "count": I64, "text": I64, "length": I64, "done": BOOL, "out": I64, "limit": I64,
-        "stop_ids": I64, "appended": I64, "W": ANY, "S": ANY, "STOPS": ANY, "WIDTH": ANY, "WINDOW": 16,
-        "SOME": 16,
-    }, 1),
-    "move": (cache.move_kernel, {
-        "kv": BF16, "source": I64, "target": I64, "S": "i32", "W": ANY, "plane_size": ANY, "HEAD": 128,
-        "HEADS": 8,
-        "WINDOW": 16, "WIDTH": 128,
-    }, 4),
-    "gumbel": (sampling.gumbel_kernel, {
-        "key": I64, "positions": I64, "temperature": F32, "out": F32, "W": ANY, "V": "i32",
-        "CHUNK": sampling.CHUNK,
-    }, 4),
-    "sort": (sampling.sort_kernel, {"logits": F32, **REQUESTS, "order": I32, **ROW, **CHUNKS}, 8),
-    "weigh": (sampling.weigh_kernel, {"order": I32, **REQUESTS, "mass": I64, **ROW, **CHUNKS, "WIDE": 64}, 8),
-    "bar": (sampling.bar_kernel, {
-        "order": I32, "mass": I64, **REQUESTS, "bars": I32, **ROW, **CHUNKS, "WIDE": 64,
-    }, 8),
-    "cut": (sampling.cut_kernel, {"logits": F32, "bars": I32, "out": F32, "V": "i32", "CHUNK": 2048}, 4),
+KINDS = {  # of arguments, by name; others in capitals are any integers, the rest int64
+    "V": "i32", "plane_size": ANY, "kv": BF16,
+    **dict.fromkeys(("arrived", "place", "order", "bars"), I32),
+    **dict.fromkeys(("beam_sees", "next_sees", "ancestors", "done"), BOOL),
+    **dict.fromkeys(("logits", "noise", "sums", "temperature", "top_p", "out"), F32),
+    **dict.fromkeys((f"{of}scores" for of in ("", "old_", "beam_", "all_", "next_", "tree_")), F32),
 }
+BEST, CHUNKS = {"CHUNK": ranking.CHUNK, "NOISY": True}, {"CHUNK": sampling.SORTED, "CHUNKS": 63}
+OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
+    "rank": (ranking.best_kernel, 4, BEST | {
+        "BEST": 16, "CHUNKS": 16, "CHOSEN": False, "NAMED": True, "SCORED": True}),
+    "draw": (ranking.best_kernel, 4, BEST | {
+        "BEST": 1, "CHUNKS": 63, "CHOSEN": True, "NAMED": False, "SCORED": False}),
+    "extend": (growing.extend_kernel, 4, {"BEST": 16, "CHILDREN": 128, "SEEN": 128}),
+    "prune": (growing.prune_kernel, 8, {"CANDIDATES": 1024, "NODES": 64, "SOME": 16}),
+    "accept": (growing.accept_kernel, 4, {"NODES": 64, "WINDOW": 16}),
+    "emit": (growing.emit_kernel, 1, {"out": I64, "WINDOW": 16, "SOME": 16}),
+    "move": (cache.move_kernel, 4, {"S": "i32", "HEAD": 128, "HEADS": 8, "WINDOW": 16, "WIDTH": 128}),
+    "gumbel": (sampling.gumbel_kernel, 4, {"CHUNK": sampling.CHUNK}),
+    "sort": (sampling.sort_kernel, 8, CHUNKS), "weigh": (sampling.weigh_kernel, 8, CHUNKS | {"WIDE": 64}),
+    "bar": (sampling.bar_kernel, 8, CHUNKS | {"WIDE": 64}), "cut": (sampling.cut_kernel, 4, {"CHUNK": 2048}),
+}
+
+
+def arguments(kernel, given: dict, integers=ANY) -> dict:
+    """Its arguments for `compile_for`. integers: what any integer is."""
+    names = [param.name for param in kernel.params if param.name != "EARLY"]
+    kinds = [(KINDS | given).get(name, ANY if name.isupper() else I64) for name in names]
+    return {name: integers if kind == ANY else kind for name, kind in zip(names, kinds)}
 
 
 @pytest.mark.parametrize("capability", THREE)
@@ -155,10 +135,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others(capability, name, one):
     """one: all integers are 1, for which Triton compiles a kernel of its own."""
-    kernel, given, warps = OTHERS[name]
-    if one:
-        given = {name: 1 if kind == ANY else kind for name, kind in given.items()}
-    made = compile_for(capability, kernel, given, warps)
+    kernel, warps, given = OTHERS[name]
+    made = compile_for(capability, kernel, arguments(kernel, given, 1 if one else ANY), warps)
     assert made.shared <= SHARED[capability] and made.spilled == 0
 
 

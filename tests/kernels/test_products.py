@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws, same
 
+from kernels.cpu import CpuBackend
 from kernels.packed import FLOAT32, GATES, SAME, Packed, PackedLinear, pack, pack_scale
 from kernels.quantized import QuantizedLinear, QuantizedStack, round_inputs
 from model import ACTIVATIONS
@@ -134,9 +135,9 @@ def test_a_row_never_depends_on_its_company(each_isa, dtype):
 
 
 @pytest.fixture
-def multiply(kernels):
+def multiply():
     """A product that several threads share."""
-    draw = draws(1)
+    kernels, draw = CpuBackend.load(), draws(1)
     x, packed = draw(5, 256), pack(kernels, draw(900, 256), None, torch.float32)
     return lambda: linear(kernels, x, packed, 900)
 

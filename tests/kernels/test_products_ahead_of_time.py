@@ -95,21 +95,6 @@ def test_one_row(kind):
     assert made.shared <= SHARED[90] and made.spilled == 0 and made.on_tensor_cores
 
 
-def test_what_is_looked_for_in_machine_code():
-    """A product in flight whose input is overwritten, and shared memory that is."""
-    def code(wait: str) -> str:
-        loop = ("LDS.64 R58, [R2]", "HGMMA.64x64x16.F32.BF16 R24, R56, gdesc[UR16], R24, gsb0",
-                f"WARPGROUP.DEPBAR.LE gsb0, {wait}", "@!P0 BRA 0x0010")
-        return "\n".join(f"/*{16 + 16 * i:04x}*/ {x} ; /* 0x{i:016x} */" for i, x in enumerate(loop))
-
-    assert overwritten_registers(code("0x1")) == ["LDS.64 R58, [R2]"]
-    assert not overwritten_registers(code("0x0"))
-    product, write = "wgmma.mma_async.sync a;", "st.shared.b32 [a], b;"
-    assert unguarded_writes("\n".join((product, write))) == [write]
-    assert not unguarded_writes("\n".join((write, product, "bar.sync 0;", write)))
-    assert unguarded_writes("\n".join(("$L:", write, product, "@%p bra $L;"))) == [write]
-
-
 @pytest.mark.dear
 @pytest.mark.parametrize("kind", ("int8", "int4/64"))
 @pytest.mark.parametrize("rows", ROWS)

@@ -9,6 +9,12 @@ if not here.CAN:
 torch.backends.cuda.enable_cudnn_sdp(False)  # racecheck finds hazards in its kernel (cuDNN of torch 2.11)
 
 
+@pytest.fixture(autouse=True)
+def decoding():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the kernels run."""

@@ -4,11 +4,9 @@ import torch
 from helpers.ahead_of_time import dear
 
 from kernels.backend import TORCH
-from kernels.float8 import Float8Caches
 from kernels.gpu import attention, cases, check
-from kernels.gpu.cache import Float8LayerCaches, LayerCaches, move_slots
+from kernels.gpu.cache import move_slots
 from kernels.gpu.launch import counters
-from model import KVCaches, ModelArgs
 
 DTYPES = [torch.float32]
 if torch.cuda.is_available():  # the interpreter multiplies 16-bit numbers in its own way
@@ -46,7 +44,6 @@ def made(device, monkeypatch):
     assert not counters(torch.empty(0, device=device).device, 1).any()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", CASES)
 def test_attention(made, backend, dtype, sizes):
@@ -56,7 +53,6 @@ def test_attention(made, backend, dtype, sizes):
     assert check.difference(case.run(backend), case.run(backend), 0) is None
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 def test_two_accumulators_on_blackwell(made, backend, monkeypatch, dtype):
     """Where products are on tensor cores. The numbers are right."""
@@ -71,7 +67,6 @@ def test_two_accumulators_on_blackwell(made, backend, monkeypatch, dtype):
     assert {*seen} == {dtype == torch.float16}
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
 def test_attention_over_float8(made, backend, dtype, sizes):
@@ -93,22 +88,3 @@ def test_move_in_a_cache_of_gigabytes(device):
         planes[plane, 5], planes[plane, 6] = plane + 1, 0
     move_slots(kv, torch.tensor([[5]], device=device), torch.tensor([[6]], device=device))
     assert planes[:, 6, 0].tolist() == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("W", (1, 3, 9))
-@pytest.mark.parametrize("ours, defined", [(LayerCaches, KVCaches), (Float8LayerCaches, Float8Caches)])
-def test_move(device, W, ours, defined):
-    draw = torch.Generator().manual_seed(W)
-    args = ModelArgs(32, 64, 32, 3, 4, 2, 20)
-    caches = ours.of(args, 2, 40, torch.float32, device, None)
-    caches[0].kv.copy_(torch.randint(0, 100, caches[0].kv.shape, generator=draw))
-    single = defined.of(args, 2, 40, torch.float32, device, None)
-    for ours, theirs in zip(single, caches):
-        ours.k.copy_(theirs.k)
-        ours.v.copy_(theirs.v)
-    target = torch.tensor([[5], [20]], device=device) + torch.arange(W, device=device)
-    source = target + torch.randint(0, 6, (2, W), generator=draw).to(device)  # overlaps what is written
-    caches.move(source, target)
-    single.move(source, target)
-    for ours, theirs in zip(single, caches):
-        assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)

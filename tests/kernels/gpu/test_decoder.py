@@ -54,43 +54,39 @@ def test_golden_trace(on_kernels, path):
     replay(speculative((target, head3 if path.stem.startswith("eagle3") else head1), shape_of(path)), path)
 
 
-def test_layers_with_windows(device, backend):
-    """A tiny Gemma: its text on the kernels is that of the definition, plain and drafted by prompt lookup."""
-    torch.manual_seed(0)
-    target = Transformer(ModelArgs(
+FAMILIES = {
+    "Gemma": ModelArgs(
         64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, output_norms=True,
         activation="gelu_tanh", scaled_embedding=True, zero_centred=True, query_scalar=24.0,
-    )).requires_grad_(False).eval()
+    ),
+    "gpt-oss": ModelArgs(
+        64, 32, 32, 2, 4, 2, 16, num_experts=6, experts_per_token=2, windows=(9, 0), sinks=True, biases=True,
+        qkv_bias=True, activation="clamped_swiglu",
+    ),
+}
+
+
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
+def test_tiny_families(device, backend, args):
+    """Their text on the kernels is that of the definition, plain and drafted by prompt lookup."""
+    torch.manual_seed(0)
+    target = Transformer(args).requires_grad_(False).eval()
+    if args.num_experts:
+        for layer in target.layers:
+            replace_all(layer.mlp, Scheme(None, 0, None, "mxfp4"))
+        for name, x in target.named_parameters():
+            if x.is_floating_point():
+                x.normal_(std=0.2)
+            else:
+                x.random_(*(121, 126) if name.endswith("scale") else (0, 256))
     options = {"max_seq_len": 60, "compile": False, "chunks": (16,)}
     made = [list(range(3, 23)) + [5, 6]], [Sampling(TOKENS)]
     written = ids(Engine(target, **options), *made)
     backend.prepare(target.to(device))
+    assert all((type(layer.mlp) is GroupedExperts) == bool(args.num_experts) for layer in target.layers)
     for drafter in (None, Lookup()):
         engine = Engine(target, drafter, **options)
         assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written
-
-
-def test_mixtures(device, backend):
-    """A tiny gpt-oss: its text on the kernels is that of the definition, plain and by prompt lookup."""
-    torch.manual_seed(0)
-    target = Transformer(ModelArgs(
-        64, 32, 32, 2, 4, 2, 16, num_experts=6, experts_per_token=2, windows=(9, 0), sinks=True, biases=True,
-        qkv_bias=True, activation="clamped_swiglu",
-    )).requires_grad_(False).eval()
-    for layer in target.layers:
-        replace_all(layer.mlp, Scheme(None, 0, None, "mxfp4"))
-    for name, x in target.named_parameters():
-        if x.is_floating_point():
-            x.normal_(std=0.2)
-        else:
-            x.random_(*(121, 126) if name.endswith("scale") else (0, 256))
-    options = {"max_seq_len": 60, "compile": False, "chunks": (16,)}
-    made = [list(range(3, 23)) + [5, 6]], [Sampling(TOKENS)]
-    written = ids(Engine(target, **options), *made)
-    backend.prepare(target.to(device))
-    assert all(type(layer.mlp) is GroupedExperts for layer in target.layers)
-    for drafter in (None, Lookup()):
-        assert ids(Engine(target, drafter, **options), *made) == written
 
 
 @pytest.mark.parametrize("name", COUPLED)

@@ -18,12 +18,6 @@ WEIGHTS = [
 E, A, H, INNER = 7, 3, 192, 96  # tiles divide neither
 
 
-@pytest.fixture(autouse=True)
-def decoding():
-    with torch.no_grad():
-        yield
-
-
 def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
     """Random experts."""
     layer = Experts(ModelArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, **options))

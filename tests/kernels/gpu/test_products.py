@@ -15,12 +15,6 @@ ROUNDED = [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else 
 WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
 
 
-@pytest.fixture(autouse=True)
-def decoding():
-    with torch.no_grad():
-        yield
-
-
 def case(device, dtype, mode, group, rows, N, K, bias=True):
     """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
