@@ -7,10 +7,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers.converting import assert_same, fused
 from helpers.families import GEMMA3, LAYERS, H, V, make_target
 from helpers.hybrids import make_hybrid
-from helpers.sources import CONFIG, target_state, write_gguf
+from helpers.sources import target_state, write_gguf
 from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
@@ -19,20 +18,11 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_f32(tmp_path, tied):
-    config = {**CONFIG, "tie_word_embeddings": tied}
-    out = convert(write_gguf(tmp_path / "m.gguf", target_state(config), config), tmp_path / "out", quiet=True)
-    assert_same(load_file(out / "model.safetensors"), fused(target_state(config)))
-    written = read_config(out)
-    assert written["norm_eps"] == 1e-5 and written["tie_embeddings"] == tied and written["stop_ids"] == [3, 5]
-
-
-def test_quantised(tmp_path, monkeypatch):
+def test_quantised(tmp_path, target, monkeypatch):
     # One head per block, so that tensors come in several.
     monkeypatch.setattr(gguf_source, "BLOCK_BYTES", 16 * 4 * 32)
     out = convert(write_gguf(tmp_path / "m.gguf", target_state(), kind="Q8_0"), tmp_path / "out", quiet=True)
-    state, exact = load_file(out / "model.safetensors"), fused(target_state())
+    state, exact = (load_file(folder / "model.safetensors") for folder in (out, target))
     assert state.keys() == exact.keys()
     for name, tensor in exact.items():
         assert state[name].dtype == torch.bfloat16
@@ -214,6 +204,7 @@ def test_every_family_gives_the_same_folder(tmp_path, name, arch):
             torch.testing.assert_close(x[n], y[n], rtol=0, atol=off, msg=lambda m, n=n: f"{n}: {m}")
         one, two = (comparable(read_config(folder / part)) for folder in folders)
         assert one == two
+    assert read_config(folders[1])["stop_ids"] == [3, 5]
 
 
 def test_experts_in_mxfp4_stay_so(tmp_path):

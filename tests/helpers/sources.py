@@ -63,33 +63,19 @@ def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", s
     return folder
 
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "model.layers.": "blk.", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
-    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate.": "ffn_gate_inp.",
-    "mlp.router.": "ffn_gate_inp.", "self_attn.sinks": "attn_sinks.weight",
+NEXTN = {  # of an MTP layer, the ninth here
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head_norm",
 }
-DELTA_NAMES = {  # of gated delta nets, and of their MTP layer, the ninth here
-    "post_attention_layernorm": "post_attention_norm", "mtp.layers.0.": "blk.8.",
-    "mtp.fc": "blk.8.nextn.eh_proj", "mtp.pre_fc_norm_embedding": "blk.8.nextn.enorm",
-    "mtp.pre_fc_norm_hidden": "blk.8.nextn.hnorm", "mtp.norm": "blk.8.nextn.shared_head_norm",
-    "linear_attn.in_proj_qkv.": "attn_qkv.", "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    **{f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
-}
-OTHER_NAMES = {
-    "gemma3": {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-               "post_feedforward_layernorm": "post_ffw_norm"},
-    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
-    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), DELTA_NAMES),
-}
+
+
+def gguf_name(known: gguf.TensorNameMap, name: str) -> str:
+    """llama.cpp's name for one of Hugging Face's, or for one that is its own but for the layer."""
+    if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
+        return f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
+    asked = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
+    found = known.get_name(asked, try_suffixes=(".weight", ".bias")) or asked.replace("model.layers", "blk")
+    return f"{found}.weight" if found.endswith("sinks") else found
 
 
 def write_gguf(
@@ -113,9 +99,9 @@ def write_gguf(
     w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
+    known = gguf.get_tensor_name_map(next(x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 9)
     for name, tensor in state.items():
-        for part, gguf_part in (GGUF_NAMES | OTHER_NAMES.get(arch, {})).items():
-            name = name.replace(part, gguf_part)
+        name = gguf_name(known, name)
         data = tensor.float()
         if arch == "llama" and re.search(r"attn_[qk]\.", name):  # halves of a head become neighbouring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
