@@ -1,11 +1,9 @@
 """Block heads in their published layouts, random, and what the papers say they draft, written plainly.
 
-The reference below reads the published tensors one by one, computes every text anew and grows its trees with
-a heap: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P-EAGLE 2602.01469.
+The reference below reads the published tensors one by one, computes every text anew and grows its trees
+level by level: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P-EAGLE 2602.01469.
 """
 from __future__ import annotations
-
-import heapq
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +16,10 @@ LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
 LABELS = ("p-eagle", "dflash", "dflash-windows", "jetspec", "dspark", "dspark-gated", "dspark-plain")
 
 
-def published(label: str, target: Transformer, block: int = 5, draft: int | None = None, seed: int = 0):
+def published(label: str, target: Transformer, draft: int | None = None):
     """(Tensors, config) of a random head of one of LABELS, as published. draft: size of its vocabulary."""
-    g, H, V = torch.Generator().manual_seed(seed), target.args.hidden_size, target.args.vocab_size
-    states = 3 if label == "p-eagle" else 2
+    g, H, V = torch.Generator().manual_seed(0), target.args.hidden_size, target.args.vocab_size
+    block, states = 5, 3 if label == "p-eagle" else 2
     D = draft or V
     shapes = {"fc.weight": (H, states * H), "norm.weight": (H,), "lm_head.weight": (D, H)}
     for i in range(LAYERS):
@@ -181,27 +179,18 @@ class Reference:
     def tree(
         self, ids: list[int], nodes: int, levels: int, noise: Tensor | None = None
     ) -> set[tuple[int, ...]]:
-        """The paths below the root, best first; a heap holds the next sibling and first child of each taken.
+        """The best paths below the root. None is better than what it extends: no level needs more of them.
 
         noise [levels, V]: what the target is sampled with at the places of the levels.
         """
-        rows = self.rows(ids)[:levels]
-
-        def ranked(path: tuple[int, ...]) -> tuple[list[float], list[int]]:
-            here = None if noise is None else noise[len(path)]
-            scores = self.children(rows[len(path)], path[-1] if path else ids[-1], here)
-            best = scores.sort(descending=True)
-            return best.values.tolist(), self.ids[best.indices].tolist()
-
-        taken: set[tuple[int, ...]] = set()
-        scores, tokens = ranked(())
-        heap = [(-scores[0], (tokens[0],), 0, 0.0, scores, tokens)]
-        while len(taken) < nodes - 1:
-            lost, path, place, above, scores, tokens = heapq.heappop(heap)
-            taken.add(path)
-            lost_by_next, next_path = -(above + scores[place + 1]), (*path[:-1], tokens[place + 1])
-            heapq.heappush(heap, (lost_by_next, next_path, place + 1, above, scores, tokens))
-            if len(path) < levels:
-                below, ids_below = ranked(path)
-                heapq.heappush(heap, (lost - below[0], (*path, ids_below[0]), 0, -lost, below, ids_below))
-        return taken
+        beam, found = {(): 0.0}, {}
+        for level, row in enumerate(self.rows(ids)[:levels]):
+            longer = {}
+            for path, above in beam.items():
+                here = None if noise is None else noise[level]
+                best = self.children(row, path[-1] if path else ids[-1], here).topk(nodes - 1)
+                for score, token in zip(best.values.tolist(), self.ids[best.indices].tolist()):
+                    longer[(*path, token)] = above + score
+            beam = dict(sorted(longer.items(), key=lambda item: -item[1])[: nodes - 1])
+            found |= beam
+        return set(sorted(found, key=found.get, reverse=True)[: nodes - 1])

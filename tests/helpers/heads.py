@@ -38,7 +38,7 @@ def layer_shapes(
 
 def make_head(
     kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, first="midlayer.", bias=False,
-    qkv_bias=False, qk_norm=False, aux=3, embedding=False, seed=7, vocab=V, **changes,
+    qkv_bias=False, qk_norm=False, aux=3, embedding=False, vocab=V, **changes,
 ) -> tuple[dict, dict]:
     """(Tensors, config) of a random head as published.
 
@@ -46,7 +46,7 @@ def make_head(
     target. first: what the tensors of an EAGLE-3 head's first layer begin with. aux: how many states of the
     target it reads. changes: keys of the config.
     """
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(7)
     wide = hidden if kind == "eagle" else 2 * hidden
     shapes = {"fc.weight": (hidden, 2 * hidden if kind == "eagle" else aux * target)}
     for k in range(layers):

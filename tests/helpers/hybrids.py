@@ -36,14 +36,14 @@ HYBRIDS = {
 }
 
 
-def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False, vocabulary: int = V):
+def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False):
     """Write the named model as its publishers do -> the model of transformers.
 
     mtp: with an MTP layer. wide: of `WIDE` sizes.
     """
     transformers = pytest.importorskip("transformers")
     config, model, changes, prefix = HYBRIDS[name]
-    sizes = {**SIZES, **DELTA, "vocab_size": vocabulary}
+    sizes = {**SIZES, **DELTA, "vocab_size": V}
     sizes = {"text_config": sizes, **changes} if "eyes" in name else sizes | changes
     if wide:
         sizes |= WIDE | (WIDE_MIXTURE if changes else {})

@@ -19,13 +19,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(*command, timeout: float = 300, **environment: str) -> str:
+def run(*command, timeout: float = 300) -> str:
     """Run a command in the repository, on one thread -> its stdout. Fails with the command and what it said.
     """
     command = [str(word) for word in command]
-    found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    found = {**ONE_THREAD, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     options = {"capture_output": True, "text": True, "timeout": timeout}
-    done = subprocess.run(command, cwd=ROOT, env=found | environment, **options)
+    done = subprocess.run(command, cwd=ROOT, env=found, **options)
     if done.returncode:
         said = done.stdout[-3000:] + done.stderr[-3000:]
         raise AssertionError(f"{' '.join(command)}\nended with {done.returncode}: {said}")

@@ -1,6 +1,5 @@
 """Runs that stop go on exactly, on one process or several, also after kill -9."""
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT
-from helpers.launching import Launch
+from helpers.launching import ONE_THREAD, Launch
 from helpers.training import log_of, options
 from safetensors.torch import load_file
 
@@ -21,7 +20,6 @@ from training.losses import Eagle3Objective
 from training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 # train.py that saves its state after every step.
 SAVING = "import sys, train; from training import trainer; trainer.SAVE_SECONDS = 0; sys.exit(train.main())"
 
