@@ -53,3 +53,11 @@ def models1(golden, models):
     from checkpoint.loading import load_head
 
     return models[0], load_head(golden / "eagle", models[0], "eagle")
+
+
+@pytest.fixture(scope="session")
+def llm(golden):
+    """The golden target that decodes plainly, two texts at a time."""
+    from helpers.decoding import load
+
+    return load(golden, compile=False, batch=2)

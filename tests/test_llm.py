@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
-from helpers.decoding import load
 
 from common.errors import InputError
 from drafters import Drafting
@@ -33,11 +32,6 @@ PROMPTS = (  # prompts, sampling options, and what is said
     ("Hello", {"top_p": 0}, "top_p is 0; expected greater than 0"),
     ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: "),
 )
-
-
-@pytest.fixture(scope="module")
-def llm(golden) -> LLM:
-    return load(golden, compile=False, batch=2)
 
 
 def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+from helpers import edit
 from helpers.blocks import LABELS, published
 from helpers.drafters import guessing_heads
 from helpers.heads import write_head
@@ -106,25 +107,13 @@ def test_what_else_is_in_the_folder_stays(models, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
 
 
-def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
-    """It is the residual stream before the final norm."""
-    target, head = models[0], copy.copy(models[1])
-    head.args = dataclasses.replace(head.args, aux_layers=(2, 4, 8))
-    prompt = list(range(40, 60))
-    x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
-    assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
-
-
 def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_path):
     """So they are refused; heads that we write say the same ids under the usual key, too."""
     export(models[1], tmp_path / "out", "sglang", read_config(golden))
-    file = tmp_path / "out" / "config.json"
-    config = json.loads(file.read_text())
-    del config["eagle_config"]
-    file.write_text(json.dumps(config | {"target_layer_ids": [1, 3, 7]}))
+    edit(tmp_path / "out", "eagle_config", target_layer_ids=[1, 3, 7])
     with pytest.raises(InputError, match=r"target_layer_ids \[1, 3, 7\]: .* is normed where"):
         convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
-    file.write_text(json.dumps(config | {"target_layer_ids": [1, 3, 6]}))
+    edit(tmp_path / "out", target_layer_ids=[1, 3, 6])
     back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
     assert read_config(back)["aux_layers"] == [2, 4, 7]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import edit
 from helpers.families import GPT_OSS_YARN, TARGETS, WINDOW, WINDOWS, V, greedy, make_target
 from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
@@ -155,12 +156,8 @@ SEEN = {  # config keys -> the windows of 8 layers
 def test_which_layers_have_a_window(tmp_path, case):
     name, changes, windows = SEEN[case]
     make_target(tmp_path / "in", name)
-    file = tmp_path / "in" / "config.json"
-    config = json.loads(file.read_text()) | {"max_position_embeddings": 8192}
-    for key in ("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"):
-        config.pop(key, None)
-    config.pop("sliding_window_pattern", None)
-    file.write_text(json.dumps(config | changes))
+    edit(tmp_path / "in", "sliding_window", "use_sliding_window", "layer_types", "max_window_layers",
+         "sliding_window_pattern", **{"max_position_embeddings": 8192} | changes)
     assert read_config(convert(tmp_path / "in", tmp_path / "out", quiet=True)).get("windows") == windows
 
 

@@ -1,10 +1,10 @@
 """quantize.py: what is written, what it is worth, and that speculation on it is plain decoding on it."""
-import json
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import edit
 from helpers.families import make_target
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -197,11 +197,6 @@ def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
         assert torch.equal(tensor, expected[name]), name
     assert (head.lm_head is target.lm_head) == (kind == "eagle")
     assert all(torch.equal(p, before[name]) for name, p in target.state_dict().items())
-
-
-def edit(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_a_head_of_another_checkpoint_is_not_left_inside(golden, tmp_path, capsys):

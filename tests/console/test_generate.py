@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT
-from helpers.decoding import load
 from safetensors.torch import load_file
 
 import generate
@@ -34,11 +33,6 @@ def cli(golden, capsys):
         return SimpleNamespace(status=status, out=out, err=err, rows=rows, row=rows[0] if rows else None)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def llm(golden) -> LLM:
-    return load(golden, compile=False)
 
 
 def test_json_has_the_promised_keys(cli, monkeypatch):

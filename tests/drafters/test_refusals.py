@@ -1,11 +1,10 @@
 """What cannot be drafted is refused in one line: sizes, trees, folders, flags."""
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.decoding import load
+from helpers import edit
 from helpers.refusals import refused
 
 from drafters import GPU_ROWS, METHODS, Drafting, default_tree
@@ -13,7 +12,6 @@ from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
 from drafters.lookup import Lookup
 from drafters.medusa import Hydra, Medusa
-from llm import LLM
 from tree import PAPER_TREE, PathTree, TreeShape, likely_tree
 
 TREE = TreeShape(8, 2, 3)
@@ -52,11 +50,6 @@ def test_draftings_that_cannot_be(options, words):
 
 
 @pytest.fixture(scope="module")
-def llm(golden) -> LLM:
-    return load(golden, compile=False)
-
-
-@pytest.fixture(scope="module")
 def drafts(golden, tmp_path_factory) -> Path:
     """Draft models: the target again, each with something about it that does not fit."""
     folder = tmp_path_factory.mktemp("drafts")
@@ -65,9 +58,7 @@ def drafts(golden, tmp_path_factory) -> Path:
         shutil.copytree(golden, folder / name, ignore=ignored)
     tokenizer = (golden / "tokenizer.json").read_text()
     (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
-    config = json.loads((golden / "config.json").read_text())
-    for name, change in (("short", {"max_seq_len": 64}), ("larger", {"vocab_size": 321})):
-        (folder / name / "config.json").write_text(json.dumps(config | change))
+    edit(folder / "short", max_seq_len=64), edit(folder / "larger", vocab_size=321)
     return folder
 
 

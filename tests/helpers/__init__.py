@@ -1,5 +1,13 @@
 """What several tests share."""
+import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
+
+
+def edit(folder: Path, *without: str, **changes) -> None:
+    """Change the config of a folder. without: keys that go."""
+    file = folder / "config.json"
+    config = {key: x for key, x in json.loads(file.read_text()).items() if key not in without}
+    file.write_text(json.dumps(config | changes))

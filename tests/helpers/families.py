@@ -1,11 +1,12 @@
 """Tiny random targets of every family, written by transformers in its own layout."""
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from helpers import edit
 
 V, H, LAYERS = 128, 48, 8
 SIZES = {
@@ -101,9 +102,7 @@ def to_mxfp4(folder: Path, reference) -> None:
         weight = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
         reference.get_parameter(name).data = weight
     save_file(state, file)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
 def make_target(folder: Path, name: str):
