@@ -47,12 +47,10 @@ MISTAKES = (
     ("generate", "--prompt-ids 1,two", "argument --prompt-ids: invalid ids value: '1,two'"),
     ("generate", "--temperature nan", "temperature is nan; expected a finite number"),
     ("generate", "--logprobs 2", "--logprobs 2: log-probabilities are printed with --json"),
-    ("generate", "--json-object --json-schema x", "--json-schema: not allowed with argument --json-object"),
     ("generate", "--tree-depth 2", "--speculate none: has no use for --tree; leave it out or name"),
     ("generate", "--speculate eagle3 --tree paper --tree-nodes 8", f"--tree paper: {TREE}"),
     ("generate", "--speculate eagle3 --tree-nodes 60 --tree-depth 1 --tree-width 2", "tree: 60 nodes, but"),
     ("generate", "--trace t --prompt y", "--trace records one sequence: give one prompt and one sample"),
-    ("generate", "--dtype int3", "argument --dtype: invalid choice: 'int3' (choose from"),
     ("generate", "--logit-bias 1=1000", "logit_bias.0.1 is 1000.0; expected less than or equal to 100"),
     ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),
     # Of a target with weights.
@@ -149,7 +147,6 @@ def test_mistakes_are_one_line(command, place, monkeypatch, capsys):
 
 @pytest.mark.parametrize("command, more, words", [
     ("generate", ("--interactive", "--json"), "--interactive reads its prompts from you"),
-    ("generate", ("-m", "GOLDEN", "--prompt-ids", "320", "--no-compile"), "the prompt holds token id 3"),
     ("generate", (), "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file"),
     ("train", ("--out", "OUT"), "nothing to train on: give --prompts FILE, --synthesize N"),
 ])

@@ -1,4 +1,4 @@
-"""The tree against slow, obvious Python: growing, pruning, masks, acceptance."""
+"""The tree against slow, obvious Python: growing, pruning, masks."""
 import random
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.states import paths
 
-from tree import Growth, PathTree, Tree, TreeShape, accept, link
+from tree import Growth, PathTree, TreeShape, link
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -76,33 +76,6 @@ def test_ancestors_and_depth_by_walking():
                 seen.add(j)
             assert {k for k in range(24) if ancestors[b, i, k]} == seen
             assert depth[b, i] == len(seen) - 1
-
-
-def test_accept_follows_the_target():
-    rng = random.Random(1)
-    for _ in range(200):
-        T, V = 12, 3  # a small vocabulary, so that paths of every length are accepted
-        parent = [0] + [rng.randrange(i) for i in range(1, T)]
-        tokens, children = [0] * T, {i: set() for i in range(T)}
-        keep = [0]
-        for i in range(1, T):
-            free = [t for t in range(V) if t not in children[parent[i]]]
-            tokens[i] = rng.choice(free) if free else V + i  # siblings stay distinct
-            children[parent[i]].add(tokens[i])
-            keep.append(i)
-        chosen = [rng.randrange(V) for _ in range(T)]
-        path, node = [0], 0
-        while True:
-            step = [i for i in range(1, T) if parent[i] == node and tokens[i] == chosen[node]]
-            if not step:
-                break
-            node = step[0]
-            path.append(node)
-        links = torch.tensor([parent])
-        tree = Tree(torch.tensor([tokens]), links, *link(links, T))
-        got, count = accept(tree, torch.tensor([chosen]), window=T)
-        assert count.item() == len(path)
-        assert got[0, : len(path)].tolist() == path and not got[0, len(path) :].any()
 
 
 @pytest.mark.parametrize("shape, words", [

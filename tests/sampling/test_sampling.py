@@ -35,15 +35,6 @@ def test_noise_is_what_it_was():
     ]))
 
 
-def test_noise_depends_on_seed_position_and_id_only():
-    key, positions = seed_keys([3, 4]), torch.tensor([[10, 11], [11, 12]])
-    g = gumbel(key, positions, 500)
-    alone = gumbel(seed_keys([4]), torch.tensor([[12]]), 500)
-    assert torch.equal(g[1, 1], alone[0, 0])
-    assert not torch.equal(g[0, 1], g[1, 0])  # one position, two seeds
-    assert torch.equal(gumbel(key, positions, 200), g[..., :200])
-
-
 def reference_restrict(logits, temperature, top_k, top_p):
     """Sorted, one row at a time, in float64."""
     keep = torch.ones_like(logits, dtype=torch.bool)

@@ -80,7 +80,6 @@ CALLS = {
     "newer Mistral": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]g[ARGS]{}", "",
                       [("f", "{}"), IS_G]),
     "Nemotron": (("<TOOLCALL>",), f"<TOOLCALL>[{F}, {G}]</TOOLCALL>", "", [IS_F, IS_G]),
-    "Granite": (("<|tool_call|>",), f"<|tool_call|>[{F}, {G}]", "", [IS_F, IS_G]),
     "Phi": (("<|tool_call|>",), f"<|tool_call|>[{F}]<|/tool_call|>", "", [IS_F]),
     "word of a thought": (TAGGED, f"I use the <think> tag.\n{tag(F)}", "I use the <think> tag.\n", [IS_F]),
     "word of a thought, later": (TAGGED, f"Hm: <think> {tag(F)} so {tag(G)}", "Hm: <think>  so ",
@@ -92,7 +91,6 @@ CALLS = {
     "thought of Kimi": (TAGGED, f"◁think▷{tag(F)}◁/think▷{tag(G)}", f"◁think▷{tag(F)}◁/think▷", [IS_G]),
     "thought of Mistral": (MISTRAL, f"[THINK][TOOL_CALLS]{F}[/THINK][TOOL_CALLS]{G}",
                            f"[THINK][TOOL_CALLS]{F}[/THINK]", [IS_G]),
-    "no number, then a call": (TAGGED, f"{tag(NAN)}\n{tag(G)}", f"{tag(NAN)}", [IS_G]),
     "no number in one tag": (TAGGED, tag(f"{NAN}{G}"), NAN, [IS_G]),
     "other numbers that are no JSON": (
         TAGGED, "".join(tag(F.replace('"é<"', x)) for x in ("01", "+1", ".5", "1.", "-Infinity")) + tag(G),
@@ -133,8 +131,7 @@ CALLS = {
     "fence without a closing tag": (MISTRAL, f"[TOOL_CALLS]```json\n[{F}]\n```", "", [IS_F]),
     "Llama, fence": (BARE, f"```json\n{LLAMA[0]}\n{LLAMA[1]}\n```\n", "", [IS_F, IS_G]),
     "Llama, fence without a name": (BARE, f"\n```\n[{LLAMA[0]}]\n```", "", [IS_F]),
-    "Llama": (BARE, f" {LLAMA[0]}", "", [IS_F]),
-    "Llama, semicolon": (BARE, "; ".join(LLAMA), "", [IS_F, IS_G]),
+    "Llama, semicolon": (BARE, " " + "; ".join(LLAMA), "", [IS_F, IS_G]),
     "Llama, lines": (BARE, "\n".join(LLAMA) + "\n", "", [IS_F, IS_G]),
     "Llama, list": (BARE, f"[{', '.join(LLAMA)}]", "", [IS_F, IS_G]),
 }
