@@ -262,11 +262,11 @@ def test_texts_without_drafts_beside_drafted_ones(models, other):
     """Steps as captured ones begin with the first row; the texts are those of each alone."""
     drafter, given = make_drafter("eagle3", *models, models[1], lambda heads: None), [[1, 2, 3], [4, 5], [6]]
     engine = Engine(models[0], drafter, batch=4, max_seq_len=200, compile=False, counts=(1, 2, 4))
-    alone = [ids(engine, [prompt], Sampling(80))[0] for prompt in given]
+    alone = [ids(engine, [prompt], Sampling(80, 1.0))[0] for prompt in given]
     engine.passes.captured = Replays()
     requests = []
     for i, prompt in enumerate(given):  # each is read alone, in the next place
-        requests.append(engine.admit(prompt, Sampling(80), plain=(i > 0) == other))
+        requests.append(engine.admit(prompt, Sampling(80, 1.0), plain=(i > 0) == other))
         while not requests[-1].ids:
             engine.step()
     while engine.busy:
