@@ -6,9 +6,10 @@ import pytest
 from helpers.tokenizers import changed_json, write_byte_tokenizer
 from starlette.testclient import TestClient
 
-from engine.request import Event, Request
+from engine.request import Draft, Event, Request
 from server.app import Server, make_app
 from server.metrics import Metrics
+from server.replies import Reply
 from server.worker import Worker
 from tokens.channels import CHANNEL_TAGS
 from tokens.stops import StopStream
@@ -141,3 +142,11 @@ def test_channels_of_harmony(ask, control, text, more, content, thoughts, calls)
     message = ask(text, control, HARMONY, **more)
     found = message["content"], message.get("reasoning_content"), calls_of(message)
     assert found == (content, thoughts, calls)
+
+
+def test_scores_of_a_tree_are_json():
+    """Of prompt lookup, too, whose chains without a match have none: JSON has no infinity."""
+    reply = SimpleNamespace(body=SimpleNamespace(return_speculation=True), tokens=SimpleNamespace(text=str))
+    draft = Draft([5, 6, 7], [0, 0, 0], [0, 1], [0.0, -0.5, float("-inf")])
+    told = Reply.speculation(reply, Event(None, [6, 8], "", 1, [], 2, draft, None))["speculation"]
+    assert json.loads(json.dumps(told, allow_nan=False))["tree"]["scores"] == [0.0, -0.5, -9999.0]
