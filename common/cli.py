@@ -55,7 +55,8 @@ def run_command(
     """
     try:
         status = action() or 0
-        sys.stdout.flush()  # a reader that has left is noticed here, not at exit
+        if sys.stdout:
+            sys.stdout.flush()  # a reader that has left is noticed here, not at exit
         return status
     except KeyboardInterrupt:
         if several():  # the terminal and torchrun both send it
