@@ -2,9 +2,9 @@
 
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 
-Each question is answered plainly and with EAGLE-3 on the trees chosen here, both at once: the one with fewer
-tokens takes the next step, so that both run under the same load. A cell is the median of a set's
-speedups: the plain answer's decoding time over EAGLE-3's, whose text is the same.
+Each question is answered plainly and with drafts (--speculate) on the trees chosen here, both at once: the
+one with fewer tokens takes the next step, so that both run under the same load. A cell is the median of a
+set's speedups: the plain answer's decoding time over the drafted one's, whose text is the same.
 --context N puts other questions of the set before a question, up to N tokens.
 
 Writes the cells, the texts that differ and the trees that were taken to benchmarks/results/NAME.json.
@@ -87,11 +87,12 @@ def action(o) -> None:
         raise InputError(f"{o.questions}: has no .jsonl files")
     model = ours.load(o.checkpoint, isa=o.isa)
     longest = min(model.longest, max(o.context) + 1024 + o.max_new_tokens)
-    runners = [model.runner(method, max_seq_len=longest) for method in ("eagle3", "none")]
+    runners = [model.runner(method, max_seq_len=longest) for method in (o.speculate, "none")]
     for runner in runners:
         for temperature in o.temperature:
             runner.warm_up(temperature)
-    record = bench.describe(o) | {"checkpoint": o.checkpoint, "tokens": o.max_new_tokens, "cells": []}
+    record = bench.describe(o) | {"checkpoint": o.checkpoint, "speculate": o.speculate,
+                                  "tokens": o.max_new_tokens, "cells": []}
     for context in o.context:
         for file in files:  # a temperature after the other: the caches hold what precedes a set's questions
             prompts = prompts_of(model, read_prompts(file), o.limit, context)
@@ -113,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     add("--checkpoint", required=True, help="a converted target with an EAGLE-3 head")
     add("--questions", required=True, help="a folder of question files, see docs/evaluating.md")
+    add("--speculate", default="eagle3", help="a method, as of generate.py (default eagle3)")
     add("--limit", type=positive, default=4, help="questions of each set (default 4)")
     add("--context", type=int, nargs="+", default=[0, 4096], help="tokens before an answer (default 0 4096)")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="default 0 1")

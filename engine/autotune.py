@@ -63,7 +63,7 @@ LOOK, LOOK_PLAIN = 4, 8  # steps that a choice of a tree, of plain decoding hold
 SPAN = 64  # tokens of context between which tau is taken as constant
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doubled each time in vain
-TIMED = 5  # latest steps of a kind whose median is its time
+TIMED = 5  # latest steps of a kind, whose lower quartile is its time
 FRESH = 24  # steps after which a time is corrected by what other kinds take now
 REHEARSED = 5  # steps of each kind at warm-up
 EASY = 1.8  # acceptance of an easy text, which large trees suit, over the average one
@@ -131,11 +131,11 @@ class Times:
         for shape in timed.keys() & shapes:
             fresh = [t.seconds for t in timed[shape] if t.when >= self.steps - FRESH]
             old = [t.seconds for t in timed[shape] if t.when < self.steps - FRESH]
-            seconds[shape] = statistics.median_high(fresh or old)
+            seconds[shape] = low(fresh or old)
             if not fresh:
                 stale.append(shape)
             elif old:
-                changes.append(seconds[shape] / statistics.median_high(old))
+                changes.append(seconds[shape] / low(old))
         change = statistics.median_high(changes) if changes else 1.0
         return seconds | {shape: seconds[shape] * change for shape in stale}
 
@@ -145,7 +145,7 @@ class Times:
         Between steps with fewer and with more sequences they are interpolated. Else they are those with few
         sequences, and the cost of additional rows there.
         """
-        found = [(n, s, statistics.median_high(t.seconds for t in timed))
+        found = [(n, s, low([t.seconds for t in timed]))
                  for (n, *_), of_size in self._timed.items() for s, timed in of_size.items()]
         by_count = minima((n, seconds) for n, s, seconds in found if s == shape)
         if not by_count:
@@ -156,6 +156,11 @@ class Times:
         by_rows = minima((s.nodes if s else 1, seconds) for n, s, seconds in found if n == few)
         alone = max(seconds for n, s, seconds in found if n == few and s == shape)
         return alone + between(by_rows, rows * count // few) - between(by_rows, rows)
+
+
+def low(seconds: list[float]) -> float:
+    """Return the lower quartile: other programs delay some steps, none is too fast."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def size_of(context: int) -> int:
@@ -273,10 +278,11 @@ class Tuner:
         run: runs a step over `count` rows of the batch, at a short context, with the tree that `next` gives.
         """
         usual, kinds, best = copy.deepcopy(self._usual), [], 0.0
-        for turn in range(REHEARSED):  # in turns: a machine that is slow for a while is slow for all
+        for turn in range(REHEARSED - 1):  # in turns: a machine that is slow for a while is slow for all
             for shape in kinds if turn else (None, *self.shapes):
-                self._ahead = deque([shape])
-                run()
+                for _ in range(1 if turn else PROBE):  # at first twice: one slow step does not end this
+                    self._ahead = deque([shape])
+                    run()
                 if turn:
                     continue
                 kinds.append(shape)
