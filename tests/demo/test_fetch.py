@@ -18,11 +18,13 @@ def test_what_is_damaged_or_another_is_replaced(tmp_path, monkeypatch, capsys):
     """A cut target and head, another head, a lost calibration. What is good stays; so does a calibration that
     was measured here.
     """
-    file, source = write_gguf(tmp_path / "m.gguf", target_state()), tmp_path / "head"
-    Calibration(TAUS, (1.0,)).write(write_source(source, head_state(), HEAD_CONFIG))
+    file = write_gguf(tmp_path / "m.gguf", target_state())
+    doubled = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
+    for name, state in (("head", head_state()), ("other", doubled)):
+        Calibration(TAUS, (1.0,)).write(write_source(tmp_path / name, state, HEAD_CONFIG))
     monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
     monkeypatch.setattr(demo, "TARGET", out := tmp_path / "out")
-    monkeypatch.setattr(demo, "HEAD_SOURCE", source)
+    monkeypatch.setattr(demo, "HEAD_SOURCE", tmp_path / "head")
 
     def fetch() -> tuple[str, list[bytes]]:
         assert demo.main(["--gguf", str(file)]) == 0
@@ -30,12 +32,10 @@ def test_what_is_damaged_or_another_is_replaced(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out, [path.read_bytes() for path in files]
 
     calibration, weights = out / "eagle3" / "calibration.json", out / "model.safetensors"
-    other = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
-    other = write_source(tmp_path / "other", other, HEAD_CONFIG)
     _, good = fetch()
     for damage in (
         lambda: os.truncate(weights, 1000), lambda: os.truncate(out / "eagle3" / weights.name, 1000),
-        lambda: convert(other, out / "eagle3", target=out, force=True), calibration.unlink,
+        lambda: convert(tmp_path / "other", out / "eagle3", target=out, force=True), calibration.unlink,
         lambda: calibration.write_text("{"),
     ):
         damage()
