@@ -18,3 +18,8 @@ def test_quotas(monkeypatch, tmp_path, own, quotas, count):
         (tmp_path / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / group / "cpu.max").write_text(f"{processors}00000 100000\n")
     assert threads.processors(tmp_path, tmp_path / "own") == count
+    given = []
+    monkeypatch.setattr(threads, "processors", lambda: count)
+    monkeypatch.setattr("torch.set_num_threads", given.append)
+    threads.use_threads(5), threads.use_threads()  # the first call decides
+    assert given == [min(count, 5)]
