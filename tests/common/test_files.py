@@ -10,7 +10,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.files import atomic_path, read_json, read_lines, read_text
-from common.schema import Digits, Schema, number, text, whole
+from common.schema import Digits, Name, Schema, number, whole
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -65,7 +65,7 @@ class Shape:
 
 FILE = Schema(TypedDict("File", {
     "token": whole() | list[whole()] | None, "by rows": NotRequired[dict[Digits, number()]],
-    "words": NotRequired[text(3)], "shape": NotRequired[Shape],
+    "name": NotRequired[Name], "shape": NotRequired[Shape],
 }))
 
 
@@ -73,7 +73,7 @@ FILE = Schema(TypedDict("File", {
     ({}, "token is missing; expected a value"), ([], "the file is []; expected a valid dictionary"),
     ({"token": [1, True]}, "is True; expected a valid integer"),
     ({"token": 1, "by rows": {"1": float("inf")}}, "by rows.1 is inf; expected a finite number"),
-    ({"token": 1, "words": "\x1b[31m"}, "words is '\\x1b[31m'; expected String should have at most 3"),
+    ({"token": 1, "name": "\x1b/../x"}, "name is '\\x1b/../x'; expected String should match pattern"),
     ({"token": 1, "shape": {"size": 1, "layers": [0, 10**400]}}, "shape.layers.1 is 1000"),
 ], ids=str)
 def test_what_does_not_fit_is_one_line(value, words):
