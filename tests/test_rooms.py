@@ -5,6 +5,7 @@ Every import counts, those inside functions too.
 """
 import ast
 import graphlib
+import re
 import subprocess
 
 from helpers import ROOT
@@ -23,9 +24,7 @@ FOLDERS = ("", "tests/", "benchmarks/")
 
 def room_of(file: str) -> str:
     """The room that a file stands in: its folder, or its own name if it lies in the root."""
-    if file.startswith("tests/helpers/"):
-        return "tests/helpers"
-    return file.split("/")[0].removesuffix(".py")
+    return "tests/helpers" if file.startswith("tests/helpers/") else file.split("/")[0].removesuffix(".py")
 
 
 def imports_of(file: str, files: set[str]) -> set[str]:
@@ -35,17 +34,15 @@ def imports_of(file: str, files: set[str]) -> set[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{file}: imports by its own place"
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__", "Method"):  # drafters are named by `Method`
-                names.append(str(node.args[0].value))
-    for name in names:  # of a module, or of something in it
+            assert not node.level, f"{file}: imports by its own place"
+        elif isinstance(node, ast.Call) and re.search(r"(import_module|Method)$", ast.unparse(node.func)):
+            names += [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
+    for name in names:  # of a module, or of something in it; drafters are named by `Method`
         places = [name.replace(".", "/"), name.rpartition(".")[0].replace(".", "/")]
-        ends = (f"{folder}{place}{end}" for place in places for folder in FOLDERS for end in (
-            ".py", "/__init__.py"))
-        found.add(next((path for path in ends if path in files), file))
+        ends = [f"{folder}{place}{end}" for place in places for folder in FOLDERS
+                for end in (".py", "/__init__.py")]
+        found.update([path for path in ends if path in files][:1])
     return found - {file}
 
 
@@ -56,9 +53,9 @@ def test_imports_go_one_way():
         str(path.relative_to(ROOT)) for pattern in ("*.py", *(f"{room}/**/*.py" for room in FLOOR))
         for path in ROOT.glob(pattern)
     }
-    imports = {file: imports_of(file, files) for file in sorted(files)}
+    imports = {file: imports_of(file, files) for file in files}
     assert len(imports) > 100 and sum(map(len, imports.values())) > 300
-    faults = [f"{file} stands in no known room" for file in imports if room_of(file) not in FLOOR]
+    faults = [f"{file} stands in no known room" for file in files if room_of(file) not in FLOOR]
     for file, other in ((one, other) for one in imports for other in imports[one]):
         here, there = room_of(file), room_of(other)
         if here == there == "tests":

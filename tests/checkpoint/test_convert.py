@@ -137,25 +137,3 @@ def test_peak_memory(tmp_path, form):
         "result = [(convert(argv[2], argv[3], quiet=True) / 'model.safetensors').stat().st_size]",
         small, tmp_path / "a", big, tmp_path / "b")
     assert size > 200e6 and peak < size / 2, f"{peak / size:.2f} of the output's size"
-
-
-READ = """
-from checkpoint.loading import load_model, shares_of, weigh
-from kernels.tp import Ranks
-folder, count = Path(argv[0]), int(argv[1])
-"""
-OWN = """
-model, config = load_model(folder, ranks=Ranks(count - 1, count, ""))
-result = [sum(p.nbytes for p in model.parameters()), *weigh(folder, None, shares_of(config, count))]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_rank_reads_its_own_part(tmp_path, count):
-    """Its memory grows by that part and little more, and that part is what was told beforehand."""
-    source = write_source(tmp_path / "in", target_state(LARGE, torch.bfloat16), LARGE)
-    folder = convert(source, tmp_path / "out", quiet=True)
-    peak, own, total, most, whole = measured(READ, OWN, folder, count)
-    assert total > 200e6 and own == most and abs(most - (whole + (total - whole) / count)) < 0.01 * total
-    assert peak < 1.15 * own + 20e6, f"{peak:,} bytes to hold {own:,} of {total:,}"

@@ -1,7 +1,6 @@
 """Heads go out to a layout and come back with nothing lost; what cannot go out is refused."""
 import copy
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
 from networks.head import Head
-from training.heads import HeadShape, new_head
 
 LAYOUTS = ("sglang", "speculators")
 THERE_AND_BACK = [
@@ -97,16 +95,6 @@ def test_the_command(golden, tmp_path):
     assert main([*command, "--force", "--layout", "speculators"]) == 0
 
 
-def test_what_else_is_in_the_folder_stays(models, tmp_path):
-    """Also where a link leads to it."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "LICENSE").write_text("theirs")
-    (tmp_path / "link").symlink_to("out")
-    export(models[1], tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "out" / "LICENSE").read_text() == "theirs"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
-
-
 def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_path):
     """So they are refused; heads that we write say the same ids under the usual key, too."""
     export(models[1], tmp_path / "out", "sglang", read_config(golden))
@@ -116,20 +104,3 @@ def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_pat
     edit(tmp_path / "out", target_layer_ids=[1, 3, 6])
     back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
     assert read_config(back)["aux_layers"] == [2, 4, 7]
-
-
-@pytest.mark.parametrize("kind, from_anchor, layout", itertools.product(
-    ("dflash", "dspark"), (True, False), LAYOUTS))
-def test_the_kind_of_a_head_that_drafts_blocks(golden, models, tmp_path, kind, from_anchor, layout):
-    """A DFlash head may draft from the anchor, a DSpark head may not, and may lack a Markov head."""
-    ids = torch.arange(models[0].args.vocab_size)
-    head = new_head(models[0], kind, ids, HeadShape(states=2, drafts=4, markov_rank=0), 0)
-    head.args = dataclasses.replace(head.args, from_anchor=from_anchor)
-    head.lm_head.weight.data.mul_(2)  # or it would be known as the target's
-    export(head.twin(models[0], torch.float32), tmp_path / "out", layout, read_config(golden))
-    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True, dtype="fp32")
-    found = load_head(back, models[0], kind).args
-    assert read_config(back)["kind"] == kind
-    assert found == dataclasses.replace(  # there is no confidence head that would read anything
-        head.args, confidence_reads_markov=found.confidence_reads_markov
-    )

@@ -50,14 +50,6 @@ def test_linear_rope(tmp_path, keys, scaling, longest):
     assert (written["rope_scaling"], written["max_seq_len"]) == (expected, longest)
 
 
-def test_rope_divisors(tmp_path):
-    divisors = np.linspace(1, 8, 8, dtype=np.float32)
-    file = write_gguf(tmp_path / "m.gguf", target_state(), extra=lambda w: w.add_tensor(
-        "rope_freqs.weight", divisors))
-    source = gguf_source.open_gguf(file)
-    assert source.config["rope_scaling"] == {"rope_type": "divisors", "divisors": divisors.tolist()}
-
-
 def gguf_experts(stacks: dict) -> dict:
     """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
     """

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
-from common.errors import InputError
 from convert_checkpoint import main
 
 
@@ -227,20 +226,3 @@ def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
     assert len(err) == 1 and err[0].startswith("error: ") and words in err[0]
     assert not (tmp_path / "o").exists()
     assert main([*command, *answer]) == 0 and read_config(tmp_path / "o", "eagle3")[key] == value
-
-
-REFUSED = {
-    "an input norm in layer 0": (
-        "eagle", {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "unexpected tensor"),
-    "a missing fc_norm": ("eagle3", {"fc_norm.0.weight": torch.ones(H)}, {}, "fc_norm.1.weight"),
-    "an lm_head in whole numbers, as which the target's would be zeros": (
-        "eagle", {"lm_head.weight": torch.zeros(V, H, dtype=torch.int8)}, {}, "not stored as floating point"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_heads(tmp_path, base, name):
-    kind, extra, changes, words = REFUSED[name]
-    state, config = make_head(kind)
-    with pytest.raises(InputError, match=words):
-        converted(tmp_path, base["Llama-3"][0], state | extra, config | changes)

@@ -95,18 +95,6 @@ def test_drafted_text_is_plain_text(folder, name, dtype):
     check_texts(decode(engine, made, random.Random(1), leaving=0.01), plain, made)
 
 
-@pytest.mark.kernels
-def test_the_definition_agrees_with_the_kernels(folder):
-    """Without kernels drafted text equals plain text, too, and both are the kernels' in float32."""
-    prompt = torch.randint(0, V, (37,), generator=torch.Generator().manual_seed(2)).tolist()
-    sampling = Sampling(12)
-    target, head = loaded(folder, kernels=False)
-    on_kernels, _ = loaded(folder)
-    texts = [ids(Engine(t, d, **OPTIONS), [prompt], sampling)
-             for t, d in ((target, None), (target, Eagle(head, TreeShape(8, 2, 3))), (on_kernels, None))]
-    assert texts[0] == texts[1] == texts[2]
-
-
 PROMPT = torch.randint(0, V, (141,), generator=torch.Generator().manual_seed(2)).tolist()
 KEPT = 112 + 16  # of the chunk from 128 on, after 64 and 64
 GOING_ON = {  # the tokens taken of the first prompt and its answer, what follows them, what is not read again
@@ -134,22 +122,6 @@ def test_a_text_that_goes_on_is_not_read_again(folder, case):
     again = engine.generate([[*PROMPT, 1], [*text, 2]], Sampling(20))
     for found in (request, *again):
         assert found.ids == ids(Engine(target, **options), [found.prompt], Sampling(20))[0]
-
-
-def test_a_prompt_that_was_left_has_no_state(folder):
-    """The one that is kept belongs to the text before it."""
-    target, _ = loaded(folder)
-    options = OPTIONS | {"max_seq_len": 400}
-    engine = Engine(target, **options)
-    engine.generate([PROMPT], Sampling(8))
-    other = [(7 * i) % V for i in range(300)]
-    left = engine.admit(other)
-    while left.read < 256:
-        engine.step()
-    engine.leave(left)
-    request = engine.generate([other[:150]], Sampling(8))[0]
-    assert not request.cached
-    assert request.ids == ids(Engine(target, **options), [other[:150]], Sampling(8))[0]
 
 
 def test_mtp_layer(folder, tmp_path):

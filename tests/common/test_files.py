@@ -1,6 +1,7 @@
 """Files are there whole or not at all, whoever else writes them; what they hold is judged in one line."""
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.files import atomic_path, read_json, read_lines, read_text
-from common.schema import Digits, Name, Schema, number, schema_of, text, whole
+from common.schema import Digits, Name, Schema, number, whole
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -20,18 +21,15 @@ def test_whole_or_not_at_all(tmp_path):
         assert path.read_text() == "before"
         raise RuntimeError
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["it"]
-    both = threading.Barrier(2)
+    both = threading.Barrier(2, timeout=60)
 
-    def write(text: str) -> None:  # two writers: each has a file of its own until it is whole
+    def write(letter: str) -> None:  # two writers: each has a file of its own until it is whole
         with atomic_path(str(path)) as part:
-            part.write_text(text)
+            part.write_text(letter * 1000)
             both.wait()
 
-    threads = [threading.Thread(target=write, args=(c * 1000,)) for c in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, "ab"))
     assert path.read_text() in ("a" * 1000, "b" * 1000) and os.listdir(tmp_path) == ["it"]
     (tmp_path / "link").symlink_to(path)  # links and devices stay what they are
     with atomic_path(tmp_path / "link") as part:
@@ -42,25 +40,20 @@ def test_whole_or_not_at_all(tmp_path):
     assert not os.path.isfile(os.devnull)
 
 
-@pytest.mark.parametrize("content, words", [
-    (None, "no such file"), (b"\xff", "cannot be read as JSON"), (b"[" * 200_000, "cannot be read as JSON"),
-    (b"[1]", "expected a JSON object, found list"),
-], ids=["missing", "not UTF-8", "too deep", "a list"])
-def test_json_that_cannot_be_read(tmp_path, content, words):
-    if content is not None:
-        (tmp_path / "it.json").write_bytes(content)
-    with refused(f"{tmp_path / 'it.json'}: {words}"):
-        read_json(tmp_path / "it.json")
-
-
-def test_texts_and_their_lines(tmp_path):
+def test_files_are_read_or_refused(tmp_path):
     """Only a newline ends a line."""
-    (tmp_path / "it").write_bytes("\ufeffa\r\nb\rc\n".encode())
-    assert read_text(tmp_path / "it") == "a\nb\nc\n" and [*read_lines(tmp_path / "it")] == ["a\r", "b\rc"]
-    (tmp_path / "it").write_bytes(b"caf\xe9")
-    for read in read_text, lambda path: [*read_lines(path)]:
-        with refused(f"{tmp_path / 'it'}: cannot be read ('utf-8"):
-            read(tmp_path / "it")
+    file = tmp_path / "it"
+    for read, content, words in (
+        (read_json, None, "no such file"), (read_json, b"\xff", "cannot be read as JSON"),
+        (read_json, b"[" * 200_000, "cannot be read as JSON"), (read_json, b"[1]", "expected a JSON object"),
+        (read_text, b"caf\xe9", "cannot be read ('utf-8"), (read_lines, b"caf\xe9", "cannot be read ('utf-8"),
+    ):
+        if content is not None:
+            file.write_bytes(content)
+        with refused(f"{file}: {words}"):
+            list(read(file))
+    file.write_bytes("\ufeffa\r\nb\rc\n".encode())
+    assert read_text(file) == "a\nb\nc\n" and [*read_lines(file)] == ["a\r", "b\rc"]
 
 
 @dataclass
@@ -72,19 +65,15 @@ class Shape:
 
 FILE = Schema(TypedDict("File", {
     "token": whole() | list[whole()] | None, "by rows": NotRequired[dict[Digits, number()]],
-    "name": NotRequired[Name], "words": NotRequired[text(3)], "shape": NotRequired[Shape],
+    "name": NotRequired[Name], "shape": NotRequired[Shape],
 }))
 
 
 @pytest.mark.parametrize("value, words", [
     ({}, "token is missing; expected a value"), ([], "the file is []; expected a valid dictionary"),
     ({"token": [1, True]}, "is True; expected a valid integer"),
-    ({"token": 1, "by rows": {"x": 1}}, "by rows.x is 'x'; expected String should match pattern"),
     ({"token": 1, "by rows": {"1": float("inf")}}, "by rows.1 is inf; expected a finite number"),
-    ({"token": 1, "name": "../x"}, "name is '../x'; "),
-    ({"token": 1, "words": "\x1b[31m"}, "words is '\\x1b[31m'; expected String should have at most 3"),
-    ({"token": 1, "shape": {"size": 0}}, "shape.size is 0; expected greater than or equal to 1"),
-    ({"token": 1, "shape": {"size": 1, "eps": 0}}, "shape.eps is 0; expected greater than 0"),
+    ({"token": 1, "name": "\x1b/../x"}, "name is '\\x1b/../x'; expected String should match pattern"),
     ({"token": 1, "shape": {"size": 1, "layers": [0, 10**400]}}, "shape.layers.1 is 1000"),
 ], ids=str)
 def test_what_does_not_fit_is_one_line(value, words):
@@ -92,9 +81,5 @@ def test_what_does_not_fit_is_one_line(value, words):
         FILE.require(value, "f.json", "delete it")
     said = str(e.value)
     assert said.startswith("f.json: ") and words in said and said.endswith("; delete it") and len(said) < 300
-
-
-def test_what_fits_is_taken_as_it_is():
-    for value in ({"token": None, "others": object}, {"token": [1], "by rows": {"1": 2}}):
-        assert FILE.require(value, "f.json") is value
-    schema_of(Shape).check({"size": 9, "eps": 1, "layers": [1, 2], "more": 0})
+    good = {"token": [1], "others": object, "by rows": {"1": 2}, "shape": {"size": 9, "eps": 1, "more": 0}}
+    assert FILE.require(good, "f.json") is good

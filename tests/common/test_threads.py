@@ -1,39 +1,25 @@
-"""How many threads there are by default: no more than the processors that this process may use."""
+"""There are no more threads than processors that this process may use."""
 import os
 
 import pytest
-import torch
 
 from common import threads
 
-CASES = {
-    "of a group": (3, {"own": "0::/a/b", "a/b/cpu.max": "300000 100000"}),
-    "of the group above": (
-        2, {"own": "0::/a/b", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}
-    ),
-    "only the top is mounted": (2, {"own": "0::/docker/1234", "cpu.max": "200000 100000"}),
-    "no cgroups": (8, {}),
-}
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_quotas(monkeypatch, tmp_path, case):
+@pytest.mark.parametrize("own, quotas, count", [
+    ("0::/a/b", {"a/b": 3}, 3), ("0::/a/b", {"a": 2, "a/b": 3}, 2),
+    ("0::/docker/1234", {".": 2}, 2),  # only the top is mounted
+    ("0::/", {}, 8),
+])
+def test_quotas(monkeypatch, tmp_path, own, quotas, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    count, files = CASES[case]
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    for group, processors in quotas.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / "cpu.max").write_text(f"{processors}00000 100000\n")
     assert threads.processors(tmp_path, tmp_path / "own") == count
-
-
-def test_the_first_call_decides(monkeypatch):
-    given = [8]  # the numbers of threads that PyTorch is given; 3 processors may be used
-    monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    monkeypatch.setattr(threads, "processors", lambda: 3)
-    monkeypatch.setattr(threads, "_decided", False)
-    threads.use_threads()
-    assert given[-1] == 3
-    given.append(8)  # somebody's own choice
-    threads.use_threads()
-    assert given[-1] == 8
+    given = []
+    monkeypatch.setattr(threads, "processors", lambda: count)
+    monkeypatch.setattr("torch.set_num_threads", given.append)
+    threads.use_threads(5), threads.use_threads()  # the first call decides
+    assert given == [min(count, 5)]

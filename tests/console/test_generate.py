@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 
 import generate
 from console.chat import HELP
-from console.output import coloured
 from engine.passes import Passes
-from engine.request import Event
 from llm import LLM
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
@@ -117,11 +115,6 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
     row, trace = cli(*args, tmp_path / "trace", *flags).row, load_file(tmp_path / "trace")
     assert row["equal"] is True and row["tau"] > 1 and row["accept"] == "equal"
     assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
-
-
-def test_drafted_text_is_coloured():
-    event = Event(None, [97, 98, 99], "abc", 2, [], 2, None, None)
-    assert coloured(event, lambda ids: bytes(ids).decode()) == "\033[36mab\033[0mc"
 
 
 @pytest.mark.slow

@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT
 from helpers.launching import ONE_THREAD, TORCHRUN
 
 import generate
-from common.errors import InputError
 from kernels.tp import Ranks
 
 EAGLE = ("--speculate", "eagle3", "--tree", "8,2,3", "--prompt", "Hello")
@@ -105,12 +103,3 @@ def test_when_one_dies_all_end_within_seconds(golden):
     (line,) = (line for line in ours(err) if line.startswith("error: "))
     assert line.startswith("error: rank 0 of 2 ") and ("has lost another one" in line or "is ended: " in line)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def test_ranks_that_differ_do_not_decode():
-    class Unlike(Ranks):
-        def every(self, x):
-            return x[None] + torch.arange(2)
-
-    with pytest.raises(InputError, match=r"2 ranks, but rank 1 differs from rank 0: .*avx2, 1 threads"):
-        Unlike(0, 2, "").agree("avx2, 1 threads", "cpu")

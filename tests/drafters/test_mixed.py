@@ -9,7 +9,6 @@ from drafters.base import Drafter, Proposal
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
-from engine.calibrate import fit_confidence
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import Tree, TreeShape, join, link
@@ -70,15 +69,6 @@ def test_a_network_draws_at_all_its_levels(models):
     engines = (Engine(target, drafter, max_seq_len=60, compile=False) for drafter in drafters)
     plain, drafted = (engine.generate([[104, 105]], Sampling(20, 1.0, seed=3))[0] for engine in engines)
     assert drafted.ids == plain.ids
-
-
-def test_a_confidence_is_found_again():
-    """Nodes that are right as often as exp(0.8 s - 0.2) of them, 40,000 of them."""
-    g = torch.Generator().manual_seed(0)
-    scores = -4 * torch.rand(40_000, generator=g)
-    right = torch.rand(40_000, generator=g) < (0.8 * scores - 0.2).exp()
-    slope, shift = fit_confidence([(scores, right)])
-    assert slope == pytest.approx(0.8, abs=0.04) and shift == pytest.approx(-0.2, abs=0.03)
 
 
 def test_a_drafter_reads_the_features_of_its_own_layers(models):

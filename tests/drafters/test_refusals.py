@@ -1,36 +1,15 @@
 """What cannot be drafted is refused in one line: sizes, trees, folders, flags."""
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import edit
 from helpers.refusals import refused
 
-from drafters import GPU_ROWS, METHODS, Drafting, default_tree
-from drafters.block import deep_tree
-from drafters.draft_model import DraftModel
-from drafters.lookup import Lookup
-from drafters.medusa import Hydra, Medusa
-from tree import PAPER_TREE, PathTree, TreeShape, likely_tree
+from drafters import METHODS, Drafting
+from tree import TreeShape
 
 TREE = TreeShape(8, 2, 3)
-
-
-def heads(guesses: int, vocabulary: int):
-    """What a drafter reads of Medusa or Hydra heads before it uses them."""
-    return SimpleNamespace(args=SimpleNamespace(drafts=guesses, draft_vocab_size=vocabulary, aux_layers=()))
-
-
-@pytest.mark.parametrize("make, words", [
-    (lambda *_: Lookup((3, 0)), "each needs at least one"),
-    (lambda *_: Hydra(heads(2, 99), likely_tree(8, 3)), "3 levels below its root, the head drafts 2"),
-    (lambda *_: Medusa(heads(2, 3), PathTree(((0,), (3,)))), "width 4 exceeds the head's vocabulary of 3"),
-    (lambda target, head: DraftModel(target, TREE, rule="residual"), "needs a chain.* not 8,2,3"),
-], ids=range(4))
-def test_impossible_sizes(models, make, words):
-    with pytest.raises(ValueError, match=words):
-        make(*models)
 
 
 @pytest.mark.parametrize("options, words", [
@@ -81,18 +60,3 @@ def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
         llm.target.engine(Drafting("draft-model", drafts / "short"), max_seq_len=65)
     with refused("accepting by residuals needs a chain"):
         llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)
-
-
-def test_default_trees():
-    assert deep_tree(TreeShape(60, 7, 10), 15) == TreeShape(60, 14, 12)
-    for nodes, levels in ((2, 1), (12, 4), (64, 4), (30, 1)):
-        tree = likely_tree(nodes, levels)
-        assert tree.nodes == nodes and tree.window - 1 <= levels
-    with pytest.raises(ValueError, match="draft nothing"):
-        likely_tree(1, 4)
-    assert default_tree("cuda:1") == PAPER_TREE and default_tree("cuda", batch=64).nodes == 4
-    for batch in range(1, 49):
-        tree = default_tree("cuda", batch=batch)
-        assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
-    assert default_tree("cpu").nodes > default_tree("cpu", True).nodes
-    assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes

@@ -77,14 +77,6 @@ def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
     assert found_any > 3
 
 
-def test_suffixes_that_point_before_the_store_are_no_places():
-    """A damaged store drafts badly; nothing may come of it that is no token."""
-    tokens = torch.arange(20, dtype=torch.int32)
-    drafter = Rest(tokens, torch.arange(20, dtype=torch.int32), 64)
-    at = torch.tensor([-(2**31), -5, 3, 19, 2**31 - 1])
-    assert drafter.follow(at, 2).tolist() == [[-1, -1], [-1, -1], [3, 4], [19, -1], [-1, -1]]
-
-
 @pytest.fixture(scope="module")
 def store(golden, tmp_path_factory) -> Path:
     """A store of two files."""

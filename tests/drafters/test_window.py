@@ -3,12 +3,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.decoding import drafts, ids, load, plain, prompts
+from helpers.decoding import drafts, ids, plain, prompts
 from helpers.drafters import make_drafter
 
 from drafters.eagle import Eagle
-from drafters.lookup import Lookup
-from drafters.mixed import Mixed
 from drafters.network import HeadDrafter, KeptTokens
 from engine.engine import Engine
 from sampling.options import Sampling
@@ -79,21 +77,3 @@ def test_what_a_ring_has_lost_is_read_again(models):
     samplings = [Sampling(20 + 7 * i, i % 2, seed=i) for i in range(len(texts))]
     several = engine_of(models[0], Eagle(models[1], SHAPE, reach=12))
     assert ids(several, texts, samplings) == ids(plain(models), texts, samplings)
-
-
-def test_caches_are_as_long_as_the_window(models, golden):
-    """However long the text may be; what is checked beforehand is what is allocated."""
-    sizes = []
-    for longest in (300, 1000):
-        engine = engine_of(models[0], Eagle(models[1], SHAPE, reach=64), max_seq_len=longest)
-        buffers = [*engine.passes.caches.buffers(), *engine.drafter.caches.buffers()]
-        unread = engine.batch * engine.passes.unread * 3 * models[0].args.hidden_size * 4  # their features
-        assert engine.cache_bytes == unread + sum(b.nbytes for b in buffers)
-        sizes.append(engine.drafter.caches[0].k.shape[1])
-    assert sizes[0] == sizes[1] < 64 + 32
-    mixed = Mixed(Lookup(), Eagle(models[1], SHAPE, reach=64))
-    engine_of(models[0], mixed)
-    assert mixed.reusable(50, 200, 90) == 0 and mixed.parts[1].caches[0].k.shape[1] < 64 + 40
-    options = {"compile": False, "max_seq_len": 100, "tree": SHAPE}
-    assert load(golden, "eagle3", window=100, **options).engine.drafter.kept.reach == 0
-    assert load(golden, "lookup+eagle3", window=8, **options).engine.drafter.grown.kept.reach == 8

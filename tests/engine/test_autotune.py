@@ -96,13 +96,6 @@ def test_a_machine_that_changes_is_noticed():
     assert machine.run(8 * FIRST_REST)[-40:].count(MIDDLE) > 20
 
 
-def test_a_head_whose_drafts_are_never_accepted():
-    useless = Tuner(Calibration(dict.fromkeys(TEMPERATURES, dict.fromkeys(TAUS, 1.0)), (1.0,)), TAUS)
-    machine = Machine(FAST_TREES, tuner=useless)
-    machine.ease = 0.0
-    assert machine.run(200).count(None) > 150
-
-
 def test_what_a_request_taught_serves_the_next_one():
     """Of a checkpoint whose drafts are never accepted the next request tries few."""
     first = Machine(FAST_TREES, ease=0.0)

@@ -60,12 +60,6 @@ def test_text_is_plain_text(targets):
     assert not torch.equal(logits, exact) and (logits - exact).abs().max() < 0.15 * exact.abs().max()
 
 
-def test_memory_is_what_the_caches_take(targets):
-    for target in targets[:2]:
-        decoder = target.engine(batch=2, max_seq_len=300)
-        assert decoder.cache_bytes == sum(b.nbytes for b in decoder.passes.caches.buffers())
-
-
 def filled(kind: type, seed: int = 1):
     """Caches of three layers with 40 slots, written once with random numbers; and these, as rounded."""
     draw = torch.Generator().manual_seed(seed)
@@ -85,17 +79,10 @@ def same(ours, defined) -> bool:
     )
 
 
-@pytest.mark.parametrize("on_gpu", (False, True))
-def test_each_thing_that_is_done_with_a_cache(on_gpu):
-    """As with `KVCaches`, whose numbers are rounded before they are written. So with the cache of our GPU
-    kernels, whose layers share a tensor.
-    """
-    if on_gpu:
-        pytest.importorskip("triton", reason="Triton is not installed")
-        from kernels.gpu.cache import Float8LayerCaches
-    kind = Float8LayerCaches if on_gpu else Float8Caches
-    both = ours, defined = [filled(kind) for kind in (kind, KVCaches)]
-    assert same(*both) and ours[0].k.dtype == torch.uint8 and (kind is Float8Caches) != on_gpu
+def test_each_thing_that_is_done_with_a_cache():
+    """As with `KVCaches`, whose numbers are rounded before they are written."""
+    both = ours, defined = [filled(kind) for kind in (Float8Caches, KVCaches)]
+    assert same(*both) and ours[0].k.dtype == torch.uint8
     source, target = torch.tensor([[9, 5, 7], [30, 31, 4]]), torch.tensor([[5, 6, 7], [31, 4, 5]])
     for caches in both:
         KVCaches.move(caches, source, target)
@@ -103,7 +90,7 @@ def test_each_thing_that_is_done_with_a_cache(on_gpu):
     parts = [caches.rows(1, 1) for caches in both]
     for caches in parts:
         KVCaches.move(caches, source[:1], target[:1])
-    assert same(*parts) and same(*both) and type(parts[0]) is kind
+    assert same(*parts) and same(*both)
     for caches in both:
         for to, kept in zip(caches.sequence(0, 21), caches.sequence(1, 21)):
             to.copy_(kept)

@@ -8,10 +8,9 @@ from helpers.decoding import check_texts, ids, plain, prompts, replay, shape_of,
 from helpers.drafters import make_drafter
 from shapes import random_models
 
-from engine.compile import compile_graph, find_graph, saved_place
+from engine.compile import compile_graph, saved_place
 from engine.engine import Engine
 from engine.passes import SPAN
-from engine.state import State
 from engine.step import commit, verify
 from kernels.build import code_digest
 from sampling.options import Sampling
@@ -28,12 +27,6 @@ class Compiling(Exception):
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
-
-
-def test_a_damaged_graph_is_named(tmp_path):
-    said: list[str] = []
-    (path := tmp_path / "one.graph").write_bytes(b"half")
-    assert find_graph(path, said.append) is None and "cannot be loaded" in said[0]
 
 
 class Adder(nn.Module):
@@ -128,15 +121,3 @@ def test_a_span_may_be_all_slots(whole_first, name):
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
             commit(*arguments, graph(*arguments, slots, False), False)
     assert all(length >= 32 for length in passes.state.length.tolist())
-
-
-def test_places_share_a_graph_but_for_their_alignment(cache):
-    """Reading 16 bytes from the middle of them is an error on a GPU. Rows of the state begin at 16 bytes."""
-    def where(rows):
-        return saved_place(verify, (rows,))
-
-    for vocabulary, window in ((16, 4), (5, 9), (32003, 7)):
-        state = State(3, 40, window, 6, [], torch.bfloat16, "cpu", vocabulary=vocabulary, nodes=3)
-        assert where(state.rows(0, 1)) == where(state.rows(1, 1)) == where(state.rows(2, 1))
-    both = torch.zeros(2, 7)
-    assert where(both[:1]) != where(both[1:])

@@ -10,17 +10,13 @@ from helpers import ROOT
 from helpers.decoding import check_texts
 from helpers.drafters import NAMES, make_drafter
 
-from checkpoint.loading import load_head, load_model
+from checkpoint.loading import load_head
 from drafters.base import Drafter
-from drafters.eagle import Eagle
 from engine.engine import DRAFTED, Engine
 from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import Target, load_target
-from kernels.choose import choose_backend
-from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
-from tree import TreeShape
 
 SMOLLM2 = ROOT / os.environ.get("CHECKPOINT", "checkpoints/smollm2-135m")
 pytestmark = [
@@ -123,22 +119,3 @@ def check_capture(engine: Engine, subject: Subject) -> None:
     names = [event.name for event in seen.events()]
     assert sum(name.startswith("cudaGraphLaunch") for name in names) == 3
     assert not [name for name in names if name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))]
-
-
-@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 32), ("w8a8", 0), ("fp8", 0)])
-def test_a_quantised_target(golden, mode, group):
-    """Its speculative text is its plain text; where activations are rounded, the first tokens: see README."""
-    if mode == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU does not multiply fp8")
-    target, _ = load_model(golden, "cuda", torch.float32)
-    quantize_linears(target, Scheme(mode, group, mode))
-    head = load_head(golden / "eagle3", target, "eagle3")
-    quantize_linears(head, Scheme(mode, group, mode))
-    choose_backend("cuda").prepare(target, head)
-    prompts, few = [list(b"u:tell me\na:"), list(b"u:why\na:") * 20, list(b"hello world")], (1, 100)
-    texts = [
-        [o.ids for o in Engine(target, drafter, batch=3, max_seq_len=700).generate(
-            prompts, Sampling(few[mode not in ("fp8", "w8a8")]))]
-        for drafter in (None, Eagle(head, TreeShape(24, 4, 5)))
-    ]
-    assert texts[0] == texts[1]

@@ -139,7 +139,3 @@ def test_a_step_is_two_graphs_with_two_sums_a_layer(alone, between_two):
     assert between_two["traced"]["text"] == alone["traced"]["text"] == alone["modes"]["greedy"]
     assert alone["traced"]["exchanges"] == [[0, 0]]
     assert between_two["traced"]["exchanges"] == [[1, 0], [2 * 8, 0], [2 * 8, 1]]
-
-
-def test_fp8(alone, dealt):
-    assert [len(text) for text in dealt["fp8"]["plain"]] == [len(text) for text in alone["fp8"]["plain"]]

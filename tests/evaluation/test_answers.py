@@ -1,6 +1,5 @@
 """Question sets and their order, the methods that answer, what the folder of answers forgets and refuses."""
 import json
-from argparse import Namespace
 
 import pytest
 from helpers.refusals import refused
@@ -10,7 +9,6 @@ from drafters import Drafting
 from evaluate import parser
 from evaluation.answers import Answer, Book, Turn, read_sets
 from evaluation.methods import read_draftings
-from evaluation.session import Evaluation
 from tree import TreeShape
 
 
@@ -50,17 +48,6 @@ def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):
     (tmp_path / file).write_bytes(content)
     with refused(f"{tmp_path}{message}"):
         Book(tmp_path, {"seed": 0})
-
-
-def test_each_method_begins_as_often():
-    sets = read_sets(None, None)  # our questions
-    o = Namespace(temperature=[0.0, 1.0])
-    run = Namespace(sets={k: v[:3] for k, v in sets.items()}, o=o, contenders={"none": 0, "a": 0, "b": 0})
-    order = list(Evaluation._rounds(run))
-    assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
-    for cell in {(name, temperature) for name, _, temperature, _ in order}:
-        rounds_here = [methods for name, _, temperature, methods in order if (name, temperature) == cell]
-        assert rounds_here == [["none", "a", "b"], ["a", "b", "none"], ["b", "none", "a"]]
 
 
 def test_sets_are_named_by_file_or_folder(tmp_path):

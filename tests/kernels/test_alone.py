@@ -5,7 +5,6 @@ the instruction set, and checks that a row's bits depend on no other row and no 
 """
 import copy
 import os
-import platform
 import shutil
 import subprocess
 
@@ -182,18 +181,3 @@ def test_tiles_in_software(tmp_path):
     driver = Driver(tmp_path, NATIVE, *flags)
     check_products(driver, 40)
     check_attention(driver)
-
-
-@pytest.mark.dear
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
-@pytest.mark.parametrize("compiler", dict.fromkeys((NATIVE, "clang++")))
-def test_amx_compiles(compiler, tmp_path):
-    """The compiler and its assembler take the instructions themselves, sources and sums in their order."""
-    if not shutil.which(compiler):
-        pytest.skip(f"{compiler} is not installed")
-    flags = *build.FLAGS, *isa.SETS["amx"].flags, "-save-temps=obj"
-    command = [compiler, *flags, "-c", build.SOURCE / "bf16.cpp", "-o", tmp_path / "bf16.o"]
-    run(*command)
-    assembly = (tmp_path / "bf16.s").read_text().split("\n")
-    found = {" ".join(line.split()) for line in assembly}
-    assert {"tdpbf16ps %tmm7, %tmm5, %tmm3", "tdpbssd %tmm6, %tmm4, %tmm0", "tilerelease"} <= found

@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-KERNELS = ROOT / "tests/kernels"
-FILES = [*sorted(KERNELS.glob("gpu/test_*.py")), KERNELS / "test_parts.py"]
+FILES = sorted((ROOT / "tests/kernels/gpu").glob("test_*.py"))
 
 
 @pytest.mark.slow
@@ -21,7 +20,7 @@ def test_in_the_interpreter(file, which):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q",
-         "--import-mode=importlib", "-m", which, "-k", "gpu", str(file)],
+         "--import-mode=importlib", "-m", which, str(file)],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )
     none = which == "dear" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from common.errors import InputError
-from kernels.backend import TORCH
 from kernels.quantized import Scheme
-from kernels.tp import Part, Ranks, Share
+from kernels.tp import Ranks, Share
 from model import ModelArgs
-from sampling.noise import gumbel, seed_keys
 
 ARGS = ModelArgs(
     vocab_size=50, hidden_size=32, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=3,
@@ -57,28 +55,3 @@ def test_sums_are_added_in_the_order_of_the_ranks():
     assert torch.equal(total, ((parts[0] + parts[1]) + parts[2]) + parts[3])
     alone = [part[3:4] for part in parts]
     assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
-
-
-@pytest.mark.parametrize("noisy", [False, True])
-def test_the_best_token_without_the_logits_of_the_others(noisy):
-    """Also where two have the same score: the first of all, as argmax takes it."""
-    B, T, V, sizes = 2, 5, 50, (17, 17, 16)
-    logits = torch.randn(B, T, V, generator=torch.Generator().manual_seed(0))
-    logits[0, 0, [3, 20, 45]] = logits[1, 1, [21, 30]] = 9.0
-    depth = torch.tensor([[0, 1, 1, 2, 2]]).expand(B, -1)
-    noise = 0.7 * gumbel(seed_keys([1, 2]), torch.arange(3).expand(B, -1), V) if noisy else None
-    want = TORCH.draw(logits, noise, depth)
-    assert noisy or (want[0, 0], want[1, 1]) == (3, 21)
-    parts, before = logits.split(sizes, -1), (0, 17, 34)
-
-    class Recorder(Ranks):
-        def every(self, x):
-            seen.append(x)
-            return x[None]
-
-    seen = []
-    for part, first in zip(parts, before):
-        TORCH.draw(Part(part, first, Recorder(0, 1, "")), noise, depth)
-    ranks = Together(1, seen)
-    assert torch.equal(TORCH.draw(Part(parts[1], 17, ranks), noise, depth), want)
-    assert all(x.shape == (2, B, T) for x in seen), "two numbers for each row are exchanged"

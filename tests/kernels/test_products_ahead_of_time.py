@@ -78,35 +78,6 @@ def test_bfloat16(capability, kind, rows, choice):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", devices(80, 90))
-@pytest.mark.parametrize("kind", ("int8", "int4/64"))
-def test_a_thread_reads_16_bytes(capability, kind):
-    """From memory and, of the weights, from shared memory, in the order of registers."""
-    sass = compiled(capability, BF16, kind, 1, 0)[0].sass
-    assert set(re.findall(r"LDGSTS\.E\S*", sass)) == {"LDGSTS.E.BYPASS.128"}
-    assert not re.search(r"\bLDS\.[US]\d", sass) and sass.count("LDS.128") >= (4 if kind == "int8" else 2)
-
-
-@pytest.mark.dear
-@pytest.mark.parametrize("kind", ("int8", "int4/64"))
-def test_one_row(kind):
-    """Triton compiles a kernel of its own where an integer is 1."""
-    made, _ = compiled(90, BF16, kind, 1, 0, count=1)
-    assert made.shared <= SHARED[90] and made.spilled == 0 and made.on_tensor_cores
-
-
-@pytest.mark.dear
-@pytest.mark.parametrize("kind", ("int8", "int4/64"))
-@pytest.mark.parametrize("rows", ROWS)
-def test_little_shared_memory(kind, rows):
-    """On an RTX 3090 one of the tiles fits; those that do not are passed over when they are tried."""
-    bits = WEIGHTS[kind][0]
-    count = len(products.tiles(products.tile_rows(rows, BF16, bits), BF16, bits))
-    made = [compiled(86, BF16, kind, rows, choice)[0] for choice in reversed(range(count))]
-    assert any(m.shared <= SHARED[86] and m.spilled == 0 for m in made)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", devices(80, 90, 100))
 @pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
 @pytest.mark.parametrize("kind", ("int8", "int4/64"))

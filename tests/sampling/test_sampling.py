@@ -1,5 +1,5 @@
-"""The noise and the sampler, by statistics with fixed seeds: what fails here fails always, and nothing fails
-by chance.
+"""The noise, what a request does to logits, and the sampler, by statistics with fixed seeds: what fails here
+fails always, and nothing fails by chance.
 
 Thresholds are quantiles of the chi-square distribution at 1e-6: a correct generator with another seed would
 pass all of them with probability above 0.9999.
@@ -15,7 +15,8 @@ from engine.step import noise_ahead, shape_logits
 from kernels.backend import TORCH
 from sampling.adjust import restrict
 from sampling.noise import gumbel, random_bits, seed_keys
-from sampling.options import Modes
+from sampling.options import MOST_STOPS, Modes, Sampling
+from tree import link
 
 
 def test_noise_is_what_it_was():
@@ -47,6 +48,54 @@ def reference_restrict(logits, temperature, top_k, top_p):
             needed = int((p[order].cumsum(0) < top_p).sum()) + 1
             keep &= logits >= logits[order[min(needed, logits.numel()) - 1]]
     return logits.masked_fill(~keep, -math.inf)
+
+
+def shaped(logits, prompt: list[int], output: list[int], request: Sampling) -> torch.Tensor:
+    """The logits [V] of the token after prompt and output: moved one by one, then restricted."""
+    logits, bias, repeated = logits.double(), dict(request.logit_bias), request.repetition_penalty
+    for token, x in enumerate(logits.tolist()):
+        x, times = x + bias.get(token, 0.0), output.count(token)
+        if times or token in prompt:
+            x = x / repeated if x > 0 else x * repeated
+        logits[token] = x - request.frequency_penalty * times - request.presence_penalty * (times > 0)
+    if not request.temperature:
+        return logits
+    logits = reference_restrict(logits, request.temperature, request.top_k, request.top_p)
+    p = (logits / request.temperature).softmax(-1)
+    return logits.masked_fill(p < request.min_p * p.max(), -math.inf)
+
+
+REQUESTS = [
+    Sampling(presence_penalty=0.7), Sampling(frequency_penalty=-0.4), Sampling(repetition_penalty=1.3),
+    Sampling(repetition_penalty=0.5, logit_bias={"0": 5, 3: -100}), Sampling(top_k=2, top_p=0.3, min_p=0.5),
+    Sampling(temperature=0.3, min_p=0.5), Sampling(temperature=1.0, min_p=1.0),
+    Sampling(
+        temperature=1.4, top_k=9, top_p=0.9, min_p=0.05, presence_penalty=-1, frequency_penalty=1.5,
+        repetition_penalty=2, logit_bias={7: 0.25},
+    ),
+]
+
+
+def test_every_node_is_the_end_of_its_path():
+    """Logits of random trees in which tokens repeat, on a path and beside it, under options of all sorts."""
+    draw, B, T, V = torch.Generator().manual_seed(2), len(REQUESTS), 10, 12
+    for _ in range(8):
+        parent = torch.stack([torch.randint(0, max(i, 1), (B,), generator=draw) for i in range(T)], 1)
+        tokens, (_, ancestors) = torch.randint(0, 5, (B, T), generator=draw), link(parent, T)
+        prompts, outputs = torch.randint(0, V, (2, B, 4), generator=draw)
+        outputs[:, 3] = tokens[:, 0]
+        state = State(B, 8, 4, 0, [], torch.float32, "cpu", vocabulary=V, nodes=T)
+        for b, request in enumerate(REQUESTS):
+            state.begin(b, prompts[b].tolist(), request, 8)
+        state.count(outputs, torch.full((B,), 4))
+        logits = torch.randn(B, T, V, generator=draw) * 3
+        found = shape_logits(logits, state, Modes.every(True), tokens, ancestors)
+        for b, request in enumerate(REQUESTS):
+            for t in range(T):
+                above = [a for a in range(1, T) if ancestors[b, t, a]]
+                text = outputs[b].tolist() + tokens[b, above].tolist()
+                expected = shaped(logits[b, t], prompts[b].tolist(), text, request)
+                torch.testing.assert_close(found[b, t].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 5, 300, 1000])
@@ -91,3 +140,13 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     counts, p = counts[p > 0], p[p > 0]
     assert len(p) > 1
     assert chi_square(counts, B * p) < chi_square_limit(len(p) - 1)
+
+
+@pytest.mark.parametrize("bad", [
+    {"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1},
+    {"presence_penalty": 2.1}, {"frequency_penalty": math.inf}, {"logit_bias": {1: math.nan}},
+    {"logit_bias": {"x": 1}}, {"stop": ["a", ""]}, {"stop": ["a"] * (MOST_STOPS + 1)}, {"logprobs": 21},
+], ids=lambda bad: str(bad)[:40])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)

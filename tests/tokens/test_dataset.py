@@ -89,12 +89,6 @@ def test_an_answer_that_is_not_to_be_learnt(write, end, reason):
     assert [f": rows that are left out: 1 {reason}" in line for line in lines] == [True] * bool(reason), lines
 
 
-def test_questions_get_an_id_and_a_category(write):
-    first = {"question_id": 81, "category": "writing", "turns": ["a", "b"]}
-    assert read_questions(write(first, {"prompt": "c"})) == [
-        first, {"question_id": 1, "category": "", "turns": ["c"]}]
-
-
 @pytest.mark.parametrize("row, texts", [
     ({"text": "t", "prompt": "p"}, ["t"]),
     ({"prompt": "p", "completion": "c", "output": "o", "answer": 7}, ["p", "c", "o"]),

@@ -52,17 +52,6 @@ def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
     assert bytes(row["ids"][row["answers"][0][0] :]) == b" That.</s>"
 
 
-def test_rows_are_cut_to_what_is_usable():
-    row = {"ids": list(range(20)), "answers": [[2, 4], [6, 12], [15, 20]], "source": ""}
-    # A row of an old shard has no "chat"; else it is what was written with it.
-    assert data.usable(row, 100)["chat"] == digest(list(range(2)))
-    assert data.usable({**row, "chat": "first"}, 100)["chat"] == "first"
-    assert data.usable(row, 100)["answers"] == [[6, 12], [15, 20]]
-    cut = data.usable(row, 17)
-    assert cut["answers"] == [[6, 12]] and cut["ids"] == list(range(12))
-    assert data.usable(row, 8) is None
-
-
 @pytest.mark.parametrize("line, words", [
     ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is no row"), ("{", "is no row"),
     ('{"ids": [1, -1, 2], "answers": [[0, 3]]}', "is no row"), ('{"step": 1, "loss": 2.0}', "is no row"),

@@ -3,11 +3,8 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.training import ROWS, loss_on, options, shaken
-from safetensors.torch import load_file
+from helpers.training import ROWS, loss_on, shaken
 
-import train
-from checkpoint.convert import convert
 from training.heads import TRAINED, HeadShape, new_head, own_weights
 from training.losses import Eagle3Objective
 
@@ -76,21 +73,3 @@ def test_another_vocabulary(models):
             torch.testing.assert_close(rows[i], foreseen[token], rtol=0, atol=2e-3)
             assert torch.cosine_similarity(rows[i], target.lm_rows[token], dim=0) < 0.5
         assert torch.equal(out[i], head.markov_out.weight[token // 2] if known else torch.zeros(4))
-
-
-@pytest.mark.dear
-@pytest.mark.slow
-def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
-    """As a user does it: EAGLE-3, exported, converted, begun with. Another start is another run."""
-    start = str(golden / "eagle3")
-    changes = {
-        "kind": "p-eagle", "start": start, "draft-vocab": None, "markov-rank": 4, "drafts": 4, "lr": 1e-9,
-    }
-    assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 0
-    old, new = load_file(golden / "eagle3" / "model.safetensors"), tmp_path / "converted"
-    convert(tmp_path / "head", new, golden, quiet=True, dtype="fp32")
-    found = load_file(new / "model.safetensors")
-    for name in ("fc.weight", "lm_head.weight", "layer.wo.weight"):
-        torch.testing.assert_close(found[name].float(), old[name].float(), rtol=0.02, atol=1e-3)
-    assert train.main(options(golden, prompt_file, tmp_path, **changes | {"start": str(new)})) == 1
-    assert "other settings or data (start)" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.training import ROWS, loss_on, random_rows, shaken
+from helpers.training import ROWS, loss_on, shaken
 from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
@@ -151,19 +151,6 @@ def test_regression_losses_are_the_heads_outputs(models1):
     assert hits.tolist() == [right]
 
 
-@pytest.mark.dear
-@pytest.mark.compile
-@pytest.mark.slow
-def test_a_compiled_loss_is_the_loss(models):
-    """Compiled and not, over batches of several shapes."""
-    target, head = models
-    head = head.twin(target, torch.float32)
-    objectives = [Eagle3Objective(target, head, 3, compiled=compiled) for compiled in (False, True)]
-    for rows in (ROWS, ROWS[1:]):
-        plain, compiled = (loss_on(objective, rows=rows)[0] for objective in objectives)
-        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
-
-
 def test_features_are_scaled_and_the_scale_is_folded_back(models):
     """What is trained on scaled features is the head written for raw ones."""
     target, head = models
@@ -178,21 +165,6 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     with torch.no_grad():
         a, b = (loss_on(x, states)[0] for x in (objective, raw))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
-    """A share of the positions, of which fewer go on at each step; the same for a row beside any others."""
-    rows = random_rows((40, [[2, 40]]), (30, [[5, 28]]))
-    head = new_head(models[0], "p-eagle", torch.arange(320), BLOCKS["p-eagle"], 0)
-    objective = objective_of(models[0], "p-eagle", head)
-    objective.keep = 0.5
-    batch = objective.batch(rows, 3, [1, 2])
-    assert batch.at.shape == (2, 19) and batch.chains == [19, 10, 5]
-    assert batch.valid[0] == 19 + 11 and batch.valid[1] <= 10 + 6 and batch.valid[2] <= 5 + 3
-    alone = objective.batch(rows[1:], 3, [2])
-    assert torch.equal(alone.at[0], batch.at[1, :11])
-    assert not torch.equal(objective.batch(rows, 3, [3, 4]).at, batch.at)
-    assert objective.batch(rows, 3).at.shape == (2, 37)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -211,19 +183,3 @@ def test_every_weight_of_a_block_head_learns(models, name):
     own = {name: p for name, p in head.named_parameters() if p.requires_grad}
     assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
     assert target.embed.weight.grad is None
-
-
-@pytest.mark.parametrize("name", ("dspark", "p-eagle+markov"))
-def test_only_the_confidence_head_learns_how_sure_it_is(models, name):
-    """What else there is to learn gets the same gradient without it (arXiv 2607.05147, section 3)."""
-    target, found = models[0], []
-    for confidence in (True, False):
-        head = shaken(block_head(target, name, torch.arange(320)))
-        head.args = replace(head.args, confidence=confidence)
-        loss_on(objective_of(target, name, head))[0].backward()
-        found.append({n: p.grad for n, p in head.named_parameters() if p.grad is not None})
-    learnt, without = found
-    alone = learnt.keys() - without.keys()
-    assert alone and all("confidence" in name for name in alone), alone
-    off = {n: float((learnt[n] - gradient).abs().max()) for n, gradient in without.items()}
-    assert max(off.values()) < 1e-6, off

@@ -73,21 +73,6 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     assert "tau" in log_of(tmp_path)[-1]  # of the epoch that was cut short
 
 
-def test_ctrl_c_during_a_validation_loses_nothing(golden, prompt_file, tmp_path, monkeypatch):
-    argv = options(golden, prompt_file, tmp_path, epochs=1, **{"validate-prompts": 0})
-    judged, calls = Trainer._held_out_accuracy, itertools.count()
-
-    def stops(self):
-        if next(calls) == 0:
-            raise KeyboardInterrupt
-        return judged(self)
-
-    monkeypatch.setattr(Trainer, "_held_out_accuracy", stops)
-    assert train.main(argv) == 130
-    monkeypatch.setattr(Trainer, "gradients", None)  # no step is made again
-    assert train.main(argv) == 0 and "held_out" in log_of(tmp_path)[-1]
-
-
 @pytest.mark.dear
 def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_file, tmp_path):
     """Two machines of a process each, of which one is killed in training; then two processes go on.

@@ -3,12 +3,10 @@ import pytest
 import torch
 from helpers.training import ROWS
 
-from common.errors import InputError
 from training.batches import batches
 from training.features import Features
 from training.losses import Eagle3Objective
 from training.processes import Processes
-from training.report import chain_tau
 from training.trainer import Plan, Trainer
 
 
@@ -51,21 +49,3 @@ def test_the_average_is_what_is_used(models, tmp_path):
     # At first the average is short: (1 + 0) / (10 + 0).
     torch.testing.assert_close(mean, first[name] * 0.1 + now * 0.9)
     assert torch.equal(t.trained().state_dict()[name], mean) and torch.equal(t.parameters[name], now)
-
-
-def test_rates_of_the_schedule():
-    plan = Plan(lr=2.0)
-    assert plan.rate(0, 200) == pytest.approx(2 / 6) and plan.rate(5, 200) == pytest.approx(2.0)
-    assert plan.rate(6 + 194 // 2, 200) == pytest.approx(2 * 0.55, rel=0.02)
-    assert plan.rate(200, 200) == pytest.approx(0.2)
-    assert chain_tau([0.5, 0.5]) == 1.75
-
-
-def test_a_state_of_something_else(models, tmp_path):
-    """Options that fit, and the rest of another kind."""
-    trainer(models, tmp_path).save()
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    for part in {"head": {"fc.weight": torch.zeros(1)}}, {"optimizer": None}:
-        torch.save(state | part, tmp_path / "state.pt")
-        with pytest.raises(InputError, match=r"state.pt: cannot be restored; if it is damaged, delete it"):
-            trainer(models, tmp_path).resume()

@@ -53,20 +53,6 @@ def test_attention(made, backend, dtype, sizes):
     assert check.difference(case.run(backend), case.run(backend), 0) is None
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
-def test_two_accumulators_on_blackwell(made, backend, monkeypatch, dtype):
-    """Where products are on tensor cores. The numbers are right."""
-    class Launched:
-        def __getitem__(self, grid):
-            return lambda *a, **k: (seen.append(k["APART"]), kernel[grid](*a, **k))
-
-    kernel, seen = attention.attend_kernel, []
-    monkeypatch.setattr(attention, "is_blackwell", lambda device: True)
-    monkeypatch.setattr(attention, "attend_kernel", Launched())
-    check.check(made(dtype, CASES[0]), backend)
-    assert {*seen} == {dtype == torch.float16}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
 def test_attention_over_float8(made, backend, dtype, sizes):

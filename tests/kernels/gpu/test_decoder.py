@@ -9,9 +9,8 @@ from helpers.drafters import NAMES, make_drafter
 from checkpoint.loading import load_head, load_model
 from drafters.lookup import Lookup
 from engine.engine import Engine
-from kernels.float8 import Float8Caches
 from kernels.gpu import here
-from kernels.gpu.cache import Float8LayerCaches, LayerCaches
+from kernels.gpu.cache import LayerCaches
 from kernels.gpu.experts import GroupedExperts
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer
@@ -99,18 +98,3 @@ def test_same_seed_same_text(on_kernels, texts, name):
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":
         assert ids(decoder, given, RESTRICTED) == restricted
-
-
-@pytest.mark.dear
-def test_caches_in_float8(golden, on_kernels, monkeypatch):
-    """Drafted text on the kernels is plain text by PyTorch."""
-    given, sampling = prompts(1, seed=7, longest=LONGEST), [Sampling(TOKENS // 2, 1.0, seed=3)]
-    target, _ = load_model(golden)
-    target.Caches = Float8Caches
-    written = ids(plain((target, None)), given, sampling)
-    monkeypatch.setattr(on_kernels[0], "Caches", on_kernels[0].backend.caches["fp8"])
-    drafter = make_drafter("eagle3", *on_kernels, on_kernels[0].backend.prepare)
-    decoder = Engine(on_kernels[0], drafter, max_seq_len=300, compile=False, chunks=CHUNKS)
-    assert isinstance(decoder.passes.caches, Float8LayerCaches)
-    assert type(decoder.drafter.caches) is LayerCaches
-    assert ids(decoder, given, sampling) == written

@@ -105,10 +105,3 @@ def test_one_graph_for_every_routing(device):
     for _ in range(2):
         x = torch.randn(1, 5, H, device=device)
         assert torch.equal(compiled(x, x), layer(x, x))
-
-
-def test_what_stays_by_definition():
-    layer = mixture(Scheme("int8", 0, None), torch.float32)
-    layer.w_down.mode = "fp8"
-    experts.take(layer)
-    assert type(layer) is Experts

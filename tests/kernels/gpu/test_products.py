@@ -1,5 +1,4 @@
 """Products with quantised weights, in one kernel, against those with the weights they stand for."""
-import contextlib
 
 import pytest
 import torch
@@ -118,37 +117,6 @@ def test_one_node(device):
             test_utils=("test_schema", "test_faketensor"),
         )
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, onto), layer(x, onto))
-
-
-@pytest.mark.parametrize("tiles, steps, resident, count", [
-    (64, 32, 3, 256), (64, 112, 3, 256), (448, 32, 3, 388), (1002, 32, 3, 396), (48, 64, 1, 128),
-    (1, 3, 3, 1),
-])
-def test_programs(tiles, steps, resident, count):
-    """Few tiles are divided evenly, unless processors were idle; many are shared by all that fit."""
-    assert products.programs(tiles, steps, 132, resident) == count
-
-
-def test_no_memory_to_measure_in(monkeypatch):
-    """The first choice is taken. Weights that differ in their groups are measured apart."""
-    def full(*a, **options):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr("triton.testing.do_bench", full)
-    tuned = products._tuned.__wrapped__(16, 8)
-    assert tuned.do_bench(lambda: None, quantiles=(0.5, 0.2)) == [float("inf")] * 2 and "GROUP" in tuned.keys
-
-
-@pytest.mark.parametrize("ranks", (False, True))
-def test_ranks_choose_tiles_without_measuring(device, monkeypatch, ranks):
-    """Each would measure other times, and add up in another order."""
-    layer, x, _ = case(device, torch.float16, "int8", 0, 3, 72, 256)
-    found = layer(x)
-    monkeypatch.setattr(products, "choice", None)
-    monkeypatch.setattr(products, "_tuned", lambda *a: 1 / 0)  # measures
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: ranks)
-    with contextlib.nullcontext() if ranks else pytest.raises(ZeroDivisionError):
-        assert torch.equal(layer(x), found)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
