@@ -100,8 +100,6 @@ CALLS = {
         DEEPSEEK, deepseek('function<｜tool▁sep｜>f\n```json\n{"city": "é<"}\n```',
                            "function<｜tool▁sep｜>g\n```json\n{}\n```") + "\n", "", [IS_F, IS_G]),
     "no number": (TAGGED, tag(f"{NAN}{G}"), NAN, [IS_G]),
-    "no number, Mistral": (MISTRAL, '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{"x": NaN}',
-                           '[TOOL_CALLS]g[ARGS]{"x": NaN}', [("f", "{}")]),
     "a call, then one cut off": (TAGGED, f"<tool_call>{G}{F[:-3]}", F[:-3], [IS_G]),
     "a brace too many": (TAGGED, tag(G + "}"), "", [IS_G]),
     "fence in tags": (TAGGED, tag(f"\n```json\n{F}\n```\n") + " so", " so", [IS_F]),
