@@ -58,7 +58,6 @@ NAN = '{"name": "f", "arguments": {"days": NaN}}'
 BARE_F, BARE_G = (call.replace("arguments", "parameters") for call in (F, G))
 CALLS = {
     "two": (TAGGED, "Let me see.\n" + tag(f"\n{F}\n") + "\n" + tag(G), "Let me see.\n", [IS_F, IS_G]),
-    "in one tag": (TAGGED, tag(f"\n{F}\n{G}\n"), "", [IS_F, IS_G]),
     "list": (TAGGED, tag(f"[{F}, {G}]") + " so", " so", [IS_F, IS_G]),
     "not closed": (TAGGED, f"<tool_call>{F}", "", [IS_F]),
     "closing tag inside": (TAGGED, tag(F.replace("é<", "</tool_call>")), "",
@@ -104,7 +103,6 @@ CALLS = {
     "a brace too many": (TAGGED, tag(G + "}"), "", [IS_G]),
     "fence in tags": (TAGGED, tag(f"\n```json\n{F}\n```\n") + " so", " so", [IS_F]),
     "Llama": (LLAMA, f" {BARE_F}; {BARE_G}", "", [IS_F, IS_G]),
-    "Llama, list": (LLAMA, f"[{BARE_F}, {BARE_G}]", "", [IS_F, IS_G]),
     "Llama, fence": (LLAMA, f"```json\n{BARE_F}\n{BARE_G}\n```\n", "", [IS_F, IS_G]),
     "Llama, fence without a name": (LLAMA, f"\n```\n[{BARE_F}]\n```", "", [IS_F]),
 }

@@ -135,7 +135,6 @@ def test_markers_of_a_template_have_any_shape(kind, type_, marker, tmp_path):
 
 @pytest.mark.parametrize("tokens, ends", (
     ([("STOP", 3), ("<|EOT|>", 1), ("<|end|>", 4)], {256, 257, 258}),
-    ([("STOP", 3), ("</s>", 1), ("<|end|>", 4)], {256, 257, 258}),
     # A model that writes <|return|> after its answer ends its thoughts with <|end|>.
     ([("STOP", 3), ("<|return|>", 1), ("<|end|>", 4)], {256, 257}),
     # Merges make words, of type UNUSED too: vocabularies that know HTML have </s>.

@@ -70,7 +70,6 @@ def test_texts_equal_the_library_s(folder):
 
 
 CHATS = (
-    [{"role": "user", "content": "Hello there"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n\nyou"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\nc"},
      {"role": "user", "content": " padded "},

@@ -14,6 +14,7 @@ from tokens.backends import byte_alphabet
 from tokens.tokenizer import Tokenizer, copy_files
 
 START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+MAP = {"special_tokens_map": {"eos_token": END}}
 
 
 def special(**tokens: str) -> dict:
@@ -68,8 +69,9 @@ def folder_of(folder: Path, config: dict, added: dict[str, bool | None], **files
     ({START: True, END: True}, {"pad_token": "<pad>"}, {}, 21, "bc", {START, END, "<pad>"}),
     # added_tokens.json is older than added_tokens_decoder, and tokenizer_config.json without the latter is
     # older than special_tokens_map.json.
-    ({}, {"added_tokens_decoder": {}}, {"added_tokens": {START: 257, END: 258}}, 52, "bc", set()),
-    ({}, {"eos_token": "<x>"}, {"special_tokens_map": {"eos_token": END}}, 43, "bc", {END}),
+    ({}, {"added_tokens_decoder": {}}, {"added_tokens": {START: 257, END: 258}, **MAP}, 52, "bc", set()),
+    ({}, {"eos_token": None, "added_tokens_decoder": {}}, MAP, 43, "bc", {END}),
+    ({}, {"eos_token": "<x>"}, MAP, 43, "bc", {END}),
 ])
 def test_tokens_of_any_file(tmp_path, added, config, files, count, text, control):
     tok = Tokenizer.load(folder_of(tmp_path, config, added, **files))

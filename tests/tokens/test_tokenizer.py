@@ -26,7 +26,6 @@ def test_json_equals_the_library(bpe):
         expected = library.encode(text, add_special_tokens=False).ids
         assert tok.encode(text, bos=False, parse_special=True) == expected
     assert tok.encode("<|endoftext|>x", parse_special=True) == expected  # BOS is written already
-    assert tok.encode("x", parse_special=True)[0] == 0
     rng = random.Random(1)  # also where the bytes are no UTF-8
     for _ in range(200):
         ids = [rng.randrange(tok.vocab_size) for _ in range(40)]
@@ -63,7 +62,7 @@ def test_json_of_sentencepiece_kind_equals_the_library(tmp_path, scheme):
         assert ids == model.encode(text).ids and tok.decode(ids) == text == model.decode(ids)
 
 
-def test_sentencepiece_equals_the_library(sp):
+def test_sentencepiece_equals_the_library(sp, byte_tokenizer):
     tok, library = Tokenizer.load(sp), sentencepiece_library(sp)
     assert (tok.vocab_size, tok.bos_id) == (522, 1)
     for text in (*CORPUS, "", "a<sep>b", "<s></s><unk><0x41>"):
@@ -75,6 +74,7 @@ def test_sentencepiece_equals_the_library(sp):
     assert tok.encode(text, parse_special=True) == pieces
     assert tok.decode([1, *tok.encode("fox"), 2, 0, 520, 10**6]) == "fox"
     assert tok.decode(tok.encode("a\udc80b")) == "a?b" and tok.decode(tok.encode("  the")) == "  the"
+    assert tok.stream(continues=True).push(tok.encode("fox")) == " fox" and not tok.same_ids(byte_tokenizer)
 
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer"}
@@ -106,7 +106,7 @@ def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
 def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request):
     """That it is: test_hostile.py."""
     tok = Tokenizer.load(request.getfixturevalue(kind))
-    for text in ("The brown fox 123. ", " ", "\n", "中文字", "e\u0301", "\0", "K\u212a", "<|endoftext|>"):
+    for text in ("The fox 123. ", "\n", "<|tool|>", "中文字", "e\u0301", "\0", "K\u212a", "<|endoftext|>"):
         chat = [{"role": "user", "content": text * 400}]
         for ask in (partial(tok.encode, text * 400, bos=False, parse_special=True), partial(tok.chat, chat)):
             ids = ask()
