@@ -40,4 +40,4 @@ def test_masks_of_trees(byte_tokenizer):
         guide.take(text[begin:])  # it stands where it stood
         assert guide.error is None
     for text in (b'{"b"', b"{" + b" " * 13):  # small models may write nothing but space
-        assert "cannot be followed" in masks(text, [0], [0])[1].error
+        assert "cannot be followed" in str(masks(text, [0], [0])[1].error), text
