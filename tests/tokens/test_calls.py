@@ -4,11 +4,14 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens.calls import BARE, CallStream, form_of, schema_of_calls
+from tokens.calls import CallStream, form_of, schema_of_calls
+from tokens.grammar import Grammars
 
-TAGGED, CODER, MISTRAL = ("<tool_call>",), ("<tool_call>", "<function="), ("[TOOL_CALLS]",)
-SEED = ("<seed:tool_call>", "<function=")
-DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+# What a template has, which decides the form.
+TAGGED, CODER, MISTRAL = "<tool_call>", "<tool_call><function=x>", "[TOOL_CALLS]"
+SEED, NEMOTRON, PHI = "<seed:tool_call><function=x>", "<TOOLCALL>", "<|tool_call|>"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+LLAMA = '{"name": x, "parameters": y} ipython'
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": [1, 2]}},
     "properties": {
@@ -19,15 +22,14 @@ PARAMETERS = {
         "maybe": {"type": "integer", "nullable": True}, "damaged": {"anyOf": [3, {"$ref": "#/none"}]},
     },
 }
-TOOLS = {"f": PARAMETERS, "g": {}}
 
 
-def read(form, text: str, size: int = 1000, **more):
-    """Push a text in pieces -> (text before its end, text at its end, calls)."""
-    stream = CallStream(form, TOOLS, **more)
+def read(form: str, text: str, size: int = 1000) -> tuple[str, list[tuple[str, str]]]:
+    """Push a text in pieces -> (text beside the calls, calls)."""
+    stream = CallStream(form_of("{{ tools }}" + form), {"f": PARAMETERS, "g": {}})
     early = "".join(stream.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, calls = stream.finish()
-    return early, rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return early + rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 def tag(text: str) -> str:
@@ -51,174 +53,112 @@ def deepseek(*calls: str) -> str:
 
 F, G = '{"name": "f", "arguments": {"city": "é<"}}', '{"name": "g", "arguments": {}}'
 IS_F, IS_G = ("f", '{"city": "é<"}'), ("g", "{}")
+F3, IS_F3 = coder("f", days="3"), ("f", '{"days": 3}')
 NAN = '{"name": "f", "arguments": {"days": NaN}}'
-LLAMA = '{"name": "f", "parameters": {"city": "é<"}}', '{"name": "g", "parameters": {}}'
+BARE_F, BARE_G = (call.replace("arguments", "parameters") for call in (F, G))
 CALLS = {
     "two": (TAGGED, "Let me see.\n" + tag(f"\n{F}\n") + "\n" + tag(G), "Let me see.\n", [IS_F, IS_G]),
-    "in one tag": (TAGGED, tag(f"\n{F}\n{G}\n"), "", [IS_F, IS_G]),
     "list": (TAGGED, tag(f"[{F}, {G}]") + " so", " so", [IS_F, IS_G]),
     "not closed": (TAGGED, f"<tool_call>{F}", "", [IS_F]),
-    "closing tag inside": (TAGGED, tag('{"name": "f", "arguments": {"city": "</tool_call>"}}'), "",
+    "closing tag inside": (TAGGED, tag(F.replace("é<", "</tool_call>")), "",
                            [("f", '{"city": "</tool_call>"}')]),
-    "text of arguments": (TAGGED, tag('{"name": "f", "arguments": "{}"}'), "", [("f", "{}")]),
-    "other key": (TAGGED, tag(LLAMA[0]), "", [IS_F]),
-    "OpenAI's form": (TAGGED, tag(f'{{"type": "function", "function": {F}}}'), "", [IS_F]),
+    "OpenAI's form": (TAGGED, tag(f'{{"type": "function", "function": {BARE_F}}}'), "", [IS_F]),
     "no arguments": (TAGGED, tag('{"name": "g"}{"name": "g", "arguments": null}'), "", [IS_G, IS_G]),
     "tag as a word": (TAGGED, f"A <tool_call> is a call: {tag(G)}", "A <tool_call> is a call: ", [IS_G]),
-    "after thoughts": (TAGGED, f"<think>{tag(F)}?</think>{tag(G)}", f"<think>{tag(F)}?</think>", [IS_G]),
     "before thoughts": (TAGGED, f"{tag(G)}<think>{tag(F)}", f"<think>{tag(F)}", [IS_G]),
+    "word of a thought": (TAGGED, f"Hm: <think> {tag(F)} so {tag(G)}", "Hm: <think>  so ", [IS_F, IS_G]),
+    **{f"thought, {begin}": (TAGGED, f"{begin}{tag(F)}{end}{tag(G)}", f"{begin}{tag(F)}{end}", [IS_G])
+       for begin, end in (("<think>", "</think>"), ("Hm: <think>", "</think>"), ("◁think▷", "◁/think▷"),
+                          ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))},
     "Coder": (CODER, tag("\n" + coder("f", city="Paris", days="3") + "\n"), "",
               [("f", '{"city": "Paris", "days": 3}')]),
-    "Coder without tags": (CODER, "So.\n" + coder("g") + "\n" + coder("f", days="1"), "So.\n",
-                           [IS_G, ("f", '{"days": 1}')]),
-    "Coder with JSON": (CODER, '<function=f>{"days": 1}</function>', "", [("f", '{"days": 1}')]),
+    "Coder without tags": (CODER, "So.\n" + coder("g") + "\n" + F3, "So.\n", [IS_G, IS_F3]),
+    "Coder with JSON": (CODER, '<function=f>{"days": 3}</function>', "", [IS_F3]),
     "Coder, tags inside": (CODER, tag(coder("f", city="</tool_call> </parameter> x </function>")), "",
                            [("f", '{"city": "</tool_call> </parameter> x </function>"}')]),
-    "Mistral": (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", "", [IS_F, IS_G]),
-    "newer Mistral, without its tags": (MISTRAL, '[TOOL_CALLS]f{"days": 1}[TOOL_CALLS] g [ARGS] {}', "",
-                                        [("f", '{"days": 1}'), IS_G]),
-    "newer Mistral": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]g[ARGS]{}", "",
-                      [("f", "{}"), IS_G]),
-    "Nemotron": (("<TOOLCALL>",), f"<TOOLCALL>[{F}, {G}]</TOOLCALL>", "", [IS_F, IS_G]),
-    "Phi": (("<|tool_call|>",), f"<|tool_call|>[{F}]<|/tool_call|>", "", [IS_F]),
-    "word of a thought": (TAGGED, f"I use the <think> tag.\n{tag(F)}", "I use the <think> tag.\n", [IS_F]),
-    "word of a thought, later": (TAGGED, f"Hm: <think> {tag(F)} so {tag(G)}", "Hm: <think>  so ",
-                                 [IS_F, IS_G]),
-    "thought in a line": (TAGGED, f"Hm: <think>{tag(F)}</think>{tag(G)}", f"Hm: <think>{tag(F)}</think>",
-                          [IS_G]),
-    **{f"thought {name}": (TAGGED, f"<{name}>{tag(F)}</{name}>{tag(G)}", f"<{name}>{tag(F)}</{name}>", [IS_G])
-       for name in ("thinking", "thought", "reasoning", "seed:think")},
-    "thought of Kimi": (TAGGED, f"◁think▷{tag(F)}◁/think▷{tag(G)}", f"◁think▷{tag(F)}◁/think▷", [IS_G]),
-    "thought of Mistral": (MISTRAL, f"[THINK][TOOL_CALLS]{F}[/THINK][TOOL_CALLS]{G}",
-                           f"[THINK][TOOL_CALLS]{F}[/THINK]", [IS_G]),
-    "no number in one tag": (TAGGED, tag(f"{NAN}{G}"), NAN, [IS_G]),
-    "other numbers that are no JSON": (
-        TAGGED, "".join(tag(F.replace('"é<"', x)) for x in ("01", "+1", ".5", "1.", "-Infinity")) + tag(G),
-        "".join(tag(F.replace('"é<"', x)) for x in ("01", "+1", ".5", "1.", "-Infinity")), [IS_G]),
-    "no number, Mistral": (MISTRAL, "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{\"x\": NaN}",
-                           "[TOOL_CALLS]g[ARGS]{\"x\": NaN}", [("f", "{}")]),
-    "a call, then one cut off": (TAGGED, f"<tool_call>{G}{F[:-3]}", F[:-3], [IS_G]),
-    "a brace too many": (TAGGED, tag(G + "}"), "", [IS_G]),
-    "line end in a text": (TAGGED, tag('{"name": "f", "arguments": {"city": "a\nb"}}'), "",
-                           [("f", '{"city": "a\\nb"}')]),
-    "name as function": (TAGGED, tag(F.replace('"name"', '"function"')), "", [IS_F]),
-    "arguments as a list": (TAGGED, tag('{"name": "g", "arguments": []}'), "", [IS_G]),
     "Coder, not closed": (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n<parameter=days>\n3\n"
                           "</function>\n</tool_call>", "", [("f", '{"city": "Rome", "days": 3}')]),
-    "Coder, function not closed": (
-        CODER, tag("<function=f><parameter=city>Rome</parameter>") + tag(coder("g")), "",
-        [("f", '{"city": "Rome"}'), IS_G]),
     "Coder, nothing closed": (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</tool_call>\n"
-                              + tag(coder("f", days="1")), "",
-                              [("f", '{"city": "Rome"}'), ("f", '{"days": 1}')]),
-    "Coder, quoted": (CODER, '<function="f">\n<parameter=\'days\'>\n3\n</parameter>\n</function>', "",
-                      [("f", '{"days": 3}')]),
-    "Seed": (SEED, f"So. <seed:tool_call>{coder('f', days='3')}</seed:tool_call>\n", "So. ",
-             [("f", '{"days": 3}')]),
+                              + tag(F3), "", [("f", '{"city": "Rome"}'), IS_F3]),
+    "Coder, quoted": (CODER, F3.replace("=f", '="f"').replace("=days", "='days'"), "", [IS_F3]),
+    "Seed": (SEED, f"So. <seed:tool_call>{F3}</seed:tool_call>\n", "So. ", [IS_F3]),
     "GLM": (TAGGED, "So.\n" + keyed("f", city="Paris, 3", days="3") + "\n" + keyed("g"), "So.\n",
             [("f", '{"city": "Paris, 3", "days": 3}'), IS_G]),
     "GLM, tags inside": (TAGGED, keyed("f", city="</tool_call>\n</arg_value> x"), "",
                          [("f", '{"city": "</tool_call>\\n</arg_value> x"}')]),
-    "GLM, a word": (TAGGED, f"<tool_call>name</tool_call> is a call: {tag(G)}",
-                    "<tool_call>name</tool_call> is a call: ", [IS_G]),
+    "GLM, a word": (TAGGED, f"{tag('name')} is a call: {tag(G)}", f"{tag('name')} is a call: ", [IS_G]),
+    "Mistral": (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", "", [IS_F, IS_G]),
+    "newer Mistral": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]g[ARGS]{}", "",
+                      [("f", "{}"), IS_G]),
+    "Mistral without tags": (MISTRAL, '[TOOL_CALLS]f{"days": 3}[TOOL_CALLS] g [ARGS] {}', "", [IS_F3, IS_G]),
+    "Nemotron": (NEMOTRON, f"<TOOLCALL>[{F}, {G}]</TOOLCALL>", "", [IS_F, IS_G]),
+    "Phi": (PHI, f"<|tool_call|>[{F}]<|/tool_call|>", "", [IS_F]),
     "DeepSeek": (DEEPSEEK, "So." + deepseek('f<｜tool▁sep｜>{"city": "é<"}', "g<｜tool▁sep｜>{}"), "So.",
                  [IS_F, IS_G]),
     "older DeepSeek": (
         DEEPSEEK, deepseek('function<｜tool▁sep｜>f\n```json\n{"city": "é<"}\n```',
                            "function<｜tool▁sep｜>g\n```json\n{}\n```") + "\n", "", [IS_F, IS_G]),
-    "DeepSeek, not closed": (DEEPSEEK, "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}", "", [IS_G]),
+    "no number": (TAGGED, tag(f"{NAN}{G}"), NAN, [IS_G]),
+    "a call, then one cut off": (TAGGED, f"<tool_call>{G}{F[:-3]}", F[:-3], [IS_G]),
+    "a brace too many": (TAGGED, tag(G + "}"), "", [IS_G]),
     "fence in tags": (TAGGED, tag(f"\n```json\n{F}\n```\n") + " so", " so", [IS_F]),
-    "fence without a closing tag": (MISTRAL, f"[TOOL_CALLS]```json\n[{F}]\n```", "", [IS_F]),
-    "Llama, fence": (BARE, f"```json\n{LLAMA[0]}\n{LLAMA[1]}\n```\n", "", [IS_F, IS_G]),
-    "Llama, fence without a name": (BARE, f"\n```\n[{LLAMA[0]}]\n```", "", [IS_F]),
-    "Llama, semicolon": (BARE, " " + "; ".join(LLAMA), "", [IS_F, IS_G]),
-    "Llama, lines": (BARE, "\n".join(LLAMA) + "\n", "", [IS_F, IS_G]),
-    "Llama, list": (BARE, f"[{', '.join(LLAMA)}]", "", [IS_F, IS_G]),
+    "Llama": (LLAMA, f" {BARE_F}; {BARE_G}", "", [IS_F, IS_G]),
+    "Llama, fence": (LLAMA, f"```json\n{BARE_F}\n{BARE_G}\n```\n", "", [IS_F, IS_G]),
+    "Llama, fence without a name": (LLAMA, f"\n```\n[{BARE_F}]\n```", "", [IS_F]),
 }
-
-
-@pytest.mark.parametrize("size", (1, 3, 1000))
-@pytest.mark.parametrize("name", CALLS)
-def test_calls(name, size):
-    form, text, words, calls = CALLS[name]
-    early, rest, found = read(form, text, size)
-    assert (early + rest, found) == (words, calls)
-
-
-@pytest.mark.parametrize("form, text", (
+NO_CALLS = (
     (TAGGED, "no call, a < b"), (TAGGED, "almost <tool_cal"), (TAGGED, "<tool_call>broken"), (TAGGED, ""),
-    (TAGGED, tag('{"name": 3, "arguments": {}}')), (TAGGED, tag('{"name": ["g"]}')), (None, tag(F)),
-    (TAGGED, tag('{"name": "f", "arguments": {"days": NaN}}')), (TAGGED, tag('{"name": "h"}')),
+    (TAGGED, tag('{"name": 3, "arguments": {}}')), (TAGGED, tag(NAN)), (TAGGED, tag('{"name": "h"}')),
     (TAGGED, tag('{"name": "f", "arguments": {"days": 1e999}}')), (TAGGED, tag("[" * 100_000)),
     (TAGGED, tag('{"name": "f", "arguments": {"city": "\\ud800"}}')), (TAGGED, tag("[]")),
     (TAGGED, f"<think>I could {tag(F)}"), (TAGGED, f'<tool_call>{{"name": "f", "arguments": "{tag(G)}'),
-    (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
-    (BARE, "Hello {you}"), (BARE, '{"name": "h"}'), (BARE, '{"a": 1} and more'), (BARE, f"{LLAMA[0]} so"),
-    (BARE, f"```json\n{LLAMA[0]}\n``` so"), (BARE, "```python\n{}"), (BARE, "```json\n[1]\n```"),
-    (BARE, "``"),
-    (BARE, f"So:\n```json\n{LLAMA[0]}\n```"), (TAGGED, f"```json\n{F}\n```"), (TAGGED, "<tool_call>f"),
-    (TAGGED, keyed("f", city="x")[:-12]), (TAGGED, tag("f<arg_key>city</arg_key><arg_value>x")),
+    (TAGGED, f"```json\n{F}\n```"), (TAGGED, keyed("f", city="x")[:-12]),
     (TAGGED, tag("f<arg_key>city</arg_key><arg_value>x<arg_key>days</arg_key><arg_value>3</arg_value>")),
+    (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
+    (LLAMA, "Hello {you}"), (LLAMA, '{"name": "h"}'), (LLAMA, f"{BARE_F} so"), (LLAMA, "[1, 2]"),
+    (LLAMA, "``"), (LLAMA, f"```json\n{BARE_F}\n``` so"), (LLAMA, f"So:\n```json\n{BARE_F}\n```"),
     (DEEPSEEK, deepseek("f<｜tool▁sep｜>{")), (DEEPSEEK, deepseek("function<｜tool▁sep｜>f\n{}")),
-    (BARE, "[1, 2]"), (BARE, f"{LLAMA[0]}; {NAN}"),
-    (CODER, "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>"),
-), ids=range(35))
-@pytest.mark.parametrize("size", (1, 1000))
-def test_other_text_is_no_call(form, text, size):
-    early, rest, calls = read(form, text, size)
-    assert early + rest == text and not calls
+)
+CALLS |= {f"no call {n}": (form, text, text, []) for n, (form, text) in enumerate(NO_CALLS)}
 
 
-def test_thoughts_that_the_prompt_has_opened():
-    text = f"{tag(F)}</think>\n{tag(G)}"
-    assert read(TAGGED, text, 1, prompt="assistant\n<think>\n") == (f"{tag(F)}</think>\n", "", [IS_G])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name):
+    form, text, words, calls = CALLS[name]
+    for size in (1, 3, 1000):
+        assert read(form, text, size) == (words, calls), f"in pieces of {size}"
 
 
 @pytest.mark.parametrize("name, text, value", (
-    ("city", "3", "3"), ("city", "null", "null"), ("days", "3", 3), ("days", "3.0", 3), ("days", "x", "x"),
-    ("share", "3", 3), ("share", "0.5", 0.5), ("share", "1e999", "1e999"), ("now", "true", True),
-    ("now", "True", True), ("now", "1", "1"), ("where", '{"a": [1]}', {"a": [1]}),
+    ("city", "3", "3"), ("city", "null", "null"), ("days", "3.0", 3), ("days", "x", "x"), ("share", "3", 3),
+    ("share", "0.5", 0.5), ("share", "1e999", "1e999"), ("now", "True", True), ("now", "1", "1"),
     ("where", "{'a': None}", {"a": None}), ("where", "null", None), ("all", "(1, 2)", [1, 2]),
     ("all", "{1}", "{1}"), ("all", "[" * 9999, "[" * 9999), ("most", "7", 7), ("most", "None", None),
-    ("unit", "2", 2), ("any", "3", "3"), ("either", "3", 3), ("either", "x", "x"), ("either", '"x"', '"x"'),
-    ("maybe", "null", None), ("damaged", "3", "3"), ("unknown", "3", "3"),
-), ids=range(27))
+    ("unit", "2", 2), ("any", "3", "3"), ("either", "3", 3), ("either", '"x"', '"x"'), ("damaged", "3", "3"),
+    ("maybe", "null", None), ("unknown", "3", "3"),
+), ids=range(23))
 def test_parameters_have_the_types_of_the_schema(name, text, value):
-    _, rest, calls = read(CODER, coder("f", **{name: text}))
-    assert not rest and json.loads(calls[0][1]) == {name: value}
-    assert type(json.loads(calls[0][1])[name]) is type(value)
+    (rest, ((_, arguments),)) = read(CODER, coder("f", **{name: text}))
+    assert (rest, arguments) == ("", json.dumps({name: value}))
 
 
-def test_the_template_decides_the_form():
-    start = "{% if tools %}{{ tools }}"
-    for words, form in (
-        ("<tool_call>", TAGGED), ("<tool_call><function=x>", CODER), ("[TOOL_CALLS]", MISTRAL),
-        ("<TOOLCALL>", ("<TOOLCALL>",)), ("<|tool_call|>", ("<|tool_call|>",)),
-        ("".join(DEEPSEEK), DEEPSEEK), ("<seed:tool_call><function=x>", SEED),
-        ('{"name": x, "parameters": y} ipython', BARE),
-    ):
-        assert form_of(start + words) == form
-    for template in (None, "{{ messages }}", start):
+def test_templates_that_define_no_calls():
+    for template in (None, TAGGED, "{{ tools }}"):
         with pytest.raises(InputError, match="defines no calls"):
             form_of(template)
 
 
-def test_the_grammar_of_calls_follows_references(bpe):
+def test_the_grammar_of_calls_follows_references(byte_tokenizer):
     """Two functions name different definitions alike; a function without parameters gets none."""
-    from tokens.grammar import Grammars
-    from tokens.tokenizer import Tokenizer
-
-    def unit(*values):
+    def unit(value):
         properties = {"u": {"$ref": "#/$defs/U"}}
-        return {"$defs": {"U": {"enum": [*values]}}, "properties": properties, "required": ["u"]}
+        return {"$defs": {"U": {"const": value}}, "properties": properties, "required": ["u"]}
 
-    tokenizer = Tokenizer.load(bpe)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, [2])
     schema = schema_of_calls({"f": unit("x"), "g": unit("y"), "h": {}})
     for name, arguments, fits in (
         ("f", '{"u":"x"}', True), ("g", '{"u":"y"}', True), ("f", '{"u":"y"}', False), ("h", "{}", True),
         ("h", '{"u":"x"}', False), ("i", "{}", False),
     ):
-        guide = grammars.guide(schema)
-        guide.take(tokenizer.encode(f'{{"name":"{name}","arguments":{arguments}}}', bos=False))
+        guide = Grammars(byte_tokenizer, 258, [257]).guide(schema)
+        guide.take(f'{{"name":"{name}","arguments":{arguments}}}'.encode())
         assert (guide.error is None) == fits, (name, arguments)

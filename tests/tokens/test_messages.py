@@ -4,10 +4,8 @@ import json
 import pytest
 from helpers.tokenizers import with_template
 
-from common.errors import InputError
-from engine.prompt import encode
 from server.protocol import ChatBody
-from tokens.messages import THOUGHTS, arguments_of, ready, thoughts_of
+from tokens.messages import THOUGHTS, arguments_of, ready
 
 WHY = dict.fromkeys(THOUGHTS, "why")
 EMPTY = {"role": "assistant", "content": ""}
@@ -24,7 +22,8 @@ def texts(*parts: str) -> list[dict]:
 READY = {
     "call, no content": ({"role": "assistant", "content": None, "tool_calls": [call('{"x": 1}', id="c")]},
                          {**EMPTY, "tool_calls": [call({"x": 1}, id="c")]}),
-    "content absent": ({"role": "assistant", "tool_calls": [call(" ")]}, {**EMPTY, "tool_calls": [call({})]}),
+    "content absent": ({"role": "assistant", "thinking": "why", "tool_calls": [call(" ")]},
+                       {**EMPTY, **WHY, "tool_calls": [call({})]}),
     "bare call": ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]},
                   {**EMPTY, "tool_calls": [{"name": "f", "arguments": {}}]}),
     "older call": ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}},
@@ -38,6 +37,7 @@ READY = {
         {"role": "assistant", "content": "a", **WHY}),
     "other fields": ({"role": "assistant", "content": "x", "reasoning": "why", "mood": "!", "refusal": None},
                      {"role": "assistant", "content": "x", **WHY, "mood": "!"}),
+    "no thoughts": ({**EMPTY, "thinking": "", "reasoning": [1]}, {**EMPTY, "thinking": "", "reasoning": [1]}),
     "OpenRouter": ({"role": "assistant", "content": "x", "reasoning_details": texts("wh", "y")},
                    {"role": "assistant", "content": "x", **WHY, "reasoning_details": texts("wh", "y")}),
 }
@@ -65,21 +65,8 @@ CHAT = [
 def test_every_way_to_the_template_makes_messages_ready(bpe, tmp_path):
     """From Python and over HTTP."""
     tok = with_template(bpe, tmp_path, TEMPLATE)
-    for ids in (tok.chat(CHAT), encode(tok, CHAT), tok.chat(ChatBody(messages=CHAT).dicts)):
+    for ids in (tok.chat(CHAT), tok.chat(ChatBody(messages=CHAT).dicts)):
         assert tok.decode(ids) == "user:time?;assistant:why{};tool:12:00;assistant:noon;"
-
-
-@pytest.mark.parametrize("content", (
-    [{"type": "image_url", "image_url": {}}], [{"type": "text"}], 3, [{"type": "thinking", "thinking": 3}]))
-def test_content_that_is_no_text(bpe, tmp_path, content):
-    with pytest.raises(InputError, match=r"^messages: .* is no text"):
-        with_template(bpe, tmp_path, TEMPLATE).chat([{"role": "user", "content": content}])
-
-
-@pytest.mark.parametrize("name", THOUGHTS)
-def test_thoughts_have_every_name_that_templates_read(name):
-    assert thoughts_of({"content": "x", name: "why"}) == thoughts_of({**WHY, name: ""}) == WHY
-    assert thoughts_of({name: ""}) == thoughts_of({name: None}) == thoughts_of({name: [1]}) == {}
 
 
 @pytest.mark.parametrize("given, found", (

