@@ -46,17 +46,6 @@ def test_experts(capability, kind, rows):
             assert set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass)) == {"0x0"}
 
 
-@pytest.mark.dear
-@pytest.mark.parametrize("capability", (80, 90, 100))
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("dtype, sharing", ((F16, 1), (F32, "any i32")))
-def test_other_dtypes(capability, kind, dtype, sharing):
-    """sharing: the second product has a row for each slot; Triton compiles a kernel of its own for 1."""
-    made = compiled(capability, kind, 60, dtype, sharing=sharing)
-    assert made.shared <= SHARED[capability] and made.spilled == 0
-    assert made.on_tensor_cores == (dtype == F16)
-
-
 @pytest.mark.parametrize("capability", devices(80, 90, 100))
 @pytest.mark.parametrize("few", (True, *dear(False)))
 def test_arranging(capability, few):

@@ -197,21 +197,6 @@ def test_commit_hands_over(both, more, dtype):
     assert torch.equal(n, found_n)
 
 
-def test_angles(each_isa):
-    from model import inverse_frequencies, rope_table
-
-    args = ModelArgs(
-        vocab_size=8, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1,
-        head_dim=32,
-    )
-    positions = torch.tensor([[0, 1, 5000]])
-    for a, b in zip(
-        rope_table(args, inverse_frequencies(args), positions),
-        each_isa.ops.angles(positions, inverse_frequencies(args), args.rope_factor),
-    ):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("top_k, top_p", ((0, 0.9), (0, 1e-6), (1, 1.0), (5, 0.5), (300, 0.9), (1000, 1.0)))
 def test_restrict(both, top_k, top_p):
     logits = random(3, 3, 300, seed=top_k) * 4

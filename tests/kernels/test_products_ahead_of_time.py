@@ -1,8 +1,7 @@
 """Products with quantised weights compiled for GPUs that are not here: they fit, spill nothing, use the
-tensor cores, and their assembler does what it says.
+tensor cores. What their assembler gives is checked on a GPU: see test_check.py.
 """
 import re
-import struct
 from functools import cache
 
 import pytest
@@ -20,7 +19,6 @@ from helpers.ahead_of_time import (
 )
 
 from kernels.gpu import products
-from kernels.quantized import e2m1
 
 BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
 ROWS = (1, 17, 60, 130)  # one for each tile of rows
@@ -86,64 +84,3 @@ def test_other_dtypes_and_sizes(capability, dtype, even, kind):
     made, _ = compiled(capability, dtype, kind, 60, 0, even)
     assert made.shared <= SHARED[capability] and made.spilled == 0
     assert made.on_tensor_cores == (dtype != F32)
-
-
-def bfloat16(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-
-
-def float16(bits: int) -> float:
-    return struct.unpack("<e", struct.pack("<H", bits))[0]
-
-
-def run(text: str, word: int, outputs: int) -> list[float]:
-    """What assembler makes of a word: the low and the high 16-bit number of each result."""
-    at = {f"${outputs}": word}
-
-    def value(name: str) -> int:
-        return at[name] if name in at else int(name, 0)
-
-    for instruction, arguments in re.findall(r"^\s+(\w[\w.]*) (.*);", text, re.MULTILINE):
-        if instruction == ".reg":
-            continue
-        to, *names = arguments.split(", ")
-        given = [value(name) for name in names]
-        if instruction == "mov.b32":
-            at[to] = given[0]
-        elif instruction == "shr.u32":
-            at[to] = given[0] >> given[1]
-        elif instruction == "shl.b32":
-            at[to] = given[0] << given[1] & 0xFFFFFFFF
-        elif instruction == "lop3.b32":
-            assert given[3] == 0xEA  # the table of (a & b) | c
-            at[to] = given[0] & given[1] | given[2]
-        elif instruction in ("fma.rn.bf16x2", "fma.rn.f16x2"):
-            number = bfloat16 if "bf16" in instruction else float16
-            a, b, c = ([number(word >> shift & 0xFFFF) for shift in (0, 16)] for word in given)
-            at[to] = [x * y + z for x, y, z in zip(a, b, c)]
-        else:
-            raise AssertionError(f"{instruction} is not known here")
-    return [at[f"${i}"] for i in range(outputs)]
-
-
-def test_assembler():
-    """For every stored value, beside many others: a register holds the same part of two words."""
-    for low in range(-128, 128):
-        for high in range(-128, 128, 5):
-            word = sum((n & 255) << 8 * i for i, n in enumerate((low, high, high, low)))
-            for text in (products.BYTES_TO_BF16, products.BYTES_TO_FP16):
-                assert run(text.value, word, 2) == [[low, high], [high, low]]
-    for low in range(-8, 8):
-        for high in range(-8, 8):
-            word = sum((n + 8) << 4 * i for i, n in enumerate((low, high, 1, 2, high, low, 3, 4)))
-            found = run(products.NIBBLES_TO_BF16.value, word, 4)
-            assert found == [[low, high], [high, low], [1, 3], [2, 4]]
-            found = run(products.NIBBLES_TO_FP16.value, word, 4)
-            assert found == [[low, high], [high, low], [1, 3], [2, 4]]
-    values = e2m1(torch.arange(16)).tolist()
-    for text in (products.E2M1_TO_BF16, products.E2M1_TO_FP16):
-        for low in range(16):
-            for high in range(16):
-                word = sum(n << 4 * i for i, n in enumerate((low, high, 1, 2, high, low, 3, 4)))
-                found, want = run(text.value, word, 4), [[low, high], [high, low], [1, 3], [2, 4]]
-                assert found == [[values[n] for n in pair] for pair in want]
