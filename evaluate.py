@@ -94,7 +94,7 @@ def run(o) -> int:
         raise InputError("--calibrate: trees are measured by one process; start it without torchrun")
     if o.calibrate and not any(map(grows, methods)):
         raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
-    from evaluation.answers import read_sets
+    from evaluation.answers import check_evaluation, read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
     from llm import started
@@ -102,6 +102,7 @@ def run(o) -> int:
     draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
+    check_evaluation(Path(o.out))
     trees = [drafting.tree for drafting in draftings.values()]
     with tempfile.TemporaryDirectory() as folder:
         if not is_first():  # all ranks do the same; only the first one's folder stays

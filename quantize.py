@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, read_config
+from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, is_converted, read_config
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
@@ -63,6 +63,7 @@ def parser() -> Options:
         help="compare with the original on this text: perplexity, next-token agreement")
     add("--force", action="store_true", help="replace an existing output folder")
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
+    p.judge(lambda o: o.out and check_replaceable("--out", o.out))
     refuse(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
            lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out")
     refuse(lambda o: (o.calibrate or o.method == "gptq") and (
@@ -139,7 +140,6 @@ def judge(o, source: Path) -> tuple[Path, dict[str, Quantised]]:
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
-    check_replaceable("--out", str(out))
     for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
     for flag, given in for_targets.items():
         if given and not is_target:
@@ -160,6 +160,8 @@ def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     compared, calibrate = (read_text(file, what=flag) if file else None
                            for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)))
+    if o.out and not is_converted(o.checkpoint):  # a target: judged before it is converted
+        check_out(Path(o.out), "target", o.force)
     source = Path(converted_folder(o.checkpoint, note))
     out, parts = judge(o, source)
     use_threads()

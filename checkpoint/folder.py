@@ -28,9 +28,8 @@ from common.schema import ABSENT, Flag, Schema, Sha256, Text, Wrong, named, numb
 from kernels.quantized import Scheme
 from model import ModelArgs
 from networks.block import BlockHead, DSparkHead
-from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
+from networks.eagle import Eagle1Head, Eagle3Head, MtpHead, PEagleHead
 from networks.medusa import HydraHeads, MedusaHeads
-from networks.mtp import MtpHead
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

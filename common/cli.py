@@ -207,7 +207,9 @@ def seed(text: str) -> int:
 def bias(value: str) -> tuple[int, float]:
     """An argparse type: a token id and what is added to its logit, as ID=X."""
     token, _, number = value.partition("=")
-    return int(token), float(number)
+    with contextlib.suppress(ValueError):
+        return int(token), float(number)
+    raise argparse.ArgumentTypeError(f"{value!r} is not ID=X, a token id and a number")
 
 
 def check_writable(flag: str, file: str) -> None:

@@ -20,6 +20,7 @@ from common.errors import InputError, did_you_mean
 
 ABSENT = object()
 TYPES = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names those of a union in a place
+EXPECTED = re.compile(r"^\w+ should (be|have) ")  # how pydantic's messages begin
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
 SHORT.maxlist, SHORT.maxlevel = 12, 3
@@ -84,7 +85,7 @@ class Schema:
             place = ".".join(filter(None, keys)) or "the file"
             if error["type"] == "missing":
                 raise Wrong(place, ABSENT, "a value") from None
-            raise Wrong(place, error["input"], error["msg"].removeprefix("Input should be ")) from None
+            raise Wrong(place, error["input"], EXPECTED.sub("", error["msg"])) from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""

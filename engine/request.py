@@ -62,8 +62,8 @@ class Request:
 
     prompt: list[int]
     sampling: Sampling
-    guide: Guide | None = None
-    stream: StopStream | None = None
+    guide: Guide | None = field(default=None, repr=False)
+    stream: StopStream | None = field(default=None, repr=False)
     watch: bool = False
     plain: bool = False
     prompt_scores: list[Score] | None = None
@@ -82,11 +82,12 @@ class Request:
     first: float | None = None
     last: float | None = None
     # Bookkeeping of the engine.
-    place: int = -1  # its row of the batch
-    read: int = 0  # prompt tokens in the caches
-    unread: int = 1  # upper bound of committed tokens that the drafter has not read
-    acceptance: object = None  # see `autotune.Acceptance`
-    here: bool = True  # it holds a place
+    place: int = field(default=-1, repr=False)  # its row of the batch
+    read: int = field(default=0, repr=False)  # prompt tokens in the caches
+    # Upper bound of committed tokens that the drafter has not read.
+    unread: int = field(default=1, repr=False)
+    acceptance: object = field(default=None, repr=False)  # see `autotune.Acceptance`
+    here: bool = field(default=True, repr=False)  # it holds a place
 
     @property
     def length(self) -> int:

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from checkpoint.calibration import Calibration
-from checkpoint.convert import converted_folder
-from checkpoint.folder import CALIBRATION, check_length, read_config
+from checkpoint.convert import converted_folder, default_folder
+from checkpoint.folder import CALIBRATION, check_length, is_converted, read_config
 from checkpoint.loading import load_model, shares_of, weigh
+from checkpoint.source import resolve_source
 from common.errors import InputError
-from drafters import Drafting, build_drafter, default_tree
+from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from drafters.base import Drafter
 from drafters.network import HeadDrafter
 from engine.autotune import CANDIDATES, Tuner
@@ -116,6 +117,10 @@ def converted(
 
     say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
+    if drafting.draft:  # what drafts is missed before a large target is converted
+        resolve_source(drafting.draft)
+    elif not is_converted(checkpoint) and not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
+        drafting.folders(default_folder(checkpoint))
     folder = Path(converted_folder(checkpoint, say))
     if drafting.draft:
         of = None if drafting.names_model else folder

@@ -115,15 +115,19 @@ class Answer:
             return schema_of(cls).check(parse_json(line, where))
 
 
-def check_out(folder: Path, options: dict) -> None:
-    """Raise InputError if a folder holds no evaluation, or one with other options.
+def check_evaluation(folder: Path) -> None:
+    """Raise InputError if a folder holds something else than an evaluation.
 
     Ignore hidden files: a run that is killed at its first write leaves one.
     """
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if any(not name.startswith(".") for name in names) and OPTIONS not in names:
         raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
-    first = read_json(folder / OPTIONS) if OPTIONS in names else options
+
+
+def check_options(folder: Path, options: dict) -> None:
+    """Raise InputError if a folder holds an evaluation with other options."""
+    first = read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else options
     if other := sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n)):
         raise InputError(f"{folder}: holds answers made with other options ({', '.join(other)});"
                          " choose another --out")
@@ -133,8 +137,9 @@ class Book:
     """All answers of runs with the same options, stored in FOLDER/answers.jsonl and FOLDER/options.json."""
 
     def __init__(self, folder: Path, options: dict):
-        """Open a folder, or make it. Raises InputError as `check_out` or on a damaged file, and OSError."""
-        check_out(folder, options)
+        """Open a folder, or make it. Raises InputError if it holds something else, or is damaged; OSError."""
+        check_evaluation(folder)
+        check_options(folder, options)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
         write_text(folder / OPTIONS, json.dumps(options, indent=1) + "\n")

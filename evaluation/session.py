@@ -18,7 +18,7 @@ from common.files import digest, write_text
 from drafters import Drafting, grows
 from engine.runtime import Runtime
 from engine.target import converted, load_target
-from evaluation.answers import PLAIN, Answer, Book, check_out, rotated
+from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
@@ -54,7 +54,7 @@ class Evaluation:
             "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
             "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
         }
-        check_out(Path(o.out), options)
+        check_options(Path(o.out), options)
         draftings = {name: converted(o.checkpoint, drafting, say)[1] for name, drafting in draftings.items()}
         target = load_target(o.checkpoint, runtime, say, ranks)
         if o.calibrate:

@@ -56,6 +56,12 @@ class Session:
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
                              " written; choose another folder or delete them")
+        prompts = read_chats(o.prompts, note) if o.prompts else []
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
+        self.prompts = [prompts[i] for i in order]  # validation has some of all
+        self.openings = read_openings(o.openings) if o.openings else ()
+        self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
+        self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         o.checkpoint = converted_folder(o.checkpoint, note)
         o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
@@ -64,12 +70,6 @@ class Session:
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
             raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
                              f" the target has {most}")
-        prompts = read_chats(o.prompts, note) if o.prompts else []
-        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
-        self.prompts = [prompts[i] for i in order]  # validation has some of all
-        self.openings = read_openings(o.openings) if o.openings else ()
-        self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
-        self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def run(self, processes: Processes, device: str) -> None:
