@@ -14,7 +14,7 @@ from common.errors import InputError
 from common.files import read_json, read_text
 from common.torchrun import several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
-from sampling.options import RULES, Sampling
+from sampling.options import RULES, Sampling, add_sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import ANY_OBJECT, grammar_of
 
@@ -56,7 +56,7 @@ def parser() -> Options:
            lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"
                      " or --interactive")
 
-    group = p.add_sampling()
+    group = add_sampling(p)
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
     either("--json-object", action="store_true", help="the output is a JSON object")
     either("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")

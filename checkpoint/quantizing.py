@@ -114,7 +114,7 @@ def quantize_folder(
     """
     source, module, names = plan.source, plan.module, plan.exact.state_dict()
     group = plan.after["quantization"]["group"]
-    ready = {} if text is None else calibrate(source, plan.before, group, text)
+    ready = {} if text is None else calibrated_layers(source, plan.before, group, text)
     layers: dict[str, _LayerWriter] = {}
     dtypes = {name: dtype for dtype, name in WRITTEN_DTYPES.items()}
 
@@ -158,7 +158,7 @@ class Calibrated(NamedTuple):
 
 
 @torch.no_grad()
-def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, Calibrated]:
+def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, Calibrated]:
     """The linear layers of all blocks of a target, in int4 by GPTQ on a text, by their names.
 
     source: an unquantised folder with this config. ids [B, T]: the text. Each layer reads what the layers

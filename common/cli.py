@@ -158,31 +158,6 @@ class Options(argparse.ArgumentParser):
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         return group
 
-    def add_sampling(self):
-        """Add the options of `sampling.options.Sampling`. Returns their group."""
-        group = self.add_argument_group("sampling")
-        add = group.add_argument
-        add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
-        add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-        add("--top-p", type=float, default=1.0,
-            help="leave out unlikely tokens beyond this total probability; 1 is off (default)")
-        add("--top-k", type=int, default=0, help="0 is off (default)")
-        add("--min-p", type=float, default=0.0,
-            help="leave out tokens below this share of the likeliest one's probability; 0 is off (default)")
-        add("--presence-penalty", type=float, default=0.0, metavar="X",
-            help="subtracted from the logits of tokens in the output (-2 to 2; default 0)")
-        add("--frequency-penalty", type=float, default=0.0, metavar="X",
-            help="the same, once for each occurrence (-2 to 2; default 0)")
-        add("--repetition-penalty", type=float, default=1.0, metavar="X",
-            help="divides the odds of tokens in prompt and output; 1 is off (default)")
-        add("--logit-bias", action="append", default=[], type=bias, metavar="ID=X",
-            help="added to a token's logit (-100 to 100); may be repeated")
-        add("--stop", action="append", default=[], metavar="TEXT",
-            help="ends the output, of which it is no part; may be repeated")
-        add("--seed", type=seed, default=0,
-            help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
-        return group
-
 
 def within(low: float, high: float = 2**31 - 1, kind: type = int) -> Callable[[str], float]:
     """Return an argparse type: a number of this kind from `low` to `high`, both included."""
@@ -202,14 +177,6 @@ positive, count = within(1), within(0)
 def seed(text: str) -> int:
     """An argparse type: a whole number of 64 bits, as 0 to 2^64 - 1: -1 is 2^64 - 1."""
     return within(-(2**63), 2**64 - 1)(text) % 2**64
-
-
-def bias(value: str) -> tuple[int, float]:
-    """An argparse type: a token id and what is added to its logit, as ID=X."""
-    token, _, number = value.partition("=")
-    with contextlib.suppress(ValueError):
-        return int(token), float(number)
-    raise argparse.ArgumentTypeError(f"{value!r} is not ID=X, a token id and a number")
 
 
 def check_writable(flag: str, file: str) -> None:

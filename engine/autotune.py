@@ -60,7 +60,7 @@ class Acceptance:
 
 MARGIN = 1.03  # speed of another tree over the current one's that makes a change worth it
 LOOK, LOOK_PLAIN = 4, 8  # steps that a choice of a tree, of plain decoding holds
-SPAN = 64  # tokens of context between which tau is taken as constant
+STEADY = 64  # tokens of context between which tau is taken as constant
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doubled each time in vain
 TIMED = 5  # latest steps of a kind, whose lower quartile is its time
@@ -208,7 +208,7 @@ class Tuner:
         """Tokens per step of a request whose drafts are accepted `ease` times as often as on average."""
         if shape is None:
             return 1.0
-        tau = self.calibration.tau(shape, temperature, context // SPAN * SPAN)
+        tau = self.calibration.tau(shape, temperature, context // STEADY * STEADY)
         return min(1 + ease * (tau - 1), shape.window)
 
     def begin(self, request: Request) -> None:

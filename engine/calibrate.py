@@ -105,7 +105,7 @@ def calibrate(
 
 
 @dataclass(frozen=True)
-class Answer:
+class Recorded:
     """request: the decoded one. accepted: of each tree, how many drafted tokens in every step.
 
     scored: of every step's candidates of the usual width the scores [n], and whether they were right.
@@ -122,8 +122,8 @@ def _taus(texts: list[dict[TreeShape, list[float]]]) -> dict[TreeShape, float]:
 
 
 def _kept(
-    target: Transformer, drafter: HeadDrafter, near: list[Answer], stop_ids, tokens: int, temperature: float,
-    context: int
+    target: Transformer, drafter: HeadDrafter, near: list[Recorded], stop_ids, tokens: int,
+    temperature: float, context: int,
 ) -> float:
     """Accepted drafts after `context` tokens of other answers, over those without them.
 
@@ -154,7 +154,7 @@ def _kept(
 def record_answers(
     target: Transformer, recorder: Recorder, prompts: list[list[int]], stop_ids, tokens: int,
     temperature: float
-) -> list[Answer]:
+) -> list[Recorded]:
     """Decode answers of at most `tokens` tokens, and count what of the recorder's trees is accepted."""
     answers = []
     for first in range(0, len(prompts), 8):
@@ -166,7 +166,7 @@ def record_answers(
         )
         samplings = [Sampling(tokens, temperature, seed=first + i) for i in range(len(some))]
         keys = seed_keys([sampling.seed for sampling in samplings], "cpu").tolist()
-        of_key = {tuple(k): Answer(r) for k, r in zip(keys, engine.generate(some, samplings))}
+        of_key = {tuple(k): Recorded(r) for k, r in zip(keys, engine.generate(some, samplings))}
         answers += of_key.values()
         for keys, length, growths in recorder.steps:
             rows = {}  # whose true continuation is known to the tree's full depth

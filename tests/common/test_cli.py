@@ -5,8 +5,9 @@ import pytest
 from helpers.refusals import refused
 
 from common import VERSION
-from common.cli import Options, bias, count, positive, run_command, seed, within
+from common.cli import Options, count, positive, run_command, seed, within
 from common.errors import InputError
+from sampling.options import bias
 
 
 @pytest.mark.parametrize("end, status, line", [
