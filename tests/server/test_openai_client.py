@@ -91,6 +91,7 @@ def test_a_call_that_has_to_come(chat, choice, names):
 def test_the_schema_of_the_output_wherever_a_client_has_it(chat):
     """A whole text follows it: OpenAI's, llama.cpp's and vLLM's fields."""
     own, form = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, "response_format"
+    own["additionalProperties"] = False
     for body in (
         {form: {"type": "json_object", "schema": own}}, {form: {"type": "json_schema", "schema": own}},
         {form: {"type": "json_schema", "json_schema": {"schema": own}}}, {"json_schema": own},
