@@ -49,20 +49,17 @@ class Engine:
         return [Event(self.request, ids, text, 0, [], 0, None, None if self.left else "stop")]
 
 
-def started(folder, text: str = "", template: str = TEMPLATE, control: tuple[str, ...] = ()) -> Worker:
-    """Start a worker whose model writes a text. control: further control tokens of the tokenizer."""
+def started(folder, text: str = "", template: str = TEMPLATE, control: tuple[str, ...] = ()):
+    """Start a worker whose model writes a text -> (it, a client). control: further control tokens."""
     (folder / "plain").mkdir()
     (folder / "changed").mkdir()
     write_byte_tokenizer(folder / "plain")
     changed_json(folder / "plain", folder / "changed", *({"content": tag} for tag in control))
     (folder / "changed" / "chat_template.jinja").write_text(template)
-    worker = Worker(Engine(Tokenizer.load(folder / "changed"), text), Metrics("x", 1, 1))
+    tokenizer = Tokenizer.load(folder / "changed")
+    worker = Worker(Engine(tokenizer, text), Metrics("x", 1, 1))
     worker.start()
-    return worker
-
-
-def client_of(worker: Worker) -> TestClient:
-    return TestClient(make_app(Server(worker, worker.engine.tokenizer, ("x",))))
+    return worker, TestClient(make_app(Server(worker, tokenizer, ("x",))))
 
 
 CODER = "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
@@ -110,8 +107,7 @@ CHANNELS = (
 ], ids=range(21))
 def test_calls_and_thoughts(tmp_path, template, control, text, more, content, thoughts, calls):
     """A stream has what the whole reply has."""
-    worker = started(tmp_path, text, template, control)
-    client, path = client_of(worker), "/v1/chat/completions"
+    (worker, client), path = started(tmp_path, text, template, control), "/v1/chat/completions"
     (choice,) = client.post(path, json=BODY | more).json()["choices"]
     lines = client.post(path, json={**BODY, **more, "stream": True}).text.split("\n\n")
     worker.stop()
@@ -135,8 +131,7 @@ def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, monkeypatch, br
 
     for name in {"step", broken}:
         monkeypatch.setattr(Engine, name, fail)
-    worker = started(tmp_path)
-    client = client_of(worker)
+    worker, client = started(tmp_path)
     found = [client.post("/v1/chat/completions", json=BODY) for _ in answers]
     assert [answer.status_code for answer in found] == answers and client.get("/health").status_code == 503
     assert "the device is gone" in found[0].json()["error"]["message"]
