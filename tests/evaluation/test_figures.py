@@ -52,8 +52,8 @@ def test_ties_and_errors(golden):
     target, _ = load_model(golden)
     prompt = list(b"u:question 3\na:")
     engine = Engine(target, compile=False, max_seq_len=64)
-    ids = engine.generate([prompt], Sampling(6, 1.0, seed=4))[0].ids
-    plain = dataclasses.replace(answer(1, "none", [turn(ids, prompt=prompt)], 1.0), seed=4)
+    ids = engine.generate([prompt], Sampling(6, 2.0, seed=4))[0].ids
+    plain = dataclasses.replace(answer(1, "none", [turn(ids, prompt=prompt)], 2.0), seed=4)
 
     def judged(judge: Judge, other_ids: list[int]):
         other = dataclasses.replace(plain, method="eagle3", turns=[turn(other_ids, prompt=prompt)])

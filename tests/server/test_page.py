@@ -64,12 +64,12 @@ def test_a_first_visit_an_answer_its_tree_and_an_export(page):
     page.get_by_label("Compare with plain decoding").check()
     page.locator(".welcome .prompts button").first.click()
     ended(page)
-    expect(page.locator("#model")).to_have_text("golden")
     panels = page.locator(".assistant .answers section")
     expect(panels.locator("h2")).to_have_text(["Speculative decoding (eagle3)", "Plain decoding"])
     for panel in panels.all():
         expect(panel.locator(".figures")).to_contain_text("tokens/s")
     expect(panels.first.locator(".figures")).to_contain_text("τ")
+    expect(panels.last.locator(".figures")).not_to_contain_text("τ")
     expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
     expect(page.locator(".speedup")).to_contain_text("texts equal")
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
@@ -138,10 +138,6 @@ HOSTILE = """# <img src=x onerror=alert(1)> **bold** `<b>` [bad](javascript:aler
 - one
   - two
 
-| a | b |
-|---|---|
-| 1 | *x* |
-
 ![i](https://a.page/x.png) <iframe>"""
 
 
@@ -158,7 +154,6 @@ def test_what_a_model_writes_is_no_markup(page):
     links = [link.get_attribute("href") for link in tried.locator("a").all()]
     assert links == ["https://a.page/", "https://a.page/x.png"]  # a picture is a link: nothing is fetched
     assert tried.locator("pre code").inner_text().strip() == "<script>alert(1)</script>"
-    assert tried.locator("li").count() == 2 and tried.locator("td em").inner_text() == "x"
 
 
 def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):

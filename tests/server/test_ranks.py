@@ -62,5 +62,4 @@ def test_a_rank_that_dies_ends_the_server(golden, tmp_path):
         assert server.process.wait(60) != 0 and time.monotonic() - began < 15
         printed = server.printed()
         assert printed.count("error: rank 0 of 2 has lost another one") == 1
-        assert "decoding failed" not in printed
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
