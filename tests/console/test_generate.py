@@ -11,12 +11,10 @@ from helpers import ROOT
 from safetensors.torch import load_file
 
 import generate
-from console.chat import HELP
 from engine.passes import Passes
-from llm import LLM
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
-FEW = {"max_new_tokens": 8}
+FEW = {"max_new_tokens": 8, "temperature": 2.0, "seed": 1}  # noise depends on the position
 EAGLE3 = ("--speculate", "eagle3", *SMALL)
 
 
@@ -33,7 +31,7 @@ def cli(golden, capsys):
     return run
 
 
-def test_json_has_the_promised_keys(cli, monkeypatch):
+def test_json_has_the_promised_keys(cli):
     args = "--prompt", "Hello", "--max-new-tokens", 40, *EAGLE3
     done, text = cli(*args, "--json", "--compare"), cli(*args, "--compare")
     row, plain = done.row, done.row["plain"]
@@ -51,14 +49,8 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    for words in (
-        "peak memory", " 1 token ", "x (the middle one of 3 turns, ", "equal: yes",
-    ):
+    for words in "peak memory", "equal: yes", "\n40 generated, 10 in the prompt; prefill ":
         assert words in text.err
-    assert "\n40 generated, 10 in the prompt; prefill " in text.err
-    fallbacks = property(lambda self: ["the step cannot be captured"], lambda self, lines: None)
-    monkeypatch.setattr(Passes, "fallbacks", fallbacks, raising=False)
-    assert "\nthe step cannot be captured\n" in cli(*args, "--stats").err
 
 
 def test_what_a_request_may_ask_for(cli):
@@ -120,15 +112,10 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
 @pytest.mark.slow
 def test_auto_tree_is_measured_once(cli, golden, tmp_path):
     shutil.copytree(golden, tmp_path / "t", ignore=shutil.ignore_patterns("calibration.json"))
-    common = (
-        "--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello",
-        "--max-new-tokens", 20
-    )
-    first = cli(*common)
-    assert first.status == 0 and "is measured now" in first.err and "a step with" in first.err
+    common = "--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello"
+    first, again = (cli(*common, "--max-new-tokens", 20) for _ in range(2))
+    assert again.out == first.out and ["is measured now" in x.err for x in (first, again)] == [True, False]
     assert (tmp_path / "t" / "eagle3" / "calibration.json").is_file()
-    again = cli(*common)
-    assert again.out == first.out and "is measured now" not in again.err and "a step with" in again.err
 
 
 def test_raw_system_and_template_reach_the_model(cli, llm):
@@ -138,7 +125,8 @@ def test_raw_system_and_template_reach_the_model(cli, llm):
         (("--system", "be"), {"system": "be"}, b"s:be\nu:<eos>hi\na:"),
     ):
         assert llm.encode("<eos>hi", **options) == list(ids)
-        row, want = cli("--prompt", "<eos>hi", "--json", "-n", 8, *flags).row, llm.generate(list(ids), **FEW)
+        row = cli("--prompt", "<eos>hi", "--json", "-n", 8, "--temperature", 2, "--seed", 1, *flags).row
+        want = llm.generate(list(ids), **FEW)
         assert row["output_ids"] == want.ids == llm.generate("<eos>hi", **FEW, **options).ids
         assert [id for event in llm.stream("<eos>hi", **FEW, **options) for id in event.ids] == want.ids
 
@@ -158,16 +146,6 @@ def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
     assert len(nodes) == len(trace["001.input_ids"]) - len(trace["000.input_ids"])
 
 
-def talk(llm: LLM, *turns: str) -> list[str]:
-    """The answers of a conversation."""
-    messages, answers = [], []
-    for turn in turns:
-        messages.append({"role": "user", "content": turn})
-        answers.append(llm.generate(messages, max_new_tokens=15).text)
-        messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
-
-
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     """A turn that does not fit, or is interrupted while it is read, is forgotten; a / is for the program."""
     lines = iter(["one", "x" * 500, "", "/help", "never", "two", "/reset", "one", "/exit"])
@@ -182,14 +160,22 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
         asked.append(next(lines))
         return asked[-1]
 
+    def talk(*turns: str) -> list[str]:
+        messages = []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            answer = llm.chat(messages, max_new_tokens=15).text
+            messages.append({"role": "assistant", "content": answer})
+        return [message["content"] for message in messages[1::2]]
+
     asked, stopped = [], []
     monkeypatch.setattr("builtins.input", answered)
     monkeypatch.setattr(Passes, "prefill", interrupted)
     done = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
-    first, second = talk(llm, "one", "two")
+    first, second = talk("one", "two")
     assert done.status == 0 and done.out == f"{first}\n\n\n{second}\n{first}\n"
     assert "error: the prompt has" in done.err and "(/reset starts over)" in done.err
-    assert f"\n{HELP}\n" in done.err and done.err.count("15 generated, ") == 3
+    assert "/reset starts over, /exit leaves" in done.err and done.err.count("15 generated, ") == 3
 
 
 def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):

@@ -1,7 +1,5 @@
-"""Question sets and their order, the methods that answer, what the folder of answers forgets and refuses."""
-import json
+"""Question sets, the methods that answer, and what the folder of answers forgets and refuses."""
 
-import pytest
 from helpers.refusals import refused
 
 from common.files import digest
@@ -25,8 +23,6 @@ def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
     for question in (one, two):
         for method in ("none", "eagle3"):
             book.add(answer(question, method))
-    with open(tmp_path / "answers.jsonl", "a") as file:
-        file.write('{"set": "set", "quest')  # cut off when a run was killed
     again = Book(tmp_path, {"seed": 0})
     assert again.answers == book.answers
     assert again.find("set", one, "eagle3", 0.0, "eagle3") == answer(one, "eagle3")
@@ -37,31 +33,15 @@ def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("file, content, message", [
-    ("options.json", b"[1]", "/options.json: expected a JSON object, found list"),
-    ("options.json", b'{"seed": 1, "limit": 2}', ": holds answers made with other options (limit, seed)"),
-    ("answers.jsonl", b"\xff\xfe\n", "/answers.jsonl: line 1: cannot be read as JSON"),
-    ("answers.jsonl", b'{"set": 3}\n', "/answers.jsonl: line 1: set is 3; expected a valid string"),
-])
-def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):
-    (tmp_path / "options.json").write_text(json.dumps({"seed": 0}))
-    (tmp_path / file).write_bytes(content)
-    with refused(f"{tmp_path}{message}"):
-        Book(tmp_path, {"seed": 0})
-
-
 def test_sets_are_named_by_file_or_folder(tmp_path):
     for name in ("gsm8k", "qa"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "question.jsonl").write_text('{"turns": ["what is 3?"]}\n')
     assert [*read_sets(tmp_path, None)] == ["gsm8k", "qa"]
     assert [*read_sets(tmp_path / "qa" / "question.jsonl", None)] == ["qa"]
-    for taken in ("qa", "mean"):
-        file = tmp_path / f"{taken}.jsonl"
-        file.write_text('{"turns": ["what is 4?"]}\n')
-        with refused(f"{file}: a set cannot be named {taken}"):
-            read_sets(tmp_path, None)
-        file.unlink()
+    (tmp_path / "qa.jsonl").write_text('{"turns": ["what is 4?"]}\n')
+    with refused(f"{tmp_path / 'qa.jsonl'}: a set cannot be named qa"):
+        read_sets(tmp_path, None)
 
 
 def test_options_reach_the_methods_that_take_them():

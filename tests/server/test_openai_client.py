@@ -38,9 +38,9 @@ def test_greedy_and_the_default(chat, plain):
     assert choice.finish_reason == "length" and answer.object == "chat.completion"
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(want.prompt), 40)
     assert usage.completion_tokens_details.accepted_prediction_tokens > 0
-    one, other = (chat(logit_bias={"257": -100}) for _ in range(2))  # they never end by themselves
-    assert one.choices[0].message.content != other.choices[0].message.content
-    assert one.choices[0].finish_reason == "length" and one.usage.total_tokens == 300
+    (one,), other = (answer := chat(logit_bias={"257": -100})).choices, chat(max_tokens=20)  # one never ends
+    assert not one.message.content.startswith(other.choices[0].message.content)
+    assert one.finish_reason == "length" and answer.usage.total_tokens == 300
 
 
 def test_a_stream_is_the_same_text(chat, plain):
@@ -86,10 +86,21 @@ def test_a_call_that_has_to_come(chat, choice, names):
         assert arguments.keys() == ({"word", "count"} if call.function.name == "walk" else set())
     (cut,) = chat(seed=2, **options | {"max_tokens": 5}).choices
     assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
-    *_, before, last = chat(seed=2, stream=True, **options)
-    (streamed,) = before.choices[0].delta.tool_calls
-    assert last.choices[0].finish_reason == "tool_calls" and streamed.index == 0
-    assert streamed.function.model_dump() == call.function.model_dump()
+
+
+def test_the_schema_of_the_output_wherever_a_client_has_it(chat):
+    """A whole text follows it: OpenAI's, llama.cpp's and vLLM's fields."""
+    own, form = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, "response_format"
+    own["additionalProperties"] = False
+    for body in (
+        {form: {"type": "json_object", "schema": own}}, {form: {"type": "json_schema", "schema": own}},
+        {form: {"type": "json_schema", "json_schema": {"schema": own}}}, {"json_schema": own},
+        {"guided_json": json.dumps(own)}, {"structured_outputs": {"json": own}},
+    ):
+        (found,) = chat(max_tokens=50, extra_body=body).choices
+        assert json.loads(found.message.content) == {"a": 1}, body
+    (free,) = chat(max_tokens=10, extra_body={form: {"type": "json_object"}}).choices
+    assert free.message.content.startswith("{")
 
 
 def test_completions_of_texts_and_ids(client, plain):
@@ -103,23 +114,21 @@ def test_completions_of_texts_and_ids(client, plain):
 
 
 def test_echo_with_logprobs_scores_the_prompt(client):
-    """As lm-evaluation-harness uses it: sums over the prompt's tokens, and whether they are the likeliest."""
-    prompt = list(b"the sea is wide")
-
-    def echo(most: int):
-        return client.completions.create(
-            model="golden", prompt=[prompt], echo=True, logprobs=1, max_tokens=most, temperature=0
-        )
-
-    answers = [echo(1), echo(0)]
-    assert all(answer.usage.completion_tokens == 1 for answer in answers)
-    one, none = (answer.choices[0] for answer in answers)
-    found = one.logprobs
-    assert one.text.startswith("the sea is wide") and found.token_logprobs[0] is None
-    assert len(found.token_logprobs) == len(found.tokens) == len(prompt) + 1
-    assert found.text_offset[:3] == [0, 1, 2] and found.tokens[:3] == ["t", "h", "e"]
-    assert all(own <= max(top.values()) for own, top in zip(found.token_logprobs[1:], found.top_logprobs[1:]))
-    assert none.text == "the sea is wide" and none.logprobs.token_logprobs == found.token_logprobs[:-1]
+    """As lm-evaluation-harness uses it. Offsets are places in the text, also of tokens that are no whole
+    character, and of those that are no part of the text.
+    """
+    ids = [*"é 猫x".encode(), 257, *b"ab"]
+    options = {"model": "golden", "prompt": [ids], "echo": True, "logprobs": 1, "temperature": 0}
+    one, none = (client.completions.create(max_tokens=n, **options).choices[0] for n in (6, 0))
+    found, offsets, scores = one.logprobs, one.logprobs.text_offset, one.logprobs.token_logprobs
+    assert offsets[:10] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5] and one.text.startswith(none.text)
+    assert none.text == "é 猫xab" and none.logprobs.token_logprobs == scores[:10] and scores[0] is None
+    assert all(own <= max(top.values()) for own, top in zip(scores[1:], found.top_logprobs[1:]))
+    for token, at in zip(found.tokens[8:], offsets[8:]):
+        assert "\ufffd" in token or one.text[at : at + len(token)] == token
+    parts = [chunk.choices[0] for chunk in client.completions.create(max_tokens=6, stream=True, **options)]
+    assert [x for part in parts for x in part.logprobs.text_offset] == offsets and len(scores) == 16
+    assert "".join(part.text for part in parts) == one.text
 
 
 def test_the_next_turn_reads_only_what_is_new(chat):

@@ -4,7 +4,6 @@ Needs the package playwright and a Chromium in the PATH; its own download is not
 """
 import re
 import shutil
-import signal
 
 import pytest
 from helpers.launching import free_port
@@ -12,13 +11,10 @@ from helpers.serving import serving
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")]
 expect = sync_api.expect
 PHONE = {"width": 360, "height": 640}
+LABELS = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +40,16 @@ def page(browser, server):
 
 
 def fill(page, **settings) -> None:
-    """Fill in settings: seed, most, temperature."""
-    labels = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
+    """Fill in settings, see LABELS."""
     for name, value in settings.items():
-        page.get_by_label(labels[name]).fill(str(value))
+        page.get_by_label(LABELS[name]).fill(str(value))
 
 
-def write(page, words: str, wait: bool = True) -> None:
+def write(page, words: str) -> None:
     """Send a message by keyboard, and wait for the answer's end."""
     page.get_by_label("Message", exact=True).press_sequentially(words)
     page.keyboard.press("Enter")
-    if wait:
-        ended(page)
+    ended(page)
 
 
 def ended(page) -> None:
@@ -67,26 +61,20 @@ def press(page, name: str) -> None:
 
 
 def test_a_first_visit_an_answer_its_tree_and_an_export(page):
-    expect(page.locator(".welcome .prompts button")).to_have_count(4)
     page.get_by_label("Compare with plain decoding").check()
     page.locator(".welcome .prompts button").first.click()
     ended(page)
-    assert page.evaluate("document.activeElement.id") == "input"
     panels = page.locator(".assistant .answers section")
     expect(panels.locator("h2")).to_have_text(["Speculative decoding (eagle3)", "Plain decoding"])
     for panel in panels.all():
         expect(panel.locator(".figures")).to_contain_text("tokens/s")
     expect(panels.first.locator(".figures")).to_contain_text("τ")
+    expect(panels.last.locator(".figures")).not_to_contain_text("τ")
     expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
     expect(page.locator(".speedup")).to_contain_text("texts equal")
-    expect(page.locator("#model")).to_have_text("golden")
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
     page.locator("#drawing g").nth(1).click()
     expect(page.locator("#tip")).to_contain_text(re.compile(r"likely, with its path .* %$"))
-    page.locator(".coloured .d[data-tip]").first.hover()
-    expect(page.locator("#tip")).to_contain_text("% likely")
-    page.locator("#tree summary").click()
-    expect(page.locator("#drawing")).to_be_hidden()
     with page.expect_download() as download:
         press(page, "Export conversation")
     assert "**user**" in download.value.path().read_text()
@@ -111,7 +99,6 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     write(other, "third")  # two tabs keep what both have
     names = page.locator("#conversations .pick")
     expect(names).to_have_text(["third", "second", "first"])
-    expect(page.locator(".user .text")).to_have_text(["second", "more"])
     assert page.get_by_label("Seed").input_value() == "3"  # settings are kept too
     names.nth(2).click()
     expect(page.locator(".assistant .text")).to_have_text(text)
@@ -121,31 +108,10 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     expect(names).to_have_text(["third", "second", "first"])
 
 
-def test_a_question_without_an_answer_is_not_sent_again(page):
-    """Templates may refuse two messages of the user in a row. Values near certainty are shown as such."""
-    sent = []
-    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
-    page.evaluate("""localStorage.setItem("eagle.conversations", JSON.stringify([
-        {id: "1", title: "a", messages: [{role: "user", content: "a"}]}]))""")
-    page.reload()
-    page.locator("#conversations .pick").click()
-    write(page, "b")
-    assert [message["content"] for message in sent[-1]["messages"]] == ["b"]
-    shown = page.evaluate(
-        "import('./tree.js').then((tree) => [1, 0.996, 0.25, 1e-5].map((p) => tree.percent(Math.log(p))))")
-    assert shown == ["100 %", "100 %", "25 %", "< 0.1 %"]
-
-
-def test_a_phone_in_the_dark_by_keyboard(page):
+def test_a_phone_in_the_dark(page):
     def back():
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
-    reached = set()
-    for _ in range(40):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.id"))
-    assert {"dark", "new", "system", "temperature", "top_p", "seed", "max_tokens", "speculate", "beside",
-            "coloured", "input", "send"} <= reached
     light = back()
     press(page, "Dark or light")
     dark = back()
@@ -157,15 +123,7 @@ def test_a_phone_in_the_dark_by_keyboard(page):
     for name in ("#input", "#send", "#menu", ".assistant"):
         box = page.locator(name).bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 360, name
-        assert name == ".assistant" or box["y"] + box["height"] <= 640, name
     expect(page.locator("#side")).to_be_hidden()
-    expect(page.locator("#model")).to_be_visible()
-    expect(page.locator("#drawing")).to_be_hidden()
-    for _ in range(2):
-        press(page, "Conversations")
-        expect(page.locator("#side")).to_be_visible()
-        page.keyboard.press("Escape")
-        expect(page.locator("#side")).to_be_hidden()
     press(page, "Conversations")
     press(page, "New conversation")
     expect(page.locator("#side")).to_be_hidden()
@@ -179,10 +137,6 @@ HOSTILE = """# <img src=x onerror=alert(1)> **bold** `<b>` [bad](javascript:aler
 ```
 - one
   - two
-
-| a | b |
-|---|---|
-| 1 | *x* |
 
 ![i](https://a.page/x.png) <iframe>"""
 
@@ -200,104 +154,51 @@ def test_what_a_model_writes_is_no_markup(page):
     links = [link.get_attribute("href") for link in tried.locator("a").all()]
     assert links == ["https://a.page/", "https://a.page/x.png"]  # a picture is a link: nothing is fetched
     assert tried.locator("pre code").inner_text().strip() == "<script>alert(1)</script>"
-    assert tried.locator("li").count() == 2 and tried.locator("td em").inner_text() == "x"
-    assert tried.locator("strong").inner_text() == "bold"
-    assert tried.locator("span.d").first.inner_text() == "<img sr"
 
 
 def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
+    """A server without drafts offers none."""
     options = "--port", str(free_port()), "--api-key", "secret", "--speculate", "none"
     page = browser.new_context().new_page()
     page.on("dialog", lambda dialog: dialog.accept("secret"))
     with serving(golden, tmp_path / "one", *options) as server:
         page.goto(server.url)
-        expect(page.locator("#model")).to_have_text("target")
+        expect(page.locator(".welcome")).to_contain_text("without drafts")
+        expect(page.locator("#drafting")).to_be_hidden()
         fill(page, most=1900, temperature=2)
-        write(page, "long", wait=False)
+        page.get_by_label("Message", exact=True).fill("long")
+        page.keyboard.press("Enter")
         expect(page.locator(".assistant .figures")).to_contain_text("tokens/s", timeout=30_000)
-        page.set_viewport_size(PHONE)
-        server.end(signal.SIGKILL)
+        server.process.kill()
         expect(page.locator("#banner")).to_contain_text("does not answer")
         expect(page.locator(".assistant .figures")).to_contain_text("the server has gone")
     with serving(golden, tmp_path / "two", *options):
         expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
-        press(page, "Conversations")
         fill(page, most=5)
-        press(page, "Conversations")
         press(page, "Regenerate")
         ended(page)
         expect(page.locator(".assistant .figures")).to_contain_text("tokens")
-        assert page.locator(".assistant .failed").count() == 0
 
 
-def test_a_stream_that_falls_silent_ends(page):
-    """A machine that sleeps closes no connection: no question is answered, and no token comes."""
-    page.route("**/health", lambda route: route.abort())
-    page.route("**/chat/completions", lambda route: None)
-    write(page, "long", wait=False)
-    expect(page.locator("#banner")).to_contain_text("does not answer", timeout=15_000)
-    assert page.get_by_label("Message", exact=True).input_value() == "long"
-    page.unroute("**/health"), page.unroute("**/chat/completions")
-    expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
-    page.keyboard.press("Enter")
-    ended(page)
-    expect(page.locator(".figures")).to_contain_text("tokens")
-
-
-def test_conversations_while_an_answer_runs(page):
-    """One that is deleted stays deleted; a question outlives a reload, which is no lost server."""
-    write(page, "first")
-    fill(page, most=280, temperature=2)
-    write(page, "second", wait=False)
-    press(page, "Delete first")
-    page.wait_for_timeout(1500)
-    assert page.evaluate("localStorage.getItem('eagle.conversations')") == "[]"
-    write(page, "long and a title that is cut between two of its words", wait=False)
-    expect(page.locator(".figures")).to_contain_text("tokens/s")
-    page.reload()
-    expect(page.locator(".figures")).to_contain_text("interrupted")
-    expect(page.locator("#title")).to_have_text("long and a title that is cut between two …")
-
-
-def test_whatever_is_stored_the_page_works(page):
-    for stored in "{}", "[null]", '[{"title": "x", "messages": [7]}]', "{":
-        for key in ("conversations", "settings"):
-            page.evaluate(f"localStorage.setItem('eagle.{key}', {stored!r})")
-        page.reload()
-        fill(page, most=20)
-        write(page, "still here")
-        expect(page.locator(".assistant")).to_have_count(1)
-
-
-def test_a_refused_message_returns_to_the_input(page):
+def test_messages_are_refused_edited_and_deleted(page):
+    """What is refused returns to the input, also after a reload."""
     write(page, "first")
     too_long = "word " * 400
-    page.get_by_label("Message", exact=True).fill(too_long)
+    page.locator("#input").fill(too_long)
     page.keyboard.press("Enter")
     expect(page.locator("#banner")).to_contain_text("shorten it")
     expect(page.locator(".message")).to_have_count(2)
     page.reload()
     assert page.locator("#input").input_value() == too_long.strip()
     page.locator("#input").fill("")
-    write(page, "and on")
-    expect(page.locator(".message")).to_have_count(4)
-    assert page.locator("#banner").is_hidden()
-
-
-def test_messages_are_edited_and_deleted(page):
-    write(page, "first")
     write(page, "second")
-    page.locator("#input").fill("unsent")
+    expect(page.locator(".message")).to_have_count(4)
     page.get_by_role("button", name="Edit").first.click()
     assert page.locator("#input").input_value() == "first"
-    page.keyboard.press("Escape")
-    assert page.locator("#input").input_value() == "unsent"
-    page.get_by_role("button", name="Edit").first.click()
     page.locator("#input").fill("another beginning")
     page.keyboard.press("Enter")
     ended(page)
     expect(page.locator(".user .text")).to_have_text(["another beginning"])
-    expect(page.locator("#title")).to_have_text("another beginning")
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.locator(".welcome")).to_be_visible()
     press(page, "Undo")
@@ -305,10 +206,9 @@ def test_messages_are_edited_and_deleted(page):
 
 
 def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
-    """Leaving, a reload and Escape keep the old answer; few tokens at once have no speed."""
+    """Leaving, a reload and Escape keep the old answer."""
     fill(page, most=2)
     write(page, "first")
-    expect(page.locator(".figures")).to_have_text(re.compile(r"^[\d.]+ tokens per step \(τ\) · 2 tokens · 0"))
     expect(page.locator(".figures")).to_contain_text("cut at the limit of tokens")
     text = page.locator(".assistant .text").inner_text()
     fill(page, most=280, temperature=2)
@@ -318,11 +218,6 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
         expect(page.locator(".assistant .figures")).to_contain_text("tokens/s")
 
     begin_another()
-    page.keyboard.press("Alt+n")
-    page.wait_for_timeout(300)
-    page.locator("#conversations .pick").click()
-    expect(page.locator(".assistant .text")).to_have_text(text)
-    begin_another()
     page.reload()
     expect(page.locator(".assistant .text")).to_have_text(text)
     begin_another()
@@ -331,33 +226,6 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     expect(page.locator(".figures")).to_contain_text("stopped")
     press(page, "Back to the old answer")
     expect(page.locator(".assistant .text")).to_have_text(text)
-    write(page, "long", wait=False)
-    expect(page.locator(".figures").last).to_contain_text("tokens/s")
-    page.keyboard.press("Escape")
-    page.reload()
-    expect(page.locator(".figures").last).to_contain_text("stopped")
     fill(page, most=20)
     press(page, "Regenerate")  # the place is free again
     ended(page)
-
-
-def test_values_stay_within_what_the_server_accepts(page):
-    for given, kept in ("3", "2"), ("-1", "0"), ("0.75", "0.75"), ("", "0.7"):
-        fill(page, temperature=given)
-        page.keyboard.press("Tab")
-        assert page.get_by_label("Temperature").input_value() == kept
-    page.get_by_label("Speculative decoding").uncheck()
-    page.reload()
-    expect(page.get_by_label("Compare with plain decoding")).to_be_disabled()
-
-
-def test_a_server_without_drafts_offers_none(browser, golden, tmp_path):
-    page = browser.new_context().new_page()
-    with serving(golden, tmp_path / "log", "--port", str(free_port()), "--speculate", "none") as server:
-        page.goto(server.url)
-        expect(page.locator(".welcome")).to_contain_text("without drafts")
-        expect(page.locator("#drafting")).to_be_hidden()
-        fill(page, most=20)
-        write(page, "plain")
-        expect(page.locator(".figures")).to_contain_text("tokens")
-        expect(page.locator("#tree")).to_be_hidden()

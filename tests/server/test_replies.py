@@ -1,4 +1,4 @@
-"""Replies to chats with tools, from a model that writes a given text, through the routes."""
+"""Replies to chats with tools, from a model that writes a given text; and a device that fails."""
 import json
 from types import SimpleNamespace
 
@@ -19,10 +19,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}},
     {"type": "function", "function": {"name": "g"}},
 ]
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 TEMPLATE = "{% if tools %}<tool_call><function=f>{% endif %}{{ messages[0].content }}"
-CODER = "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
-JSON = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-F, G = ("f", {"n": 3}), ("g", {})
 
 
 class Engine:
@@ -32,11 +30,7 @@ class Engine:
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1
-
-    def check(self, *_) -> None:
-        pass
-
-    guide = check
+        self.check = self.guide = lambda *_: None
 
     def admit(self, prompt, sampling, shown=(), **_) -> Request:
         stream = StopStream(self.tokenizer.stream(shown), ())
@@ -55,64 +49,34 @@ class Engine:
         return [Event(self.request, ids, text, 0, [], 0, None, None if self.left else "stop")]
 
 
-@pytest.fixture
-def ask(tmp_path):
-    """A function (text that the model writes, names of control tokens, **body) -> the choice.
-
-    It asks for a whole reply and for a stream, which have to be the same.
-    """
-    def asked(text: str, control: tuple[str, ...] = (), template: str = TEMPLATE, **body) -> dict:
-        plain, folder = tmp_path / "plain", tmp_path / "tools"
-        plain.mkdir()
-        folder.mkdir()
-        write_byte_tokenizer(plain)
-        changed_json(plain, folder, *({"content": tag} for tag in control))
-        (folder / "chat_template.jinja").write_text(template)
-        tokenizer = Tokenizer.load(folder)
-        worker = Worker(Engine(tokenizer, text), Metrics("x", 1, 1))
-        worker.start()
-        client = TestClient(make_app(Server(worker, tokenizer, ("x",))))
-        body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **body}
-        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
-        lines = client.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
-        worker.stop()
-        parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith('data: {"')]
-        assert "".join(p["delta"].get("content", "") for p in parts) == (choice["message"]["content"] or "")
-        thoughts = "".join(p["delta"].get("reasoning_content", "") for p in parts)
-        assert thoughts == choice["message"].get("reasoning_content", "")
-        streamed = [call for p in parts for call in p["delta"].get("tool_calls", [])]
-        assert [call.pop("index") for call in streamed] == [*range(len(streamed))]
-        calls = choice["message"].get("tool_calls", [])
-        assert [call["function"] for call in streamed] == [call["function"] for call in calls]
-        assert parts[-1]["finish_reason"] == choice["finish_reason"] == ("tool_calls" if calls else "stop")
-        return choice["message"]
-    return asked
+def started(folder, text: str = "", template: str = TEMPLATE, control: tuple[str, ...] = ()):
+    """Start a worker whose model writes a text -> (it, a client). control: further control tokens."""
+    (folder / "plain").mkdir()
+    (folder / "changed").mkdir()
+    write_byte_tokenizer(folder / "plain")
+    changed_json(folder / "plain", folder / "changed", *({"content": tag} for tag in control))
+    (folder / "changed" / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(folder / "changed")
+    worker = Worker(Engine(tokenizer, text), Metrics("x", 1, 1))
+    worker.start()
+    return worker, TestClient(make_app(Server(worker, tokenizer, ("x",))))
 
 
-def calls_of(message: dict) -> list[tuple[str, dict]]:
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"]))
-            for call in message.get("tool_calls", [])]
-
-
+CODER = "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+JSON = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+THOUGHT = f"{JSON}</think>"
+F, G = ("f", {"n": 3}), ("g", {})
 TAGS = ("<tool_call>", "</tool_call>")
-
-
-@pytest.mark.parametrize("text, more, content, calls", (
-    (CODER, {"control": (*TAGS, "</function>", "</parameter>")}, None, [F]),
-    (CODER, {"control": ("<function=", "<parameter=", "</parameter>\n")}, None, [F]),
-    (f"So. {JSON}{CODER}", {"control": TAGS}, "So. ", [G, F]),
-    (JSON + CODER, {"parallel_tool_calls": False}, None, [G]),
-    (JSON, {"tool_choice": "none"}, JSON, []), (JSON, {"tools": []}, JSON, []),
-    (f"{JSON}</think>{CODER}", {"template": TEMPLATE + "<think>\n", "control": ("<think>", "</think>")},
-     f"{JSON}</think>", [F]),
-    ('{"name": "f", "arguments": {"n": 3}}',
-     {"tool_choice": "required", "template": "{{ tools }}<think>"}, None, [F]),
-), ids=range(8))
-def test_calls_are_found_in_what_the_model_writes(ask, text, more, content, calls):
-    message = ask(text, **more)
-    assert (message["content"], calls_of(message)) == (content, calls)
-
-
+REQUIRED = '{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]
+CALLS = (  # template, control tokens, the model's text, fields of the body; content, thoughts and calls
+    (TEMPLATE, (*TAGS, "</function>", "</parameter>"), CODER, {}, None, None, [F]),
+    (TEMPLATE, ("<function=", "<parameter=", "</parameter>\n"), CODER, {}, None, None, [F]),
+    (TEMPLATE, TAGS, f"So. {JSON}{CODER}", {}, "So. ", None, [G, F]),
+    (TEMPLATE, (), JSON + CODER, {"parallel_tool_calls": False}, None, None, [G]),
+    (TEMPLATE, (), JSON, {"tool_choice": "none"}, JSON, None, []),
+    (TEMPLATE + "<think>\n", ("<think>", "</think>"), THOUGHT + CODER, {}, THOUGHT, None, [F]),
+    ("{{ tools }}<think>", (), *REQUIRED),
+)
 HARMONY = (
     "{{ reasoning_effort }}{% for m in messages %}"
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
@@ -123,9 +87,7 @@ NEXT = "<|start|>assistant"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 3}'
 CALL_BY_ROLE = ' to=functions.f<|channel|>commentary json<|message|>{"n": 3}'
 CALL_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
-
-
-@pytest.mark.parametrize("control, text, more, content, thoughts, calls", (
+CHANNELS = (
     (CHANNEL_TAGS, ANALYSIS + NEXT + FINAL, {}, "Yes, to=f.", "Hm.", []),
     ((), FINAL, {}, "Yes, to=f.", None, []), (CHANNEL_TAGS, ANALYSIS[:-7], {}, "", "Hm.", []),  # cut off
     ((), ANALYSIS + NEXT + CALL, {}, None, "Hm.", [F]),
@@ -136,12 +98,48 @@ CALL_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}"
     ((), CALL, {"tools": []}, "", '{"n": 3}', []), (CHANNEL_TAGS, CALL[:-1], {}, '{"n": 3', None, []),
     (CHANNEL_TAGS, "to be", {}, "to be", None, []), (CHANNEL_TAGS, ANALYSIS + NEXT, {}, "", "Hm.", []),
     ((), f"Hm.<|end|>{NEXT}{FINAL}", {"chat_template_kwargs": {"open": True}}, "Yes, to=f.", "Hm.", []),
-    ((), '{"name": "f", "arguments": {"n": 3}}', {"tool_choice": "required"}, None, None, [F]),
-), ids=range(14))
-def test_channels_of_harmony(ask, control, text, more, content, thoughts, calls):
-    message = ask(text, control, HARMONY, **more)
-    found = message["content"], message.get("reasoning_content"), calls_of(message)
-    assert found == (content, thoughts, calls)
+    ((), *REQUIRED),
+)
+
+
+@pytest.mark.parametrize("template, control, text, more, content, thoughts, calls", [
+    *CALLS, *((HARMONY, *case) for case in CHANNELS)
+], ids=range(21))
+def test_calls_and_thoughts(tmp_path, template, control, text, more, content, thoughts, calls):
+    """A stream has what the whole reply has."""
+    (worker, client), path = started(tmp_path, text, template, control), "/v1/chat/completions"
+    (choice,) = client.post(path, json=BODY | more).json()["choices"]
+    lines = client.post(path, json={**BODY, **more, "stream": True}).text.split("\n\n")
+    worker.stop()
+    message, parts = choice["message"], [json.loads(x[6:])["choices"][0] for x in lines if "{" in x]
+    asked = [call["function"] for call in message.get("tool_calls", [])]
+    assert (message["content"], message.get("reasoning_content")) == (content, thoughts)
+    assert [(call["name"], json.loads(call["arguments"])) for call in asked] == calls
+    for name, want in ("content", content), ("reasoning_content", thoughts):
+        assert "".join(part["delta"].get(name, "") for part in parts) == (want or "")
+    streamed = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+    assert [call["function"] for call in streamed] == asked
+    assert [call["index"] for call in streamed] == [*range(len(calls))]
+    assert parts[-1]["finish_reason"] == choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+@pytest.mark.parametrize("gone, answers", (
+    (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: requests cannot even leave
+), ids=("fails", "gone"))
+def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, gone, answers):
+    """A bug ends the requests that run; three in a row end all."""
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    def step() -> list[Event]:
+        return fail() if next(left) == 500 else Engine.step(worker.engine)
+
+    left, (worker, client) = iter(answers), started(tmp_path, "x")
+    worker.engine.step, worker.engine.leave = step, fail if gone else worker.engine.leave
+    found = [client.post("/v1/chat/completions", json=BODY) for _ in answers]
+    assert [answer.status_code for answer in found] == answers and client.get("/health").status_code == 503
+    assert "the device is gone" in found[0].json()["error"]["message"]
+    worker.stop()
 
 
 def test_scores_of_a_tree_are_json():
