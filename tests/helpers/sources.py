@@ -93,8 +93,14 @@ def write_gguf(
         w.add_head_count: "num_attention_heads", w.add_head_count_kv: "num_key_value_heads",
         w.add_key_length: "head_dim", w.add_value_length: "head_dim",
         w.add_layer_norm_rms_eps: "rms_norm_eps", w.add_rope_freq_base: "rope_theta",
+        w.add_sliding_window: "sliding_window", w.add_expert_count: "num_experts",
+        w.add_expert_used_count: "num_experts_per_tok",
+        w.add_expert_feed_forward_length: "moe_intermediate_size",
+        w.add_expert_shared_feed_forward_length: "shared_expert_intermediate_size",
+        w.add_ssm_conv_kernel: "linear_conv_kernel_dim", w.add_ssm_state_size: "linear_key_head_dim",
+        w.add_ssm_group_count: "linear_num_key_heads", w.add_ssm_time_step_rank: "linear_num_value_heads",
     }.items():
-        if key in config:
+        if config.get(key):
             add(config[key])
     w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
