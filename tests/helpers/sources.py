@@ -16,10 +16,6 @@ CONFIG = {
     "eos_token_id": [3, 5], "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-LARGE = CONFIG | {  # a quarter of a gigabyte in 16 bits
-    "hidden_size": 768, "intermediate_size": 2560, "num_attention_heads": 12, "head_dim": 64,
-    "num_key_value_heads": 4, "vocab_size": 4096, "num_hidden_layers": 16,
-}
 HEAD_CONFIG = {
     **CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 24, "rope_theta": None, "head_dim": None,
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -43,20 +39,19 @@ def head_state(hidden=32) -> dict[str, torch.Tensor]:
     return make_head("eagle3", vocab=96, draft=24, hidden=hidden, target=hidden, hd=8)[0]
 
 
-def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", shard=lambda i: i % 2) -> Path:
+def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors") -> Path:
     """A Hugging Face folder.
 
-    `form` is safetensors or bin, or either of them with `-sharded`: then tensor i goes to shard(i).
+    `form` is safetensors or bin, or either of them with `-sharded`: in four files.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     kind, _, sharded = form.partition("-")
-    base = {"safetensors": "model", "bin": "pytorch_model"}[kind]
-    save = (lambda s, p: save_file(s, p)) if kind == "safetensors" else torch.save
+    base, save = {"safetensors": ("model", save_file), "bin": ("pytorch_model", torch.save)}[kind]
     if not sharded:
         save(state, folder / f"{base}.{kind}")
         return folder
-    weight_map = {name: f"{base}-part{shard(i)}.{kind}" for i, name in enumerate(state)}
+    weight_map = {name: f"{base}-part{i * 4 // len(state)}.{kind}" for i, name in enumerate(state)}
     for file in set(weight_map.values()):
         save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
     (folder / f"{base}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
