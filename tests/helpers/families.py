@@ -111,10 +111,7 @@ def make_target(folder: Path, name: str):
     return reference
 
 
-@torch.no_grad()
 def greedy(reference, prompt: list[int], count: int) -> list[int]:
     """The tokens that a model of transformers goes on with."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+    found = reference.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return found[0, len(prompt) :].tolist()

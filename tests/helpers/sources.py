@@ -64,15 +64,6 @@ NEXTN = {  # of an MTP layer, the ninth here
 }
 
 
-def gguf_name(known: gguf.TensorNameMap, name: str) -> str:
-    """llama.cpp's name for one of Hugging Face's, or for one that is its own but for the layer."""
-    if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
-        return f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
-    asked = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
-    found = known.get_name(asked, try_suffixes=(".weight", ".bias")) or asked.replace("model.layers", "blk")
-    return f"{found}.weight" if found.endswith("sinks") else found
-
-
 def write_gguf(
     file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama"
 ) -> Path:
@@ -102,7 +93,13 @@ def write_gguf(
     qtype = gguf.GGMLQuantizationType[kind]
     known = gguf.get_tensor_name_map(next(x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 9)
     for name, tensor in state.items():
-        name = gguf_name(known, name)
+        if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
+            name = f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
+        else:
+            name = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
+            found = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            name = found or name.replace("model.layers", "blk")
+            name += ".weight" * name.endswith("sinks")
         data = tensor.float()
         if arch == "llama" and re.search(r"attn_[qk]\.", name):  # halves of a head become neighbouring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
