@@ -5,17 +5,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.families import SIZES, H, V
+from helpers.families import EXPERTS, SIZES, H, V
 
 DELTA = {
     "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4},
 }
-MIXTURE = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 24,
-}
+MIXTURE = EXPERTS | {"shared_expert_intermediate_size": 24}
 # Sizes that groups of 32 divide, and 64 between two ranks.
 WIDE = {
     "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "linear_value_head_dim": 16,
