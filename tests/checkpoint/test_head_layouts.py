@@ -73,6 +73,7 @@ EAGLE1_HEADS = {
     "own KV heads": ({"kv": 4}, "Llama-3"),
     "own embedding": ({"embedding": True}, "Llama-3"),
     "tied target": ({}, "Llama-3.2"),
+    "vLLM's copy": ({}, "Llama-3"),
 }
 
 
@@ -81,7 +82,12 @@ def test_eagle1_head(tmp_path, base, name):
     options, which = EAGLE1_HEADS[name]
     folder, target = base[which]
     state, config = make_head("eagle", **options)
-    head = load_head(converted(tmp_path, folder, state, config), target, "eagle")
+    files = state, config
+    if name == "vLLM's copy":  # all is nested, with `model.` in front, and the target's matrices
+        copied = {f"model.{n}": t for n, t in state.items()} | {
+            "model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.lm_head.weight}
+        files = copied, {"model_type": "eagle", "model": config}
+    head = load_head(converted(tmp_path, folder, *files), target, "eagle")
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
     embed = state.get("embed_tokens.weight", target.embed.weight)
     lm_head = (target.lm_head or target.embed).weight
@@ -89,47 +95,33 @@ def test_eagle1_head(tmp_path, base, name):
     assert close(run_head(head, tokens, features), expected)
     # Its features are normed target states.
     assert close([head.fuse(features)], [rms(features, target.norm.weight)])
-    assert head.args.aux_layers == (LAYERS,)
-
-
-def test_eagle1_in_vllms_copies(tmp_path, base):
-    """Everything nested, `model.` in front, the target's lm_head and embedding in the file: the same head."""
-    folder, target = base["Llama-3"]
-    state, config = make_head("eagle")
-    plain = converted(tmp_path, folder, state, config, "plain")
-    copied = {f"model.{n}": t for n, t in state.items()} | {
-        "model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.lm_head.weight,
-    }
-    copy = converted(tmp_path, folder, copied, {"model_type": "eagle", "model": config}, "copy")
-    a, b = load_file(plain / "model.safetensors"), load_file(copy / "model.safetensors")
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert head.args.aux_layers == (LAYERS,) and head.args.own_embedding == ("embedding" in options)
+    assert not head.args.own_lm_head
 
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = {"speculators_model_type": "eagle3", "norm_before_residual": False}
 EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
-    "SafeAILab": ({}, {}, {}),
-    "SafeAILab, the whole vocabulary": ({"draft": V}, {}, {}),
+    "SafeAILab": ({}, (), {}),
+    "SafeAILab, the whole vocabulary": ({"draft": V}, (), {}),
     "SpecForge, own head size and KV heads": (
-        {"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, {}, {}),
-    "a head_dim that the config gets wrong": ({"hd": 8, "head_dim": 12}, {}, {}),
-    "fc bias": ({"bias": True}, {}, {}),
-    "own embedding": ({"embedding": True}, {}, {}),
-    "another width": ({"hidden": 32, "embedding": True, "target_hidden_size": H}, {}, {}),
-    "five features": (
-        {"aux": 5, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}}, {}, {}),
+        {"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, (), {}),
+    "a head_dim that the config gets wrong": ({"hd": 8, "head_dim": 12}, (), {}),
+    "own embedding, fc bias": ({"embedding": True, "bias": True}, (), {}),
+    "another width": ({"hidden": 32, "embedding": True, "target_hidden_size": H}, (), {}),
+    "five features": ({"aux": 5, "eagle_config": {AUX: [1, 2, 3, 4, 5]}}, (), {}),
     "fc_norm (speculators)": (
-        {**SPECULATORS, "first": "layers.0.", "fc_norm": True}, "fc_norm.{}.weight", {}),
+        {**SPECULATORS, "first": "layers.0.", "fc_norm": True},
+        ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"), {}),
     "aux_norm (SGLang)": (
         {"first": "layers.0."}, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), {}),
     "norm_before_fc": (
         {**SPECULATORS, "first": "layers.0.", "norm_before_fc": True}, ("input_norm.weight",), {}),
     "norm_before_residual": (
-        {**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, {}, {"before": True}),
-    "norm_output": ({**SPECULATORS, "first": "layers.0.", "norm_output": True}, {}, {"normed": True}),
-    "three layers": ({**SPECULATORS, "first": "layers.0.", "layers": 3}, {}, {"layers": 3}),
-    "two layers with qk_norm (Qwen3)": (
-        {**SPECULATORS, "first": "layers.0.", "layers": 2, "qk_norm": True}, {}, {"layers": 2}),
+        {**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, (), {"before": True}),
+    "norm_output": ({**SPECULATORS, "first": "layers.0.", "norm_output": True}, (), {"normed": True}),
+    "three layers with qk_norm (Qwen3)": (
+        {**SPECULATORS, "first": "layers.0.", "layers": 3, "qk_norm": True}, (), {"layers": 3}),
     "two layers (SGLang)": (
         {"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}),
 }
@@ -140,10 +132,9 @@ def test_eagle3_head(tmp_path, base, name):
     options, extra, flags = EAGLE3_HEADS[name]
     folder, target = base["Llama-3"]
     state, config = make_head("eagle3", **options)
-    names = [extra.format(j) for j in range(3)] if isinstance(extra, str) else list(extra)
-    for n in names:
+    for seed, n in enumerate(extra):
         width = 3 * H if n.startswith("input_norm") else H
-        state[n] = 1 + 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(len(n)))
+        state[n] = 1 + 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(seed))
     # The layer's shape is nested, outside only what is speculators' own.
     if "speculators_model_type" in config:
         shape = {k: config.pop(k) for k in list(config) if k in BASE and k != "architectures"}
@@ -151,11 +142,10 @@ def test_eagle3_head(tmp_path, base, name):
     head = load_head(converted(tmp_path, folder, state, config), target, "eagle3")
     hidden, aux = options.get("hidden", H), options.get("aux", 3)
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, aux * H)
-    normed = features
-    if names and names[0].startswith("input_norm"):
-        normed = rms(features, state["input_norm.weight"])
-    elif names and "layers" not in names[0]:
-        normed = torch.cat([rms(part, state[n]) for n, part in zip(names, features.chunk(3, -1))], -1)
+    norms, normed = [state[n] for n in extra if "layers" not in n], features
+    if norms:
+        parts = features.chunk(len(norms), -1)
+        normed = torch.cat([rms(part, norm) for part, norm in zip(parts, norms)], -1)
     fused = F.linear(normed, state["fc.weight"], state.get("fc.bias"))
     assert close([head.fuse(features)], [fused])
     embed = state.get("embed_tokens.weight", target.embed.weight)
@@ -166,6 +156,7 @@ def test_eagle3_head(tmp_path, base, name):
     assert close(run_head(head, tokens, feature), expected)
     ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
     assert torch.equal(head.draft_ids, ids)
+    assert head.args.aux_layers == ((2, 4, 5) if aux == 3 else (2, 3, 4, 5, 6))
 
 
 def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
@@ -187,15 +178,13 @@ def test_draft_ids_are_sorted(tmp_path, base, key):
     state, config = make_head("eagle3")
     folder, weights = base["Llama-3"][0], "model.safetensors"
     expected = load_file(converted(tmp_path, folder, state, config, "ascending") / weights)
-    count = len(state["d2t"])
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    order = torch.arange(count) if key == "t2d" else order
-    ids = (torch.arange(count) + state.pop("d2t"))[order]
-    given = {"d2t": ids - torch.arange(count), "token_map": ids,
-             "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
-    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(), key: given[key]}
+    mask, at = state.pop("t2d"), torch.arange(len(state["d2t"]))
+    order = at if key == "t2d" else at.flip(0).roll(5)
+    ids = (at + state.pop("d2t"))[order]
+    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(),
+              key: {"d2t": ids - at, "token_map": ids, "t2d": mask}[key]}
     found = load_file(converted(tmp_path, folder, state, config, "shuffled") / weights)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)

@@ -10,13 +10,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from helpers.families import H, V
+from helpers.families import SIZES, H, V
 
-BASE = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": H, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-}
+BASE = SIZES | {"architectures": ["LlamaForCausalLM"], "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 def layer_shapes(

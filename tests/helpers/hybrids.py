@@ -5,23 +5,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.families import SIZES, H, V
+from helpers.families import EXPERTS, SIZES, H, V
 
 DELTA = {
     "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.4},
 }
-MIXTURE = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 24,
-}
+MIXTURE = EXPERTS | {"shared_expert_intermediate_size": 24}
 # Sizes that groups of 32 divide, and 64 between two ranks.
 WIDE = {
     "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "linear_value_head_dim": 16,
-    "linear_num_value_heads": 8,
+    "linear_num_value_heads": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
 }
-WIDE_MIXTURE = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 EYES = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
     "num_position_embeddings": 4,
@@ -46,7 +42,7 @@ def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False):
     sizes = {**SIZES, **DELTA, "vocab_size": V}
     sizes = {"text_config": sizes, **changes} if "eyes" in name else sizes | changes
     if wide:
-        sizes |= WIDE | (WIDE_MIXTURE if changes else {})
+        sizes |= WIDE
     if name == "Qwen3.5-MoE":  # whose config has none
         del sizes["intermediate_size"]
     torch.manual_seed(sorted(HYBRIDS).index(name))
@@ -66,9 +62,9 @@ def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False):
 def mtp_layer(state: dict, prefix: str) -> dict:
     """A random MTP layer, whose attention and MLP are like those of a target's fourth layer."""
     g = torch.Generator().manual_seed(1)
-    layer = {n.replace(f"{prefix}layers.3.", "mtp.layers.0."): t for n, t in state.items()}
-    layer = {n: t for n, t in layer.items() if n.startswith("mtp.")}
-    layer = {n: t + 0.05 * torch.randn(t.shape, generator=g) for n, t in layer.items()}
+    theirs = f"{prefix}layers.3."
+    layer = {f"mtp.layers.0.{n.removeprefix(theirs)}": t + 0.05 * torch.randn(t.shape, generator=g)
+             for n, t in state.items() if n.startswith(theirs)}
     H = len(layer["mtp.layers.0.input_layernorm.weight"])
     shapes = {"fc": (H, 2 * H), "norm": (H,), "pre_fc_norm_embedding": (H,), "pre_fc_norm_hidden": (H,)}
     return layer | {

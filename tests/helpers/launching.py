@@ -1,7 +1,6 @@
 """Commands on several processes, as torchrun starts them on one machine or, in the same way, on several."""
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,8 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from helpers import ROOT
 
@@ -30,32 +27,6 @@ def run(*command, timeout: float = 300) -> str:
         said = done.stdout[-3000:] + done.stderr[-3000:]
         raise AssertionError(f"{' '.join(command)}\nended with {done.returncode}: {said}")
     return done.stdout
-
-
-MEASURED = """
-import json, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-argv = sys.argv[1:]
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-{setup}
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-before = status("VmRSS")
-{action}
-print(json.dumps([status("VmHWM") - before, *result]))
-"""
-
-
-def measured(setup: str, action: str, *argv) -> list[int]:
-    """Return by how many bytes `action` makes a process grow at most, and the list `result` that it sets.
-
-    setup, action: code that reads the list `argv`. Skips where Linux' high-water mark cannot be reset.
-    """
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        pytest.skip("needs Linux' high-water mark")
-    return json.loads(run(sys.executable, "-c", MEASURED.format(setup=setup, action=action), *argv))
 
 
 def free_port() -> int:

@@ -16,10 +16,6 @@ CONFIG = {
     "eos_token_id": [3, 5], "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-LARGE = CONFIG | {  # a quarter of a gigabyte in 16 bits
-    "hidden_size": 768, "intermediate_size": 2560, "num_attention_heads": 12, "head_dim": 64,
-    "num_key_value_heads": 4, "vocab_size": 4096, "num_hidden_layers": 16,
-}
 HEAD_CONFIG = {
     **CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 24, "rope_theta": None, "head_dim": None,
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -43,20 +39,19 @@ def head_state(hidden=32) -> dict[str, torch.Tensor]:
     return make_head("eagle3", vocab=96, draft=24, hidden=hidden, target=hidden, hd=8)[0]
 
 
-def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", shard=lambda i: i % 2) -> Path:
+def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors") -> Path:
     """A Hugging Face folder.
 
-    `form` is safetensors or bin, or either of them with `-sharded`: then tensor i goes to shard(i).
+    `form` is safetensors or bin, or either of them with `-sharded`: in four files.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     kind, _, sharded = form.partition("-")
-    base = {"safetensors": "model", "bin": "pytorch_model"}[kind]
-    save = (lambda s, p: save_file(s, p)) if kind == "safetensors" else torch.save
+    base, save = {"safetensors": ("model", save_file), "bin": ("pytorch_model", torch.save)}[kind]
     if not sharded:
         save(state, folder / f"{base}.{kind}")
         return folder
-    weight_map = {name: f"{base}-part{shard(i)}.{kind}" for i, name in enumerate(state)}
+    weight_map = {name: f"{base}-part{i * 4 // len(state)}.{kind}" for i, name in enumerate(state)}
     for file in set(weight_map.values()):
         save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
     (folder / f"{base}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -67,15 +62,6 @@ NEXTN = {  # of an MTP layer, the ninth here
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head_norm",
 }
-
-
-def gguf_name(known: gguf.TensorNameMap, name: str) -> str:
-    """llama.cpp's name for one of Hugging Face's, or for one that is its own but for the layer."""
-    if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
-        return f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
-    asked = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
-    found = known.get_name(asked, try_suffixes=(".weight", ".bias")) or asked.replace("model.layers", "blk")
-    return f"{found}.weight" if found.endswith("sinks") else found
 
 
 def write_gguf(
@@ -93,15 +79,27 @@ def write_gguf(
         w.add_head_count: "num_attention_heads", w.add_head_count_kv: "num_key_value_heads",
         w.add_key_length: "head_dim", w.add_value_length: "head_dim",
         w.add_layer_norm_rms_eps: "rms_norm_eps", w.add_rope_freq_base: "rope_theta",
+        w.add_sliding_window: "sliding_window", w.add_expert_count: "num_experts",
+        w.add_expert_used_count: "num_experts_per_tok",
+        w.add_expert_feed_forward_length: "moe_intermediate_size",
+        w.add_expert_shared_feed_forward_length: "shared_expert_intermediate_size",
+        w.add_ssm_conv_kernel: "linear_conv_kernel_dim", w.add_ssm_state_size: "linear_key_head_dim",
+        w.add_ssm_group_count: "linear_num_key_heads", w.add_ssm_time_step_rank: "linear_num_value_heads",
     }.items():
-        if key in config:
+        if config.get(key):
             add(config[key])
     w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
     known = gguf.get_tensor_name_map(next(x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 9)
     for name, tensor in state.items():
-        name = gguf_name(known, name)
+        if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
+            name = f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
+        else:
+            name = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
+            found = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            name = found or name.replace("model.layers", "blk")
+            name += ".weight" * name.endswith("sinks")
         data = tensor.float()
         if arch == "llama" and re.search(r"attn_[qk]\.", name):  # halves of a head become neighbouring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
