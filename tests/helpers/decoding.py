@@ -126,28 +126,17 @@ def replay(engine: Engine, path: Path) -> None:
     """Decode the trace's prompt and compare every step node for node."""
     with safe_open(path, "pt") as f:
         trace = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
-    steps = len({k.split(".")[0] for k in trace if "." in k})
-    known = trace["prompt"].flatten().tolist()
-    n = 0
-    for event in engine.run([list(known)], [Sampling(max_new_tokens=200)], [], watch=True):
-        if event.draft:
-            draft, parent = event.draft, torch.tensor([event.draft.parent])
-            depth, ancestors = link(parent, parent.shape[1])
-            assert known == trace[f"{n:03d}.input_ids"].flatten().tolist()
-            assert draft.tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
-            assert torch.equal(ancestors[0], trace[f"{n:03d}.tree_mask"].bool())
-            assert torch.equal(depth[0], trace[f"{n:03d}.depth"].flatten())
-            # The accepted path is the one the reference committed, read off its next step or its output.
-            after = trace.get(f"{n + 1:03d}.input_ids", trace["output_ids"]).flatten().tolist()
-            took = [draft.tokens[node] for node in draft.path[: len(event.ids)]]
-            if len(after) > len(known):
-                assert took == after[len(known) - 1 :][: len(took)]
-            n += 1
-        known += event.ids
-        if n == steps:
-            break
-    output = trace["output_ids"].flatten().tolist()
-    assert n == steps and known[: len(output)] == output
+    prompt, output = (trace[name].flatten().tolist() for name in ("prompt", "output_ids"))
+    steps = watched(engine, prompt, Sampling(len(output) - len(prompt) + 9))
+    for n in range(len({k.split(".")[0] for k in trace if "." in k})):
+        known, draft = steps[n]
+        parent = torch.tensor([draft.parent])
+        depth, ancestors = link(parent, parent.shape[1])
+        assert known == trace[f"{n:03d}.input_ids"].flatten().tolist()  # with the path accepted before
+        assert draft.tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
+        assert torch.equal(ancestors[0], trace[f"{n:03d}.tree_mask"].bool())
+        assert torch.equal(depth[0], trace[f"{n:03d}.depth"].flatten())
+    assert known[: len(output)] == output
 
 
 def shape_of(path: Path) -> TreeShape:
