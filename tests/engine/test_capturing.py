@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.decoding import OPTIONS, ids
-from helpers.drafters import make_drafter
+from helpers.decoding import OPTIONS, ids, speculative
 from shapes import random_models
 
 from drafters.eagle import Eagle
@@ -21,16 +20,6 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 GPU = torch.device("cuda:1")
-
-
-class Replays:
-    """Stands in for `CapturedCalls`: what was called first for a key runs for it ever after."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __call__(self, key, call, still):
-        return self.calls.setdefault(key, call)()
 
 
 class Graph:
@@ -78,25 +67,14 @@ def cuda(monkeypatch) -> FakeCuda:
     compiling._stream.cache_clear()
 
 
-def test_a_capture_keeps_its_inputs_and_nothing_collects_during_it(cuda):
-    held, lines = torch.ones(3), []
-    calls, seen, cycle = CapturedCalls(GPU, lines.append), weakref.ref(held), Graph()
-    cycle.itself, cuda.garbage = cycle, weakref.ref(cycle)
-    del cycle
-
-    def call(x=held):
-        return x + 1
-
-    for _ in range(3):
-        found = calls(("step",), call, contextlib.nullcontext)
-    del call, held
-    assert found.tolist() == [2.0] * 3 and seen() is not None, "a replay reads memory that was given away"
-    assert cuda.collecting == [False] and gc.isenabled() and not lines
-
-
-def test_what_cannot_be_captured_is_called(cuda):
-    """One line says so; sequences are held still while it is tried, and not afterwards."""
-    lines, still = [], []
+def test_captures(cuda):
+    """A capture keeps its inputs, and nothing collects during it. Of what cannot be captured one line says
+    so, and it is called; sequences are held still while it is tried, and not afterwards.
+    """
+    lines, still, made, x = [], [], [], torch.ones(3)
+    calls, seen, loop = CapturedCalls(GPU, lines.append), weakref.ref(x), Graph()
+    loop.itself, cuda.garbage = loop, weakref.ref(loop)
+    del loop
 
     @contextlib.contextmanager
     def held():
@@ -104,18 +82,22 @@ def test_what_cannot_be_captured_is_called(cuda):
         yield
         still.append(False)
 
-    cuda.fails, made = RuntimeError("operation not permitted\nmore"), []
-    calls = CapturedCalls(GPU, lines.append)
+    found = [calls(("plain",), lambda x=x: x + 1, held).tolist() for _ in range(3)]
+    del x
+    assert found == [[2.0] * 3] * 3 and seen() is not None, "a replay reads memory that was given away"
+    assert cuda.collecting == [False] and gc.isenabled() and not lines
+
+    cuda.fails = RuntimeError("operation not permitted\nmore")
     for _ in range(2):
         calls(("step", 1), lambda: made.append(still[-1]), held)
-    assert made == [True] * 3 + [False] * 2 and still == [True, False]
+    assert made == [True] * 3 + [False] * 2 and still == [True, False] * 2
     assert lines == ["the step cannot be captured and is launched each time (operation not permitted)"]
     cuda.fails = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         calls(("prefill", 1), lambda: None, held)
     assert ("prefill", 1) not in calls.graphs and gc.isenabled() and cuda.current is cuda
     cuda.fails = None
-    assert calls(("plain", 1), lambda: 5, held) == 5 and len(lines) == 1, "the next can be captured"
+    assert calls(("read", 1), lambda: 5, held) == 5 and len(lines) == 1, "the next can be captured"
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
@@ -127,15 +109,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 2
 
 
-def test_caches_are_free_when_nobody_holds_the_engine():
+def test_caches_are_free_when_nobody_holds_the_engine(models):
     """Not only once garbage is collected: until then their memory counts as used."""
-    target, head = random_models("tiny", torch.float32, "cpu", None)
-    drafter = make_drafter("eagle3", target, head, head, lambda heads: None)
     gc.collect()
     gc.disable()
     try:
-        engine = Engine(target, drafter, batch=2, max_seq_len=200, compile=False)
-        ids(engine, [[1, 2, 3]] * 2, [Sampling(4)] * 2)
+        engine = speculative(models, TreeShape(8, 2, 3))
+        ids(engine, [[1, 2, 3]], Sampling(4))
         caches = weakref.ref(engine.passes.caches[0].k)
         del engine
         assert caches() is None
@@ -156,7 +136,8 @@ def test_ready_is_ready(monkeypatch):
     engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), counts=(1, 2, 3))
     allows_all = SimpleNamespace(error=None, take=lambda ids: None, mask=lambda tokens, parent, into: None)
     engine.guide = lambda schema: allows_all
-    engine.passes.captured, made = Replays(), []
+    calls, made = {}, []
+    engine.passes.captured = lambda key, call, still: calls.setdefault(key, call)()
 
     def make(function, args, path, say):
         made.append("make")
@@ -172,13 +153,13 @@ def test_ready_is_ready(monkeypatch):
     assert made.count("make") == 3 * 2 * 2 * (1 + 2) + 2 * 2, made
     made.clear()
     warm = {*shapes}
-    known, compiled = set(engine.passes.captured.calls), [engine.passes._read, engine.passes._verify]
+    known, compiled = set(calls), [engine.passes._read, engine.passes._verify]
     variants = [len(function.variants) for function in compiled]
     plain = engine.admit([1, 2, 3], Sampling(90), plain=True)
     while plain.here:
         engine.step()
     engine.generate([plain.tokens], Sampling(4))  # the head has not read them
-    assert not made and set(engine.passes.captured.calls) == known
+    assert not made and set(calls) == known
     for options, way in zip((*OPTIONS, {"json_schema": "{}"}), cycle(WAYS)):
         beside = Sampling(12, temperature=1.0)
         drafted = engine.admit([1, 2, 3], beside, plain="logit_bias" in options)
@@ -188,24 +169,6 @@ def test_ready_is_ready(monkeypatch):
         assert second.place == 1
         while second.here or drafted.here:
             engine.step()
-        assert not made and set(engine.passes.captured.calls) == known, (options, way)
+        assert not made and set(calls) == known, (options, way)
         assert [len(function.variants) for function in compiled] == variants, (options, way)
         assert shapes == warm, (options, way)  # of prompts that are scored, too
-
-
-@pytest.mark.parametrize("other", (True, False))
-def test_texts_without_drafts_beside_drafted_ones(models, other):
-    """Steps as captured ones begin with the first row; the texts are those of each alone."""
-    drafter, given = make_drafter("eagle3", *models, models[1], lambda heads: None), [[1, 2, 3], [4, 5], [6]]
-    engine = Engine(models[0], drafter, batch=4, max_seq_len=200, compile=False, counts=(1, 2, 4))
-    alone = [ids(engine, [prompt], Sampling(80, 1.0))[0] for prompt in given]
-    engine.passes.captured = Replays()
-    requests = []
-    for i, prompt in enumerate(given):  # each is read alone, in the next place
-        requests.append(engine.admit(prompt, Sampling(80, 1.0), plain=(i > 0) == other))
-        while not requests[-1].ids:
-            engine.step()
-    while engine.busy:
-        engine.step()
-    assert [request.ids for request in requests] == alone
-    assert {key[-1] for key in engine.passes.captured.calls} <= {1, 2, 4}

@@ -2,7 +2,6 @@
 for near ties. A step is one launch that waits for nothing; memory does not grow.
 """
 import os
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from helpers.decoding import check_texts
 from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.loading import load_head
-from drafters.base import Drafter
 from engine.engine import DRAFTED, Engine
-from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import Target, load_target
 from sampling.options import Sampling
@@ -25,52 +22,20 @@ pytestmark = [
 ]
 WORDS = "The tide comes in and the tide goes out; why does the tide come in, and why does the tide go out? "
 OPTIONS = {"batch": 2, "max_seq_len": 400, "chunks": (64,)}
-TOKENS = 80
-DEVICE = "cuda"
-
-
-class Subject(NamedTuple):
-    """A target on the GPU, and what it writes plainly."""
-
-    target: Target
-    prompts: list[list[int]]
-    plain: dict[float, list[Request]]  # by temperature
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.target.model.embed.weight.dtype
-
-    @property
-    def kv(self) -> str:
-        return self.target.runtime.kv
-
-    def samplings(self, temperature: float) -> list[Sampling]:
-        return [Sampling(TOKENS, temperature, seed=seed) for seed in range(3)]
+SAMPLINGS = [[Sampling(80, temperature, seed=seed) for seed in range(3)] for temperature in (0.0, 1.0)]
 
 
 @pytest.fixture(scope="module")
-def subject(golden, request) -> Subject:
-    """Of (model, dtype)."""
+def subject(golden, request) -> tuple[Target, list[list[int]], list]:
+    """Of (model, dtype): a target on the GPU, prompts, and what it writes plainly for each of SAMPLINGS."""
     model, dtype = request.param
     folder = SMOLLM2 if model == "smollm2" else golden
     if not folder.is_dir():
         pytest.skip("the demo checkpoint is not there: run `make fetch`")
-    target = load_target(folder, Runtime(DEVICE, dtype, kv="fp8" if model == "tiny fp8" else "auto"))
+    target = load_target(folder, Runtime("cuda", dtype, kv="fp8" if model == "tiny fp8" else "auto"))
     prompts = [target.tokenizer.encode(text) for text in (WORDS, WORDS * 2 + "The", "hello world")]
-    found = Subject(target, prompts, {})
     decoder = Engine(target.model, **OPTIONS)
-    for temperature in (0.0, 1.0):
-        found.plain[temperature] = decoder.generate(prompts, found.samplings(temperature))
-    return found
-
-
-def drafter_of(subject: Subject, name: str) -> Drafter:
-    target, heads = subject.target, {}
-    for kind in ("eagle3", "eagle"):
-        if (target.checkpoint / kind).is_dir():
-            heads[kind] = load_head(target.checkpoint / kind, target.model, kind)
-            target.put_on_kernels(heads[kind])
-    return make_drafter(name, target.model, heads.get("eagle3"), heads.get("eagle"), target.put_on_kernels)
+    return target, prompts, [decoder.generate(prompts, samplings) for samplings in SAMPLINGS]
 
 
 # The demo model has one head; its 30 layers take long to compile.
@@ -84,28 +49,32 @@ CASES = [
 
 @pytest.mark.parametrize("subject, name", CASES, indirect=["subject"])
 def test_text_is_plain_text(subject, name):
-    engine, before = Engine(subject.target.model, drafter_of(subject, name), **OPTIONS), None
-    for temperature, plain in subject.plain.items():
-        samplings = subject.samplings(temperature)
-        texts = engine.generate(subject.prompts, samplings)
-        if subject.dtype == torch.float32 and subject.kv == "auto":
-            made = list(zip(subject.prompts, samplings))
+    (target, prompts, written), heads, before = subject, {}, None
+    for kind in ("eagle3", "eagle"):
+        if (target.checkpoint / kind).is_dir():
+            heads[kind] = load_head(target.checkpoint / kind, target.model, kind)
+            target.put_on_kernels(heads[kind])
+    drafter = make_drafter(name, target.model, heads.get("eagle3"), heads.get("eagle"), target.put_on_kernels)
+    engine = Engine(target.model, drafter, **OPTIONS)
+    for samplings, plain in zip(SAMPLINGS, written):
+        texts = engine.generate(prompts, samplings)
+        if target.model.embed.weight.dtype == torch.float32 and target.runtime.kv == "auto":
+            made = list(zip(prompts, samplings))
             check_texts([text.ids for text in texts], [text.ids for text in plain], made)
         else:  # near ties may fall differently: evaluate.py judges them
             assert [text.ids[0] for text in texts] == [text.ids[0] for text in plain]
-        engine.generate(subject.prompts, samplings)
+        engine.generate(prompts, samplings)
         assert before is None or torch.cuda.memory_allocated() <= before + 2**20
         before = torch.cuda.memory_allocated()
-    check_capture(engine, subject)
+    check_capture(engine, prompts)
 
 
-def check_capture(engine: Engine, subject: Subject) -> None:
+def check_capture(engine: Engine, prompts: list[list[int]]) -> None:
     """Prefill and step are captured; a step is one launch, and waits for nothing."""
     from torch.profiler import ProfilerActivity, profile
 
     assert {key[0] for key in engine.passes.captured.graphs} == {"prefill", "step"}
-    texts = subject.prompts[: engine.batch]
-    requests = [engine.admit(prompt, subject.samplings(0.0)[0]) for prompt in texts]
+    requests = [engine.admit(prompt, SAMPLINGS[0][0]) for prompt in prompts[: engine.batch]]
     while not all(request.ids for request in requests):
         engine.step()
     torch.cuda.synchronize()

@@ -16,11 +16,11 @@ from tree import TreeShape
 SMALL, LARGE = TreeShape(8, 2, 3), TreeShape(24, 5, 6)
 
 
-def tuned(models, **options) -> Engine:
+def tuned(models, drafter=None, max_seq_len=300, **options) -> Engine:
     taus = {SMALL: 2.0, LARGE: 2.5}
-    tuner = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (0.6, 1.0, 1.4)), taus)
-    drafter = options.pop("drafter", None) or Eagle(models[1], SMALL)
-    return Engine(models[0], drafter, tuner=tuner, **{"max_seq_len": 300, "compile": False} | options)
+    options["tuner"] = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (0.6, 1.0, 1.4)), taus)
+    drafter = drafter or Eagle(models[1], SMALL)
+    return Engine(models[0], drafter, max_seq_len=max_seq_len, compile=False, **options)
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.7))
@@ -39,13 +39,12 @@ def test_caches_of_few_tokens(models, kind, room):
     if kind == "lookup":
         engine = Engine(models[0], Lookup(), max_seq_len=room, compile=False)
     else:
-        mixed = Mixed(Lookup(), Eagle(models[1], SMALL)) if kind == "mixed" else None
-        engine = tuned(models, max_seq_len=room, drafter=mixed)
+        engine = tuned(models, kind == "mixed" and Mixed(Lookup(), Eagle(models[1], SMALL)), room)
     engine.warm_up()
     assert not engine.busy
-    (request,) = engine.generate([[40]], Sampling(9))
-    assert request.ids == ids(plain(models, max_seq_len=room), [[40]], Sampling(9))[0]
-    assert request.finish == "cache"
+    engines = engine, plain(models, max_seq_len=room)
+    (request,), (alone,) = (one.generate([[40]], Sampling(9)) for one in engines)
+    assert request.ids == alone.ids and request.finish == "cache"
 
 
 @pytest.mark.slow
@@ -56,10 +55,8 @@ def test_ctrl_c_anywhere(models, seed):
     texts, batch, kinds = prompts(8, seed=3, longest=90), draw.choice((1, 3)), (SMALL, LARGE, None, None)
     how = [Sampling(40, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
-    engine = tuned(
-        models, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16),
-        drafter=Mixed(Lookup(shortest=1), Eagle(models[1], SMALL)),
-    )
+    drafter = Mixed(Lookup(shortest=1), Eagle(models[1], SMALL))
+    engine = tuned(models, drafter, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16))
     engine.tuner.next = lambda requests, count: draw.choice(kinds)
 
     def fragile(call):

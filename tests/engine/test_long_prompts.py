@@ -1,15 +1,16 @@
 """What a pass over a chunk of a long prompt takes: memory that grows with the text, not with its square."""
+from unittest.mock import patch
+
 import pytest
 import torch
+from shapes import SHAPES, random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.eagle import Eagle
 from engine.engine import Engine
 from kernels.choose import choose_backend
-from model import ModelArgs, Transformer
-from networks.eagle import Eagle3Head
-from networks.head import HeadArgs
+from model import ModelArgs
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -34,26 +35,13 @@ class Made(TorchDispatchMode):
         return result
 
 
-def tiny(longest: int) -> tuple[Transformer, Eagle3Head]:
-    size = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_heads": GROUP,
-        "num_kv_heads": 1, "head_dim": 16, "max_seq_len": longest,
-    }
-    torch.manual_seed(0)
-    target = Transformer(ModelArgs(num_layers=4, **size))
-    head = Eagle3Head(HeadArgs(
-        num_layers=1, draft_vocab_size=VOCABULARY, target_hidden_size=32, aux_layers=(1, 2, 3), **size
-    ))
-    target.requires_grad_(False), head.requires_grad_(False)
-    head.use_target(target)
-    return target, head
-
-
 @torch.no_grad()
 def last_chunk(length: int, on_kernels: bool) -> Made:
     """What the pass over the last chunk of a prompt makes, the largest of all: it looks back on the others.
     """
-    target, head = tiny(2 * length)
+    shape = ModelArgs(VOCABULARY, 32, 32, 4, GROUP, 1, 16, max_seq_len=2 * length), VOCABULARY, 32
+    with patch.dict(SHAPES, narrow=shape):
+        target, head = random_models("narrow", torch.float32, "cpu", None)
     if on_kernels:
         assert choose_backend("cpu").prepare(target, head)
     drafter = Eagle(head, TreeShape(8, 2, 3))

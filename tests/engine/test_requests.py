@@ -11,20 +11,20 @@ SHAPE = TreeShape(12, 3, 3)
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_logprobs_are_the_targets(models, temperature):
-    """Against a pass over the whole text; before penalties."""
+    """Against a pass over the whole text; before penalties. Those of the prompt too, which is read anew."""
     target, _ = models
-    prompt = prompts(1, seed=24)[0]
+    prompt = prompts(1, seed=24, shortest=90, longest=90)[0]
     request = Sampling(25, temperature, logprobs=4, frequency_penalty=1, seed=2)
-    found = []
-    for decoder in (plain(models), speculative(models, SHAPE)):
-        found += decoder.generate([prompt], request)
+    engines = plain(models), speculative(models, SHAPE)
+    found = [x for engine in engines * 2 for x in engine.generate([prompt], request, score_prompt=True)]
     assert found[0].ids == found[1].ids and max(found[1].accept_lengths) > 1
+    text = prompt + found[0].ids
     with torch.no_grad():
-        text = torch.tensor([prompt + found[0].ids])
-        p = target.logits(target.causal(text)[0])[0, len(prompt) - 1 : -1].log_softmax(-1)
+        p = target.logits(target.causal(torch.tensor([text]))[0])[0, :-1].log_softmax(-1)
     for output in found:
-        assert len(output.scores) == 25
-        for row, token, score in zip(p, output.ids, output.scores):
+        scores = output.prompt_scores + output.scores
+        assert len(scores) == len(text) - 1 and output.cached == 0
+        for row, token, score in zip(p, text[1:], scores):
             assert score.logprob == pytest.approx(float(row[token]), abs=1e-4)
             assert [i for i, _ in score.top] == row.topk(4).indices.tolist()
             assert [x for _, x in score.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)

@@ -126,28 +126,17 @@ def replay(engine: Engine, path: Path) -> None:
     """Decode the trace's prompt and compare every step node for node."""
     with safe_open(path, "pt") as f:
         trace = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
-    steps = len({k.split(".")[0] for k in trace if "." in k})
-    known = trace["prompt"].flatten().tolist()
-    n = 0
-    for event in engine.run([list(known)], [Sampling(max_new_tokens=200)], [], watch=True):
-        if event.draft:
-            draft, parent = event.draft, torch.tensor([event.draft.parent])
-            depth, ancestors = link(parent, parent.shape[1])
-            assert known == trace[f"{n:03d}.input_ids"].flatten().tolist()
-            assert draft.tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
-            assert torch.equal(ancestors[0], trace[f"{n:03d}.tree_mask"].bool())
-            assert torch.equal(depth[0], trace[f"{n:03d}.depth"].flatten())
-            # The accepted path is the one the reference committed, read off its next step or its output.
-            after = trace.get(f"{n + 1:03d}.input_ids", trace["output_ids"]).flatten().tolist()
-            took = [draft.tokens[node] for node in draft.path[: len(event.ids)]]
-            if len(after) > len(known):
-                assert took == after[len(known) - 1 :][: len(took)]
-            n += 1
-        known += event.ids
-        if n == steps:
-            break
-    output = trace["output_ids"].flatten().tolist()
-    assert n == steps and known[: len(output)] == output
+    prompt, output = (trace[name].flatten().tolist() for name in ("prompt", "output_ids"))
+    steps = watched(engine, prompt, Sampling(len(output) - len(prompt) + 9))
+    for n in range(len({k.split(".")[0] for k in trace if "." in k})):
+        known, draft = steps[n]
+        parent = torch.tensor([draft.parent])
+        depth, ancestors = link(parent, parent.shape[1])
+        assert known == trace[f"{n:03d}.input_ids"].flatten().tolist()  # with the path accepted before
+        assert draft.tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
+        assert torch.equal(ancestors[0], trace[f"{n:03d}.tree_mask"].bool())
+        assert torch.equal(depth[0], trace[f"{n:03d}.depth"].flatten())
+    assert known[: len(output)] == output
 
 
 def shape_of(path: Path) -> TreeShape:
@@ -157,32 +146,22 @@ def shape_of(path: Path) -> TreeShape:
 
 
 def check_distribution(target, engine: Engine) -> None:
-    """The first two tokens after 16 batches of 256 seeds, given those before them, against the target's exact
-    probabilities: one chi-square per position over all beginnings that are common enough, each at 1e-6.
+    """The first two tokens after 16 batches of 256 seeds, against the target's exact probabilities: one
+    chi-square at 1e-6 over all pairs that are common enough.
     """
-    prompt, B, temperature = prompts(1, seed=5, shortest=20)[0], 256, 0.8
-    rows = []
-    for i in range(16):
-        rows += ids(engine, [prompt] * B, [Sampling(3, temperature, seed=i * B + j) for j in range(B)])
-    rows = torch.tensor(rows)
-    for position in range(2):
-        begun, inverse = rows[:, :position].unique(dim=0, return_inverse=True) if position else (
-            rows[:1, :0], torch.zeros(len(rows))
-        )
-        freedom, statistic = 0, 0.0
-        for i, beginning in enumerate(begun):
-            n = int((inverse == i).sum())
-            if n < 200:
-                continue
-            x, _ = target.causal(torch.tensor([[*prompt, *beginning.tolist()]]))
-            p = (target.logits(x[0, -1]).double() / temperature).softmax(-1)
-            common = p > 20 / n
-            if common.any():
-                counts = rows[inverse == i, position].bincount(minlength=320)
-                statistic += chi_square(counts[common], n * p[common])
-                freedom += int(common.sum())
-                rest = n * float(p[~common].sum())
-                if rest > 20:
-                    statistic += (float(counts[~common].sum()) - rest) ** 2 / rest
-                    freedom += 1
-        assert freedom > 5 and statistic < chi_square_limit(freedom), (position, statistic, freedom)
+    prompt, n, temperature, V = prompts(1, seed=5, shortest=20)[0], 4096, 0.8, target.args.vocab_size
+    seeds = [Sampling(3, temperature, seed=seed) for seed in range(n)]
+    rows = torch.tensor(ids(engine, [prompt] * n, seeds))
+
+    def probabilities(texts: list[list[int]]) -> torch.Tensor:
+        last = target.causal(torch.tensor(texts))[0][:, -1]
+        return (target.logits(last).double() / temperature).softmax(-1)
+
+    first = probabilities([prompt])[0]
+    common = (first > 100 / n).nonzero()[:, 0]
+    p = first[common, None] * probabilities([[*prompt, token] for token in common.tolist()])
+    counts = (rows[:, 0] * V + rows[:, 1]).bincount(minlength=V * V).view(V, V)[common]
+    kept = p > 20 / n
+    counts, p = (torch.cat((x[kept], (whole - x[kept].sum())[None])) for x, whole in ((counts, n), (p, 1)))
+    freedom, statistic = len(p) - 1, chi_square(counts, n * p)
+    assert freedom > 5 and statistic < chi_square_limit(freedom), (statistic, freedom)

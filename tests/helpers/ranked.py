@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from drafters.base import Drafter
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
-from engine.compile import compile_graph
 from engine.engine import Engine
 from helpers.drafters import make_drafter
 from kernels.choose import choose_backend
@@ -36,6 +33,7 @@ DRAFTERS = (
     "plain", "eagle3", "eagle1", "dspark", "hydra++", "draft-model", "residual", "lookahead", "lookup+eagle3",
     "eagle3 window",
 )
+OF_TWO = "Qwen3.5", "Qwen3-Next", "drafters", "modes"  # only compared with two ranks
 # What a step reads of the logits beside their best: each is an option of a request.
 MODES = {
     "greedy": {},
@@ -53,6 +51,11 @@ def texts(target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **
     return [request.ids for request in engine.generate(PROMPTS, Sampling(tokens, **sampling))]
 
 
+def drawn_too(target: Transformer, drafter: Drafter) -> list[list[int]]:
+    """Texts, greedy and at temperature 1."""
+    return texts(target, drafter) + texts(target, drafter, temperature=1.0, seed=9)
+
+
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts of a target and the heads in its folder: plain, drafted, drawn with the last EAGLE head.
 
@@ -67,7 +70,7 @@ def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
         assert choose_backend("cpu").prepare(target)
     found["plain"] = texts(target, None, FEW)
     # Of inputs that are rounded to bytes, drawn texts part soon, and where depends on the processor.
-    if (ranks is None or ranks.count == 2) and "w4a8" not in folder.name:
+    if (ranks is None or ranks.count == 2) and folder.name != "w4a8":
         found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
     for kind in ("eagle3", "mtp", "eagle"):
         if (folder / kind).is_dir():
@@ -92,16 +95,12 @@ def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Draf
 
 def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts of the golden target with every drafter, greedy and at temperature 1."""
-    whole, (target, _) = load_model(folder)[0], load_model(folder, ranks=ranks)
-    heads = load_head(folder / "eagle3", whole, "eagle3"), load_head(folder / "eagle", whole, "eagle")
-    found = {}
+    whole, (target, _), found = load_model(folder)[0], load_model(folder, ranks=ranks), {}
     for name in DRAFTERS:
+        heads = (load_head(folder / kind, whole, kind) for kind in ("eagle3", "eagle"))
         drafter = make_drafter(name, whole, *heads, lambda module: None)
         drafter.rule = "residual" if name == "residual" else "equal"
-        tie_again(drafter, whole, target)
-        found[name] = texts(target, drafter) + texts(target, drafter, temperature=1.0, seed=9)
-        for head in heads:
-            tie_again(Eagle(head, TREE), target, whole)
+        found[name] = drawn_too(target, tie_again(drafter, whole, target))
     return found
 
 
@@ -117,47 +116,12 @@ def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts drafted by heads, and by the target as a draft model, that are dealt too."""
-    dealt = ranks and replace(ranks, heads=True)
-    target, _ = load_model(folder, ranks=dealt)
+    target, draft = (load_model(folder, ranks=ranks and replace(ranks, heads=True))[0] for _ in range(2))
     drafters = {kind: Eagle(load_head(folder / kind, target, kind), TREE) for kind in ("eagle3", "eagle")}
-    assert ranks is None or all(
-        drafter.head.args.num_heads == 4 // ranks.count for drafter in drafters.values()
-    )
-    drafters["draft-model"] = DraftModel(load_model(folder, ranks=dealt)[0], TREE)
-    runs = [(f"{name}{what}", drafter, more) for name, drafter in drafters.items()
-            for what, more in (("", {}), (", drawn", {"temperature": 1.0, "seed": 9}))]
-    return {name: texts(target, drafter, **more) for name, drafter, more in runs}
-
-
-def calls(graph: torch.fx.GraphModule) -> Counter:
-    """How often a graph calls what; the layers are one graph within it, called for each."""
-    total = Counter()
-    for node in graph.graph.nodes:
-        if "invoke_subgraph" in str(node.target):
-            total += calls(graph.get_submodule(node.args[0].target))
-        else:
-            total[str(node.target)] += 1
-    return total
-
-
-def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Drafted text of steps that torch.compile has traced as one graph each, as it does for GPUs; and how
-    often each graph gathers from all ranks, and asks the first.
-    """
-    found = []
-
-    def count(graph, inputs):
-        called = calls(graph)
-        found.append([called[f"_c10d_functional.{name}"] for name in ("all_gather_into_tensor", "broadcast")])
-        return graph
-
-    target, _ = load_model(folder, ranks=ranks)
-    drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
-    engine = Engine(target, drafter, batch=2, max_seq_len=80, compile=False, counts=(2,))
-    for name in ("_verify", "_read", "_commit"):
-        setattr(engine.passes, name, compile_graph(getattr(engine.passes, name), backend=count))
-    text = [request.ids for request in engine.generate(PROMPTS, Sampling(TOKENS))]
-    return {"text": text, "exchanges": [list(pair) for pair in sorted(set(map(tuple, found)))]}
+    for drafter in drafters.values():
+        assert drafter.head.args.num_heads == 4 // (ranks.count if ranks else 1)
+    drafters["draft-model"] = DraftModel(draft, TREE)
+    return {name: drawn_too(target, drafter) for name, drafter in drafters.items()}
 
 
 def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, list]]:
@@ -170,12 +134,11 @@ def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, 
     golden, few = folder / "golden", ranks is None or ranks.count == 2
     found = {
         path.name: of_family(path, ranks) for path in sorted(folder.iterdir())
-        if path != golden and (few or not read_config(path).get("delta_layers"))
+        if path != golden and (few or path.name not in OF_TWO)
     }
     found["heads"] = of_dealt_heads(golden, ranks)
     if few:
         found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
-        found["traced"] = of_traced(golden, ranks)
     return found
 
 
