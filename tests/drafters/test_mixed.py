@@ -1,17 +1,14 @@
 """Two drafters on one tree: what is joined, in which order, by which confidence."""
 import pytest
-import torch
 from helpers.decoding import drafts
 from helpers.states import paths, random_tree
 
 from checkpoint.calibration import Confidence
-from drafters.base import Drafter, Proposal
 from drafters.eagle import Eagle
-from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from engine.engine import Engine
 from sampling.options import Sampling
-from tree import Tree, TreeShape, join, link
+from tree import Tree, TreeShape, join
 
 
 def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:
@@ -38,45 +35,17 @@ def test_the_best_of_both_are_joined(seed):
         assert scored(one, b).keys() <= scored(twice, b).keys()
 
 
-class Fixed(Drafter):
-    """Proposes two children of the root, with these scores."""
-
-    def __init__(self, tokens: list[int], scores: list[float], confidence: Confidence):
-        super().__init__(TreeShape(3, 0, 2))
-        self.tokens, self.scores, self.confidence = tokens, scores, confidence
-
-    def propose(self, state, slots, noise):
-        B = state.length.shape[0]
-        parent = torch.zeros(B, 3, dtype=torch.int64)
-        tokens = torch.cat((state.root()[:, None], torch.tensor(self.tokens).expand(B, -1)), 1)
-        scores = torch.tensor([0.0, *self.scores]).expand(B, -1)
-        return Proposal(Tree(tokens, parent, *link(parent, 1), scores))
-
-
-@pytest.mark.parametrize("temperature,kept", ((0.0, {1, 3}), (1.0, {3, 4}), (0.2, {1, 3})))
-def test_confidences_are_those_of_the_temperature(models, temperature, kept):
-    one, other = Confidence((1.0, 0.0), (3.0, 0.0)), Confidence((1.0, 0.0), (1.0, 0.0))
-    mixed = Mixed(Fixed([1, 2], [-0.5, -1.0], one), Fixed([3, 4], [-0.6, -0.9], other), nodes=3)
-    engine = Engine(models[0], mixed, max_seq_len=60, compile=False)
-    seen = drafts(engine, [104, 105], Sampling(4, temperature))
-    assert seen and all(set(draft.tokens[1:]) == kept for draft in seen)
-
-
-def test_a_network_draws_at_all_its_levels(models):
-    """Of a tree with more levels than nodes below the root, too."""
-    target, head, *_ = models
-    drafters = None, Mixed(Lookup(), Eagle(head, TreeShape(4, 5, 2)))
-    engines = (Engine(target, drafter, max_seq_len=60, compile=False) for drafter in drafters)
-    plain, drafted = (engine.generate([[104, 105]], Sampling(20, 1.0, seed=3))[0] for engine in engines)
-    assert drafted.ids == plain.ids
-
-
-def test_a_drafter_reads_the_features_of_its_own_layers(models):
-    """Of those that two drafters need, side by side."""
-    one, other = Eagle(models[1], TreeShape(8, 2, 3)), Drafter()
-    other.aux_layers = (*one.aux_layers[1:], 99)
-    mixed = Mixed(one, other)
-    each = {layer: torch.full((1, 2, 4), layer) for layer in mixed.aux_layers}
-    every = torch.cat([each[layer] for layer in mixed.aux_layers], -1)
-    for part in one, other:
-        assert torch.equal(part.own_features(every), torch.cat([each[i] for i in part.aux_layers], -1))
+@pytest.mark.parametrize("temperature, which", ((0.0, 0), (0.2, 0), (1.0, 1)))
+def test_the_trusted_one_drafts_as_if_it_were_alone(models, models1, temperature, which):
+    """From the features of its own layers, with noise at all levels, also if those are more than the nodes.
+    The first is trusted at temperature 0, the other at 1.
+    """
+    sure, unsure, trees = (1.0, 0.0), (1.0, -99.0), []
+    for joint in (False, True):
+        parts = Eagle(models[1], TreeShape(6, 7, 2)), Eagle(models1[1], TreeShape(6, 2, 3))
+        for part, confidence in zip(parts, (Confidence(sure, unsure), Confidence(unsure, sure))):
+            part.confidence = confidence
+        engine = Engine(models[0], Mixed(*parts) if joint else parts[which], max_seq_len=90, compile=False)
+        steps = drafts(engine, list(range(97, 120)), Sampling(30, temperature, seed=3))
+        trees.append([set(paths(draft.tokens, draft.parent)) for draft in steps])
+    assert trees[0] == trees[1] and len(trees[0]) > 5

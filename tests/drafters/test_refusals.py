@@ -1,4 +1,5 @@
-"""What cannot be drafted is refused in one line: sizes, trees, folders, flags."""
+"""What cannot be drafted is refused in one line: methods, sizes, trees, folders, flags, stores."""
+import json
 import shutil
 from pathlib import Path
 
@@ -6,10 +7,31 @@ import pytest
 from helpers import edit
 from helpers.refusals import refused
 
-from drafters import METHODS, Drafting
+from drafters import METHODS, Drafting, rest
+from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 
 TREE = TreeShape(8, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(golden, tmp_path_factory) -> Path:
+    """Draft models, which are the target again, and stores, each with something about it that does not fit.
+    """
+    folder = tmp_path_factory.mktemp("drafts")
+    for name in ("renamed", "short", "larger", "fitting"):
+        ignored = shutil.ignore_patterns("tokenizer*") if name == "larger" else None
+        shutil.copytree(golden, folder / name, ignore=ignored)
+    tokenizer = (golden / "tokenizer.json").read_text()
+    (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
+    edit(folder / "short", max_seq_len=64), edit(folder / "larger", vocab_size=321)
+    own, tokens = rest.fingerprint(Tokenizer.load(golden)), {"tokens": 2, "suffixes": "int32"}
+    for name, size, tokenizer in ("other", 320, "0" * 64), ("few", 7, own), ("cut", 320, own):
+        (folder / name).mkdir()
+        about = {"vocab_size": size, "tokenizer": tokenizer, **tokens}
+        (folder / name / "store.json").write_text(json.dumps(about))
+        (folder / name / "tokens.bin").write_bytes(b"cut")
+    return folder
 
 
 @pytest.mark.parametrize("options, words", [
@@ -21,42 +43,28 @@ TREE = TreeShape(8, 2, 3)
     ({"method": "eagle3", "accept": "some"}, "--accept some: unknown; choose from equal,"),
     ({"method": "lookup", "flags": {"level": 4}}, "--level belongs to --speculate lookahead"),
     ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': must be 1 to 1,024"),
+    ({"method": "eagle3", "tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
+    *(({"method": "draft-model", "draft": name}, f"{name}: {words}") for name, words in (
+        ("renamed", "has no tokenizer, or one that gives other ids"),
+        ("larger", "has a vocabulary of 321, the target one of 320"),
+        ("short", "reads 64 tokens, there is room for 65; --max-seq-len 64"),
+    )),
+    ({"method": "draft-model", "draft": "short", "tree": "auto"}, "--speculate draft-model: takes --tree"),
+    ({"method": "draft-model", "draft": "fitting", "tree": TREE, "accept": "residual"},
+     "accepting by residuals needs a chain"),
+    *(({"method": "rest", "flags": {"datastore": name}}, words) for name, words in (
+        ("short", "--datastore short: no store, it holds no store.json"), ("cut", "cut/tokens.bin: is "),
+        ("few", "few: made for a vocabulary of 7, the target has 320"), ("other", "other: made with another"),
+    )),
 ], ids=str)
-def test_draftings_that_cannot_be(options, words):
+def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):
     """What no flag of a command can say, or not in these words; flags are in test_mistakes.py."""
+    monkeypatch.chdir(folder)
     with refused(words):
-        Drafting(**options)
+        llm.target.engine(Drafting(**options), max_seq_len=65)
 
 
-@pytest.fixture(scope="module")
-def drafts(golden, tmp_path_factory) -> Path:
-    """Draft models: the target again, each with something about it that does not fit."""
-    folder = tmp_path_factory.mktemp("drafts")
-    for name in ("renamed", "short", "larger"):
-        ignored = shutil.ignore_patterns("tokenizer*") if name == "larger" else None
-        shutil.copytree(golden, folder / name, ignore=ignored)
-    tokenizer = (golden / "tokenizer.json").read_text()
-    (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
-    edit(folder / "short", max_seq_len=64), edit(folder / "larger", vocab_size=321)
-    return folder
-
-
-@pytest.mark.parametrize("method, draft, options, words", [
-    ("eagle3", None, {"tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
-    ("draft-model", "renamed", {}, "DRAFTS/renamed: has no tokenizer, or one that gives other ids"),
-    ("draft-model", "larger", {}, "DRAFTS/larger: has a vocabulary of 321, the target one of 320"),
-    ("draft-model", "short", {"tree": "auto"}, "--speculate draft-model: takes --tree paper or nodes,depth"),
-], ids=str)
-def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
-    with refused(words.replace("DRAFTS", str(drafts))):
-        llm.target.engine(Drafting(method, draft and drafts / draft, **options))
-
-
-def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
+def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, folder):
     for options in ({"tree": TREE}, {"accept": "residual"}):
-        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options))
+        engine = llm.target.engine(Drafting("draft-model", folder / "short", **options))
         assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1)) and engine.max_seq_len == 64
-    with refused(f"{drafts / 'short'}: reads 64 tokens, there is room for 65; --max-seq-len 64"):
-        llm.target.engine(Drafting("draft-model", drafts / "short"), max_seq_len=65)
-    with refused("accepting by residuals needs a chain"):
-        llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)

@@ -79,7 +79,7 @@ def published(label: str, target: Transformer, draft: int | None = None):
     if "embed_tokens.weight" in tensors:  # DeepSpec's are copies
         tensors["embed_tokens.weight"] = target.embed.weight.clone()
         tensors["lm_head.weight"] = target.lm_rows.clone()
-    if draft and draft != V:
+    if draft:
         ids = torch.randperm(V, generator=g)[:draft].sort().values
         tensors["d2t"] = ids - torch.arange(draft)
     return tensors, config
@@ -95,13 +95,10 @@ class Reference:
     """What a published head drafts after a text, one text at a time."""
 
     def __init__(self, tensors: dict[str, Tensor], config: dict, target: Transformer):
-        self.t, self.config, self.target = tensors, config, target
-        self.is_p_eagle = "mask_hidden" in tensors
-        lm_head = tensors.get("lm_head.weight")
-        self.lm_head = target.lm_rows if lm_head is None else lm_head
-        offsets = tensors.get("d2t")
-        ids = torch.arange(len(self.lm_head))
-        self.ids = ids if offsets is None else ids + offsets
+        self.t, self.target = tensors, target
+        self.config = config | config.get("dflash_config", {})
+        self.lm_head = tensors.get("lm_head.weight", target.lm_rows)
+        self.ids = torch.arange(len(self.lm_head)) + tensors.get("d2t", 0)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return rms(x, self.t[f"{name}.weight"])
@@ -111,83 +108,66 @@ class Reference:
         p = f"layers.{i}."
         return plain_layer(lambda n: self.t.get(p + n), x, read, HD, self.config["rope_theta"], **seen)
 
-    def features(self, ids: list[int]) -> Tensor:
+    def features(self, ids: list[int], outputs: list[int]) -> Tensor:
         """Of all tokens but the last, side by side [n, states * H]."""
-        if self.is_p_eagle:
-            inputs = tuple(i + 1 for i in self.config["eagle_aux_hidden_state_layer_ids"])
-        else:
-            nested = self.config.get("dflash_config") or self.config
-            inputs = tuple(i + 1 for i in nested["target_layer_ids"])
-        return self.target.causal(torch.tensor([ids[:-1]]), inputs)[1][0]
+        return self.target.causal(torch.tensor([ids[:-1]]), tuple(i + 1 for i in outputs))[1][0]
 
     def rows(self, ids: list[int]) -> Tensor:
         """What the lm_head reads for each level [levels, H]; the text's last token is the root."""
-        return self._p_eagle(ids) if self.is_p_eagle else self._block(ids)
+        return self.norm(self._p_eagle(ids) if "mask_hidden" in self.t else self._block(ids), "norm")
 
     def _block(self, ids: list[int]) -> Tensor:
-        n, size = len(ids) - 1, self.config["block_size"]
-        context = self.norm(self.features(ids) @ self.t["fc.weight"].T, "hidden_norm")
-        nested = self.config.get("dflash_config") or self.config
-        x = self.target.embed.weight[[ids[-1]] + [nested["mask_token_id"]] * (size - 1)]
-        every = None if nested.get("causal") else torch.ones(size, n + size, dtype=torch.bool)
-        kinds = self.config.get("layer_types", ["full_attention"] * LAYERS)
-        for i in range(LAYERS):
-            sees = every
-            if kinds[i] == "sliding_attention":
-                back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
-                sees = (back >= 0) & (back < self.config["sliding_window"])
+        n, size, c = len(ids) - 1, self.config["block_size"], self.config
+        context = self.norm(self.features(ids, c["target_layer_ids"]) @ self.t["fc.weight"].T, "hidden_norm")
+        x = self.target.embed.weight[[ids[-1]] + [c["mask_token_id"]] * (size - 1)]
+        back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
+        windows = {
+            "sliding_attention": (back >= 0) & (back < c.get("sliding_window", 0)),
+            "full_attention": None if c.get("causal") else back < n + size,
+        }
+        usual = ["sliding_attention" if "sliding_window" in c else "full_attention"] * LAYERS
+        for i, kind in enumerate(c.get("layer_types", usual)):
             read = self.norm(x, f"layers.{i}.input_layernorm")
-            x = self.layer(i, x, read, keys=torch.cat((context, read)), sees=sees)
-        x = self.norm(x, "norm")
-        return x if "DSpark" in self.config["architectures"][0] else x[1:]
+            x = self.layer(i, x, read, keys=torch.cat((context, read)), sees=windows[kind])
+        return x if "DSpark" in c["architectures"][0] else x[1:]
 
     def _p_eagle(self, ids: list[int]) -> Tensor:
-        n, masks = len(ids) - 1, self.config["num_draft_steps"] - 1
-        features = torch.cat((self.features(ids), self.t["mask_hidden"][0].expand(masks, -1)))
-        x = features @ self.t["fc.weight"].T
-        embedded = self.target.embed.weight[ids[1:] + [self.config["ptd_token_id"]] * masks]
+        masks, c = self.config["num_draft_steps"] - 1, self.config
+        features = self.features(ids, c["eagle_aux_hidden_state_layer_ids"])
+        x = torch.cat((features, self.t["mask_hidden"][0].expand(masks, -1))) @ self.t["fc.weight"].T
+        read = self.norm(x, "layers.0.hidden_norm")
+        embedded = self.target.embed.weight[ids[1:] + [c["ptd_token_id"]] * masks]
         for i in range(LAYERS):
-            if i == 0:
-                read = torch.cat((
-                    self.norm(embedded, "layers.0.input_layernorm"), self.norm(x, "layers.0.hidden_norm")
-                ), -1)
-            else:
-                read = self.norm(x, f"layers.{i}.input_layernorm")
-            x = self.layer(i, x, read)
-        return self.norm(x, "norm")[n - 1 :]
+            normed = self.norm(x if i else embedded, f"layers.{i}.input_layernorm")
+            x = self.layer(i, x, normed if i else torch.cat((normed, read), -1))
+        return x[len(ids) - 2 :]
 
     def children(self, row: Tensor, before: int, noise: Tensor | None = None) -> Tensor:
         """How likely each draft id is to follow the token `before`, logarithms [Vd]. noise [V]: of its place.
         """
-        logits, weight, both = self.lm_head @ row, 0.0, row
-        if "markov_head.markov_w1.weight" in self.t:
-            e = self.t["markov_head.markov_w1.weight"][before]
-            if "markov_head.gate_proj.weight" in self.t:
-                both = torch.cat((row, e))
-                gate = self.t["markov_head.gate_proj.weight"] @ both + self.t["markov_head.gate_proj.bias"]
-                read = e * gate.sigmoid()
-            else:
-                read = e
-            logits, both = logits + self.t["markov_head.markov_w2.weight"] @ read, torch.cat((row, e))
-        if "confidence_head.proj.weight" in self.t:
-            doubt = self.t["confidence_head.proj.weight"][0] @ both
-            weight = F.logsigmoid(doubt + self.t["confidence_head.proj.bias"][0])
+        t, logits, read, sure = self.t, self.lm_head @ row, row, 0.0
+        if "markov_head.markov_w1.weight" in t:
+            e = t["markov_head.markov_w1.weight"][before]
+            read, gate = torch.cat((row, e)), t.get("markov_head.gate_proj.weight")
+            if gate is not None:
+                e = e * (gate @ read + t["markov_head.gate_proj.bias"]).sigmoid()
+            logits = logits + t["markov_head.markov_w2.weight"] @ e
+        if "confidence_head.proj.weight" in t:
+            weight, bias = (t[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
+            sure = F.logsigmoid(F.linear(read, weight, bias))
         if noise is not None:
             logits = logits + noise[self.ids]
-        return logits.log_softmax(-1) + weight
+        return logits.log_softmax(-1) + sure
 
-    def tree(
-        self, ids: list[int], nodes: int, levels: int, noise: Tensor | None = None
-    ) -> set[tuple[int, ...]]:
+    def tree(self, ids: list[int], nodes: int, noise: Tensor | None = None) -> set[tuple[int, ...]]:
         """The best paths below the root. None is better than what it extends: no level needs more of them.
 
         noise [levels, V]: what the target is sampled with at the places of the levels.
         """
         beam, found = {(): 0.0}, {}
-        for level, row in enumerate(self.rows(ids)[:levels]):
-            longer = {}
+        for level, row in enumerate(self.rows(ids)):
+            longer, here = {}, None if noise is None else noise[level]
             for path, above in beam.items():
-                here = None if noise is None else noise[level]
                 best = self.children(row, path[-1] if path else ids[-1], here).topk(nodes - 1)
                 for score, token in zip(best.values.tolist(), self.ids[best.indices].tolist()):
                     longer[(*path, token)] = above + score

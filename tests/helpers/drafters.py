@@ -14,7 +14,7 @@ from drafters.lookup import Lookup
 from drafters.medusa import Hydra, Medusa
 from drafters.mixed import Mixed
 from drafters.rest import Rest
-from model import Transformer
+from model import ModelArgs, Transformer
 from networks.head import Head
 from networks.medusa import HydraHeads, MedusaHeads, MultiTokenArgs
 from training.heads import HeadShape, new_head
@@ -132,3 +132,12 @@ def make_drafter(
         "lookup": Lookup,
         "rest": rest,
     }[name]()
+
+
+def few_tokens(vocab_size: int, seed: int) -> Transformer:
+    """A random model of one layer over so few tokens that all texts can be counted."""
+    torch.manual_seed(seed)
+    model = Transformer(ModelArgs(vocab_size, 16, 32, 1, 2, 1, 8)).requires_grad_(False)
+    for p in model.parameters():
+        p.normal_(std=0.5)
+    return model

@@ -18,8 +18,6 @@ def test_answers_of_a_conversation_are_marked(golden):
     (row,) = data.of_conversation(tokenizer, messages, [ord("\n")])
     assert bytes(row["ids"]) == b"u:hi\na:hello\nu:and?\na:bye\n"
     assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hello\n", b"bye\n"]
-    (row,) = data.of_conversation(tokenizer, messages[:2], [])
-    assert bytes(row["ids"][row["answers"][0][0] :]) == b"hello\n"
 
 
 def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, tmp_path):
@@ -48,13 +46,10 @@ def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
     messages = messages_of(("system", "Be brief."), ("user", "What?"), ("assistant", "That."))
     with pytest.raises(InputError, match="cannot be separated"):
         list(data.of_conversation(tokenizer, messages, []))
-    (row,) = data.of_conversation(tokenizer, messages[1:], [])
-    assert bytes(row["ids"][row["answers"][0][0] :]) == b" That.</s>"
 
 
 @pytest.mark.parametrize("line, words", [
-    ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is no row"), ("{", "is no row"),
-    ('{"ids": [1, -1, 2], "answers": [[0, 3]]}', "is no row"), ('{"step": 1, "loss": 2.0}', "is no row"),
+    ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is no row"), ('{"step": 1, "loss": 2.0}', "is no row"),
     ('{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', "is no row"),
     ('{"ids": [1, 2, 3], "answers": [[0, 3]], "target": "other"}', "was written by another target"),
 ])

@@ -5,13 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.training import ROWS, loss_on, shaken
-from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
 from networks.eagle import PEagleHead
-from training.features import Features
 from training.heads import TRAINED, HeadShape, new_head
-from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective
+from training.losses import DECAY, TOKEN_LOSS, DraftLoss
 
 
 def test_losses_are_summed_with_their_shares():
@@ -70,7 +68,7 @@ def drafted(head, features, row: dict, steps: int):
                 yield step, j, h
 
 
-BLOCKS = {
+SHAPES = {  # of block heads that are made here; a causal DFlash head is JetSpec's
     "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
     "dflash": HeadShape(num_layers=2, drafts=3, states=2),
     "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
@@ -80,106 +78,52 @@ BLOCKS = {
 }
 
 
-def block_head(target, name: str, ids):
-    """A head of BLOCKS from nothing; JetSpec's is DFlash's with a causal block, which --start may bring."""
-    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
-    if "causal" in name:
-        head.args = replace(head.args, causal=True)
-    if "window" in name:
-        head.layers[0].window = 3
-    return head
-
-
-def objective_of(target, name: str, head, **more):
-    """The objective of a head of BLOCKS."""
-    return TRAINED[name.split("+")[0]].objective(target, head, **more)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ("eagle3", "eagle3+window", *BLOCKS))
-def test_losses_are_the_drafters_rows(models, monkeypatch, name):
-    """All positions; cross-entropy, what the Markov head adds and what the confidence head costs."""
-    target, head = models
-    if name in BLOCKS:
-        head = shaken(block_head(target, name, torch.arange(0, 320, 2)))
+@pytest.mark.parametrize("name", ("eagle", "eagle3", "eagle3+window", *SHAPES))
+def test_losses_are_the_drafters_rows(models, models1, name):
+    """All positions; cross-entropy, EAGLE-1's regression, what the Markov head adds and what the confidence
+    head costs. Every weight of a block head learns, and those that it borrows do not.
+    """
+    kind, _, variant = name.partition("+")
+    target, head = models1 if kind == "eagle" else models
+    if name in SHAPES:
+        head = shaken(new_head(target, kind, torch.arange(0, 320, 2), SHAPES[name], 0))
+        head.args = replace(head.args, causal=True) if variant == "causal" else head.args
     else:
-        monkeypatch.setattr(head.layer, "window", 5 * ("window" in name))
-    args, ids = head.args, head.draft_ids
-    steps = args.drafts or 4
-    objective = objective_of(target, name, head) if name in BLOCKS else Eagle3Objective(target, head, steps)
-    loss, hits, batch, states = loss_on(objective)
+        head = head.twin(target, torch.float32)
+    (head.layers[0] if kind in ("dflash", "dspark") else head.layer).window = 3 * (variant == "window")
+    args, ids, objective = head.args, head.draft_ids, TRAINED[kind].objective(target, head, 4)
+    steps = objective.steps
     losses = [torch.zeros(()) for _ in range(steps)]
     right, valid, scored = [0] * steps, [0] * steps, [0] * steps
-    for features, state, row in zip(*states, ROWS):
-        teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
-        for i, j, h in drafted(head, features, row, steps):
-            valid[i] += 1
-            if row["ids"][j + 2 + i] not in ids:
-                continue
-            scored[i] += 1
-            before, logits, p = torch.tensor(row["ids"][j + 1 + i]), head.logits(h), teacher[j + 1 + i]
-            if getattr(args, "markov_rank", 0):
-                logits = logits + head.after(h, before)
-            right[i] += int(logits.argmax() == p.argmax())
-            losses[i] = losses[i] - (p * logits.log_softmax(-1)).sum()
-            if getattr(args, "confidence", False):
-                accepted = torch.minimum(p, logits.softmax(-1)).sum()
-                doubt = head.doubt(h, before)
-                losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
+    with torch.no_grad():
+        loss, hits, batch, states = loss_on(objective)
+        for state, row in zip(states.normed, ROWS):
+            teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
+            features = target.causal(torch.tensor([row["ids"]]), args.aux_layers)[1][0]
+            for i, j, h in drafted(head, features, row, steps):
+                valid[i] += 1
+                if row["ids"][j + 2 + i] not in ids:
+                    continue
+                scored[i] += 1
+                before, logits, p = torch.tensor(row["ids"][j + 1 + i]), head.logits(h), teacher[j + 1 + i]
+                if getattr(args, "markov_rank", 0):
+                    logits = logits + head.after(h, before)
+                right[i] += int(logits.argmax() == p.argmax())
+                entropy = -(p * logits.log_softmax(-1)).sum()
+                if kind == "eagle":
+                    entropy = TOKEN_LOSS * entropy + F.smooth_l1_loss(h, state[j + 1])
+                losses[i] = losses[i] + entropy
+                if getattr(args, "confidence", False):
+                    accepted = torch.minimum(p, logits.softmax(-1)).sum()
+                    doubt = head.doubt(h, before)
+                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
     expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     assert batch.scored == scored and hits.tolist() == right and batch.valid == valid
     # Both answers of the last row, nothing between them.
-    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] < valid[0]
-
-
-@torch.no_grad()
-def test_regression_losses_are_the_heads_outputs(models1):
-    target, head = models1
-    loss, hits, batch, states = loss_on(Eagle1Objective(target, head))  # without gradients there is no noise
-    expected, right = torch.zeros(()), 0
-    tokens = pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True)
-    raw = target.causal(tokens, head.args.aux_layers)[1]
-    for i, row in enumerate(ROWS):
-        for _, j, h in drafted(head, raw[i], row, 1):
-            feature, logits = states.normed[i, j + 1], head.logits(h)
-            teacher = head.logits(feature).softmax(-1)
-            token_loss = -(teacher * logits.log_softmax(-1)).sum()
-            expected = expected + F.smooth_l1_loss(h, feature) + TOKEN_LOSS * token_loss
-            right += int(logits.argmax() == teacher.argmax())
-    torch.testing.assert_close(loss, expected / batch.scored[0], rtol=1e-5, atol=1e-5)
-    assert hits.tolist() == [right]
-
-
-def test_features_are_scaled_and_the_scale_is_folded_back(models):
-    """What is trained on scaled features is the head written for raw ones."""
-    target, head = models
-    head = head.twin(target, torch.float32)
-    objective = Eagle3Objective(target, head, 2)
-    states = Features(target, objective.aux_layers).read(ROWS)
-    objective.learn_scale(states, torch.ones(states.normed.shape[:2], dtype=torch.bool))
-    scaled = (states.features / objective.scale)[:, 1:]
-    size = scaled.pow(2).mean((0, 1)).sqrt()
-    torch.testing.assert_close(size, torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
-    raw = Eagle3Objective(target, objective.trained(), 2)
-    with torch.no_grad():
-        a, b = (loss_on(x, states)[0] for x in (objective, raw))
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_every_weight_of_a_block_head_learns(models, name):
-    """And the target's, which it borrows, do not."""
-    target, _ = models
-    head = block_head(target, name, torch.arange(320))
-    objective = objective_of(target, name, head, lk=0.9)
-    objective.share, objective.keep = 0.7, 0.8
-    for _ in range(2):  # the Markov head begins where nothing reads it
-        loss_on(objective, seeds=[1, 2, 3, 4])[0].backward()
-        with torch.no_grad():
-            for p in head.parameters():
-                if p.grad is not None:
-                    p -= 0.1 * p.grad
-    own = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
-    assert target.embed.weight.grad is None
+    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] <= valid[0]
+    if name in SHAPES:
+        loss_on(objective)[0].backward()
+        own = {name: p for name, p in head.named_parameters() if p.requires_grad}
+        assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
+        assert target.embed.weight.grad is None

@@ -5,18 +5,19 @@ from helpers.training import ROWS
 
 from training.batches import batches
 from training.features import Features
-from training.losses import Eagle3Objective
+from training.heads import TRAINED, HeadShape, new_head
 from training.processes import Processes
 from training.trainer import Plan, Trainer
 
 
-def trainer(models, tmp_path, **plan) -> Trainer:
-    target, head = models
-    head = head.twin(target, torch.float32).requires_grad_(True)
-    head.embed.requires_grad_(False)
-    objective = Eagle3Objective(target, head, 3)
-    plan, features = Plan(epochs=1, batch_tokens=64, **plan), Features(target, objective.aux_layers)
-    return Trainer(objective, features, ROWS, ROWS, plan, tmp_path, processes=Processes())
+def trainer(target, tmp_path, kind: str = "eagle3", number: int = 0, count: int = 1, **plan) -> Trainer:
+    """Of one process of `count`, whose sums are its own."""
+    shape = HeadShape(drafts=3 if kind == "p-eagle" else None)
+    objective = TRAINED[kind].objective(target, new_head(target, kind, torch.arange(320), shape, 0), 3)
+    plan, processes = Plan(epochs=1, batch_tokens=64, **plan), Processes(number, count)
+    processes.sum = lambda tensors: None
+    features = Features(target, objective.aux_layers)
+    return Trainer(objective, features, ROWS, ROWS, plan, tmp_path, processes=processes)
 
 
 def test_batches_hold_every_row_once():
@@ -27,25 +28,30 @@ def test_batches_hold_every_row_once():
         assert all(len(g) == 1 or len(g) * max(len(rows[i]["ids"]) for i in g) <= 110 for g in groups)
 
 
-def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path, monkeypatch):
-    undivided, split = trainer(models, tmp_path), trainer(models, tmp_path)
-    loss, accuracy = undivided.gradients([0, 1, 2, 3], 3)
+@pytest.mark.parametrize("kind", ("eagle3", "eagle", "p-eagle"))
+def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path, monkeypatch, kind):
+    """Over processes, and in each of them: chains and noise that are drawn, too."""
+    whole = trainer(models[0], tmp_path, kind)
+    steps = whole.objective.steps
+    loss, accuracy = whole.gradients([0, 1, 2, 3], steps)
     monkeypatch.setattr("training.trainer.MICRO", 25)
-    assert len(split.micro_batches([0, 1, 2, 3])) > 2
-    again = split.gradients([0, 1, 2, 3], 3)
-    assert again[0] == pytest.approx(loss, rel=1e-5) and again[1] == pytest.approx(accuracy)
-    for name, p in undivided.parameters.items():
-        torch.testing.assert_close(split.parameters[name].grad, p.grad, rtol=1e-4, atol=1e-6)
-        assert p.grad.abs().max() > 0, name
+    parts = [trainer(models[0], tmp_path, kind, number, 2) for number in (0, 1)]
+    found = [part.gradients([0, 1, 2, 3], steps) for part in parts]
+    assert len(parts[1].micro_batches([0, 1, 2, 3])) > 1
+    assert sum(part[0] for part in found) == pytest.approx(loss, rel=1e-5)
+    assert [sum(hits) for hits in zip(*(part[1] for part in found))] == pytest.approx(accuracy)
+    for name, p in whole.parameters.items():
+        both = sum(part.parameters[name].grad for part in parts)
+        torch.testing.assert_close(both, p.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_the_average_is_what_is_used(models, tmp_path):
-    t = trainer(models, tmp_path, ema=0.5, lr=1e-2)
-    first = {name: p.detach().clone() for name, p in t.parameters.items()}
+    t, name = trainer(models[0], tmp_path, ema=0.5, lr=1e-2), "layer.wo.weight"
+    first = t.parameters[name].detach().clone()
     t.gradients([0, 1, 2, 3], 3)
     t.update()
-    name = "layer.wo.weight"
-    now, mean = t.parameters[name].detach().clone(), t.average[name]
     # At first the average is short: (1 + 0) / (10 + 0).
-    torch.testing.assert_close(mean, first[name] * 0.1 + now * 0.9)
-    assert torch.equal(t.trained().state_dict()[name], mean) and torch.equal(t.parameters[name], now)
+    now = t.parameters[name].detach().clone()
+    torch.testing.assert_close(t.average[name], first * 0.1 + now * 0.9)
+    assert torch.equal(t.trained().state_dict()[name], t.average[name])
+    assert torch.equal(t.parameters[name], now)

@@ -32,9 +32,8 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
     """Where no stop id ends the user's turn, the text that leads to the assistant does."""
     c = collector(golden, tmp_path)
     assert c.user_end() == ""
-    c.stop_ids = []
-    assert c.user_end() == "a:"
     c.stop_ids = [257]
+    assert c.user_end() == "a:"
     for name, end in (("vicuna", "ASSISTANT:"), ("llama2", "[/INST]")):
         c.tokenizer = with_template(golden, tmp_path_factory.mktemp(name), TEMPLATES[name])
         assert c.user_end() == end
@@ -42,31 +41,27 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
 
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     c = collector(golden, tmp_path)
-    with_system = [{"role": "system", "content": "s"}, *users("q")]
-    c.from_prompts([
-        users("one", "two", "three"), users("four"), users("x" * 95, "dropped"), users("y" * 99), users(""),
-        with_system,
-    ])
+    told = [{"role": "system", "content": "s"}, *users("q")]
+    c.from_prompts([users("one", "two", "three"), users("x" * 95, "dropped"), users("y" * 99), users(""), told])
     c.write()
     rows = read_rows(c)
-    assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3]
-    assert {r["target"] for r in rows} == {"golden"}
+    assert sorted(len(r["answers"]) for r in rows) == [1, 1, 3] and {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
-    usable, left_out = data.rows_of(c.read(320), 200)
-    assert len(usable) <= 4 and left_out == {
+    _, left_out = data.rows_of(c.read(320), 200)
+    assert left_out == {
         "longer than --max-prompt-tokens 100": 1, "with an empty prompt or one without an end": 1,
     }
-    target, _ = load_model(golden)
     row = max(rows, key=lambda r: len(r["answers"]))
-    plain = Engine(target, compile=False, max_seq_len=200, stop_ids=[ord("\n")])
-    for begin, end in row["answers"]:  # each answer is what the target says to all that came before
+    plain = Engine(c.engine.target, compile=False, max_seq_len=200, stop_ids=[ord("\n")])
+    for turn, (begin, end) in zip(("one", "two", "three"), row["answers"]):
+        prompt = f"u:{turn}\na:".encode()
+        assert bytes(row["ids"][begin - len(prompt) : begin]) == prompt
+        # Each answer is what the target says to all that came before.
         assert plain.generate([row["ids"][:begin]], Sampling(12))[0].ids == row["ids"][begin:end]
-    prompts = [f"u:{turn}\na:".encode() for turn in ("one", "two", "three")]
-    before = [row["ids"][begin - len(prompt) : begin] for prompt, (begin, _) in zip(prompts, row["answers"])]
-    assert list(map(bytes, before)) == prompts
 
 
-def written_by(c: Collector, prompts: list) -> Collector:
+def written(golden, folder, prompts: list, **changes) -> Collector:
+    c = collector(golden, folder, **changes)
     c.from_prompts(prompts)
     c.write()
     return c
@@ -74,36 +69,31 @@ def written_by(c: Collector, prompts: list) -> Collector:
 
 def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, monkeypatch):
     """Those that ended are not decoded again, and half a line is none; other settings find none of them."""
-    original, decoded = Engine.admit, []
+    admit, lines, decoded, ended = Engine.admit, Collector._lines, [], []
 
     def watched(engine, prompt, *rest):
         decoded.append(prompt)
-        return original(engine, prompt, *rest)
+        return admit(engine, prompt, *rest)
 
-    monkeypatch.setattr(Engine, "admit", watched)
-    prompts = [users("one", "two"), *(users(f"question {i}") for i in range(5))]
-    alone = written_by(collector(golden, tmp_path / "alone"), prompts)
-    killed, ended = collector(golden, tmp_path / "killed"), []
-
-    def kill(talk, *written):
+    def kill(*talk):
         ended.append(talk)
         if len(ended) == 4:
             raise KeyboardInterrupt
-        return Collector._lines(killed, talk, *written)
+        return lines(*talk)
 
-    killed._lines = kill
-    with pytest.raises(KeyboardInterrupt):
-        written_by(killed, prompts)
-    (left,) = killed.files
+    monkeypatch.setattr(Engine, "admit", watched)
+    prompts, folder = [users("one", "two"), *(users(f"question {i}") for i in range(5))], tmp_path / "killed"
+    alone = written(golden, tmp_path / "alone", prompts)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Collector, "_lines", kill)
+        written(golden, folder, prompts)
+    (left,) = folder.iterdir()
     with open(left, "a") as file:
         file.write('{"ids": [1, 2')
     decoded.clear()
-    again = written_by(collector(golden, tmp_path / "killed"), prompts)
-    assert read_rows(again) == read_rows(alone) and len(decoded) == 7 - 4
-    written_by(collector(golden, tmp_path / "killed"), prompts[::-1])
-    assert len(decoded) == 3  # in any order
+    assert read_rows(written(golden, folder, prompts)) == read_rows(alone) and len(decoded) == 7 - 4
     before = left.read_bytes()
-    more = written_by(collector(golden, tmp_path / "killed"), [*prompts, users("one more")])
+    more = written(golden, folder, [users("one more"), *prompts[::-1]])  # in any order
     assert len(decoded) == 3 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
-    written_by(collector(golden, tmp_path / "killed", seed=1), prompts)
+    written(golden, folder, prompts, seed=1)
     assert len(decoded) == 3 + 1 + 7
