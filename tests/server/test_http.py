@@ -3,7 +3,6 @@ import concurrent.futures
 import json
 import re
 import signal
-import socket
 import time
 
 import httpx
@@ -77,104 +76,67 @@ def test_null_and_unknown_fields_are_ignored(server):
     assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12  # a prompt counts once
 
 
-def test_offsets_are_places_in_the_text(server):
-    """Also of tokens that are no whole character, and of those that are no part of the text."""
-    ids = [*"é 猫x".encode(), 257, *b"ab"]
-    body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
-    choice = server.post("/v1/completions", **body).json()["choices"][0]
-    found, text = choice["logprobs"], choice["text"]
-    assert found["text_offset"][: len(ids)] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5] and text.startswith("é 猫xab")
-    for token, at in zip(found["tokens"][8:], found["text_offset"][8:]):
-        assert "\ufffd" in token or text[at : at + len(token)] == token
-    with server.stream("/v1/completions", **body) as events:
-        parts = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
-    assert [x for part in parts for x in part["logprobs"]["text_offset"]] == found["text_offset"]
-    assert "".join(part["text"] for part in parts) == text
-
-
-def speculative(answer: dict) -> dict:
-    """Return the figures of drafting in a response, after a check that they add up."""
-    found = answer["metrics"]["speculative_decoding"]
-    steps, accepted = found["num_spec_steps"], found["num_accepted_draft_tokens"]
-    counts = found["acceptance_histogram"]
-    assert len(counts) == found["num_spec_tokens"] + 1 == 5 and sum(counts) == steps
-    assert sum(n * count for n, count in enumerate(counts)) == accepted
-    assert found["num_draft_tokens"] == 15 * steps
-    assert found["mean_acceptance_length"] == (1 + accepted / steps if steps else 1)
-    assert found["draft_acceptance_rate"] == (accepted / (15 * steps) if steps else 0)
-    if details := answer.get("usage", {}).get("completion_tokens_details"):
-        assert details["accepted_prediction_tokens"] == accepted
-    return found
-
-
 def test_speculation_is_told(server):
-    """Each step's tree has the accepted path in it, which begins the step's tokens."""
+    """Each step's tree has the accepted path in it, which begins the step's tokens. The figures of a request
+    are vLLM's, in a stream on the last chunk.
+    """
     body = {**ENDLESS, "max_tokens": 30, "return_speculation": True}
     with server.stream(**body) as events:
-        chunks = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
-    steps = [chunk["speculation"] for chunk in chunks if chunk.get("speculation", {}).get("tree")]
-    assert steps and sum(step["drafted"] for step in steps) > 0
+        chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    told = [chunk["choices"][0].get("speculation", {}) for chunk in chunks]
+    steps = [step for step in told if step.get("tree")]
     for step in steps:
         tree = step["tree"]
         assert len(tree["texts"]) == len(tree["parent"]) == len(tree["scores"]) == step["nodes"] + 1 == 16
         assert all(tree["parent"][node] == above for above, node in zip(tree["path"], tree["path"][1:]))
         assert "".join(tree["texts"][node] for node in tree["path"][1:]) == step["text"]
         assert all(score <= 0 for score in tree["scores"]) and step["drafted"] <= step["tokens"]
-
-
-def test_figures_of_one_request(server):
-    """As vLLM has them, where `return_speculation` asks for them; in a stream on the last chunk."""
-    body = {**ENDLESS, "max_tokens": 30, "return_speculation": True}
-    assert "metrics" not in server.post(**body | {"return_speculation": False}).json()
-    assert speculative(server.post(**body | {"speculate": False}).json())["num_spec_steps"] == 0
-    want = speculative(server.post(**body).json())
-    assert want["num_accepted_draft_tokens"] > 0
-    assert server.post(**body, n=2).json()["metrics"] is None
-    for options in ({}, {"stream_options": {"include_usage": True}}):
-        with server.stream(**body, **options) as events:
-            chunks = [json.loads(event) for event in events if event != "[DONE]"]
-        assert [i for i, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
-        assert speculative(chunks[-1]) == want
+    accepted, count = sum(step["drafted"] for step in steps), len(steps)
+    histogram = [sum(step["drafted"] == n for step in steps) for n in range(5)]
+    whole, plain = (server.post(**body, speculate=speculate).json() for speculate in (True, False))
+    found = whole["metrics"]["speculative_decoding"]
+    assert accepted > 0 and found == {
+        "mean_acceptance_length": 1 + accepted / count, "draft_acceptance_rate": accepted / (15 * count),
+        "acceptance_histogram": histogram, "num_spec_steps": count, "num_spec_tokens": 4,
+        "num_accepted_draft_tokens": accepted, "num_draft_tokens": 15 * count,
+    }
+    assert [i for i, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
+    assert chunks[-1]["metrics"] == whole["metrics"]
+    assert plain["metrics"]["speculative_decoding"]["num_spec_steps"] == 0
 
 
 def test_control_tokens_of_raw_prompts(server):
     """Texts of completions are written for the model, so <eos> is a token there, and echoed as it came."""
-    prompt, ids = "a<eos>b", [97, 257, 98]
-    for more, want in (({}, ids), ({"parse_special": False}, list(prompt.encode()))):
+    prompt, chat = "a<eos>b", {"messages": [{"role": "user", "content": "a<eos>b"}], "tools": [TOOL]}
+    for more, want in (({}, [97, 257, 98]), ({"parse_special": False}, list(prompt.encode()))):
         assert server.post("/tokenize", prompt=prompt, **more).json()["tokens"] == want
         body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0, **more}
         found = server.post("/v1/completions", **body).json()
-        choice, offsets = found["choices"][0], found["choices"][0]["logprobs"]["text_offset"]
+        choice, offsets = found["choices"][0], [0, 1, 6, 7] if 257 in want else [*range(8)]
         assert found["usage"]["prompt_tokens"] == len(want) and choice["text"].startswith(prompt)
-        assert offsets == ([0, 1, 6, 7] if want == ids else [*range(len(want) + 1)])
-    messages = [{"role": "user", "content": prompt}]
-    assert 257 not in server.post("/tokenize", messages=messages).json()["tokens"]
-    short = server.post("/tokenize", messages=messages, add_generation_prompt=False, tools=[TOOL]).json()
-    assert bytes(short["tokens"]) == b"f u:a<eos>b\n"
+        assert choice["logprobs"]["text_offset"] == offsets
+    for more, text in ({}, b"f u:a<eos>b\na:"), ({"add_generation_prompt": False}, b"f u:a<eos>b\n"):
+        assert bytes(server.post("/tokenize", **chat, **more).json()["tokens"]) == text
 
 
 def test_every_request_has_a_line(server):
     assert quiet(server)
     seen = len(server.printed())
     server.post(**ENDLESS)
-    server.post(temperature=-1)
-    server.get("/health")
     server.get("/no%0Awhere")
     ends = time.monotonic() + 10
-    while len(lines := server.printed()[seen:].splitlines()) < 3 and time.monotonic() < ends:
+    while len(lines := server.printed()[seen:].splitlines()) < 2 and time.monotonic() < ends:
         time.sleep(0.01)  # the line comes after the answer
     words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
-    assert re.fullmatch(words, lines[0]) and lines[2] == r"GET /no\nwhere 404 Not Found"
-    assert lines[1] == "POST /v1/chat/completions 400 body.messages: Field required"
+    assert re.fullmatch(words, lines[0]) and lines[1] == r"GET /no\nwhere 404 Not Found"
 
 
 def test_routes(server):
-    assert server.get("/v1/models/golden").json()["id"] == "golden"
-    described = server.get("/v1/models").json()["data"][0]
-    assert described["max_model_len"] == 300 and described["speculation"] is True
-    assert described["method"] == "eagle3" and "chat_template" in server.get("/tokenizer_info").json()
+    (described,) = server.get("/v1/models").json()["data"]
+    assert described == server.get("/v1/models/golden").json() and described["id"] == "golden"
+    assert described["max_model_len"] == 300 and described["method"] == "eagle3"
+    assert "chat_template" in server.get("/tokenizer_info").json()
     assert server.get("/v1/chat/completions").headers["Allow"] == "POST"
-    assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200
     for file in ("/", "/page.js", "/markdown.js", "/tree.js", "/page.css", "/openapi.json", "/docs"):
         assert server.get(file).status_code == 200
     for path in ("/nothing", "/v1/models/other/one", "/page.py", "/../serve.py", "/%2e%2e/serve.py"):
@@ -184,8 +146,6 @@ def test_routes(server):
     assert found == {"tokens": list(b"the sea"), "count": 7, "max_model_len": 300}
     for more, text in (([], "the sea"), ([257], "the sea<eos>"), ([319], "the sea")):  # only the model's
         assert server.post("/detokenize", tokens=found["tokens"] + more).json() == {"prompt": text}
-    chat = server.post("/tokenize", messages=MESSAGES).json()
-    assert bytes(chat["tokens"]) == b"u:tell me something\na:"
 
 
 def test_too_many_are_refused(server):
@@ -201,19 +161,14 @@ def test_too_many_are_refused(server):
 def test_a_client_that_goes_frees_its_place(server):
     assert quiet(server)
     before = metrics(server)
-    host, port = server.url.removeprefix("http://").split(":")
-    for stream in (True, False) * 3:
-        body = json.dumps({**ENDLESS, "stream": stream}).encode()
-        with socket.create_connection((host, int(port))) as client:
-            client.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-            )
-            client.recv(100) if stream else time.sleep(0.05)
+    for _ in range(3):
+        with server.stream(**ENDLESS) as events:
+            next(events)
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{server.url}/v1/chat/completions", json=ENDLESS, timeout=0.05)
     assert quiet(server, 2.0)
     name = "vllm:generation_tokens_total"
     assert metrics(server)[name] - before[name] < 6 * 280
-    assert server.post(**CHAT, max_tokens=2).status_code == 200
 
 
 def test_metrics_add_up(server):
