@@ -77,8 +77,7 @@ def round_heads(x):
 def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
     """A block, qkv of T rows, k and v of a cache, and the pass, which sees n slots. more: norms and sinks."""
     draw = draws(n)
-    options = {"norm_eps": 1e-5, "qk_norm": more, "sinks": more, "windows": (window,)}
-    args = ModelArgs(8, 8, 8, 1, heads, kv_heads, hd, **options)
+    args = ModelArgs(8, 8, 8, 1, heads, kv_heads, hd, qk_norm=more, windows=(window,), sinks=more)
     block = Transformer(args).layers[0].requires_grad_(False)
     for p in block.parameters():
         p.data = draw(*p.shape, dtype=dtype)
@@ -101,9 +100,8 @@ def check_attention(case, found, caches, coarse: bool):
     theirs = Written(k.double(), v.double(), round_heads if caches is None else lambda x: x)
     expected = theirs.attend(block.double(), qkv.double(), shared)
     error = (found.double() - expected).abs() / expected.abs().max()
-    if caches is None:
-        most, usual = (0.05, 0.012) if coarse else (0.012, 0.003)
-    else:
+    most, usual = (0.05, 0.012) if coarse else (0.012, 0.003)
+    if caches is not None:
         most = usual = 2 * ERROR[qkv.dtype]
         close(caches[0], theirs.k, qkv.dtype), same(caches[1].double(), theirs.v)
     assert error.max() <= most and error.square().mean().sqrt() <= usual, f"off by {error.max():.3g}"
