@@ -1,6 +1,4 @@
 """Triton kernels compiled for GPUs that are not there."""
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -43,11 +41,7 @@ class Compiled(NamedTuple):
     ptx: str
     sass: str  # machine code
     chained: bool  # a product adds to what another one has summed
-
-    @property
-    def on_tensor_cores(self) -> bool:
-        """Whether products run on the tensor cores."""
-        return bool(re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", self.ptx))
+    on_tensor_cores: bool  # products run there
 
 
 def compile_for(
@@ -60,12 +54,10 @@ def compile_for(
     i32" (any integer), 1 (this integer, for which Triton compiles a kernel of its own), "fp32", or, for the
     compile-time constants, the value. early: for programmatic launch.
     """
-    given = {**given, "EARLY": early}
     signature, constants, attributes = {}, {}, {}
-    for i, (name, kind) in enumerate(given.items()):
-        constant = kernel.params[i].is_constexpr or kind == 1
-        assert kernel.params[i].name == name, (kernel.params[i].name, name)
-        if constant:
+    for i, param in enumerate(kernel.params):
+        name, kind = param.name, early if param.name == "EARLY" else given[param.name]
+        if param.is_constexpr or kind == 1:
             signature[name], constants[name] = "constexpr", kind
             continue
         signature[name] = POINTERS[kind] if isinstance(kind, torch.dtype) else kind.removeprefix("any ")
@@ -75,66 +67,15 @@ def compile_for(
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
     made = triton.compile(source, target=target, options=options)
+    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(made.asm["cubin"])
-        used, sass = (_dump(option, file) for option in ("--dump-resource-usage", "--dump-sass"))
-    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", used).groups())
+        dump = tool, "--dump-resource-usage", "--dump-sass", file
+        sass = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", sass).groups())
     products = re.findall(r"(%\w+) = tt\.dot %\w+, %\w+, (%\w+)", made.asm["ttir"])
     chained = not {result for result, _ in products}.isdisjoint(onto for _, onto in products)
-    return Compiled(made.metadata.shared, registers, stack + local, made.asm["ptx"], sass, chained)
-
-
-def _dump(option: str, file: Path) -> str:
-    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
-
-
-def overwritten_registers(sass: str) -> list[str]:
-    """Return the instructions in loops that write a register which a `wgmma` in flight still reads.
-
-    Triton 3.6 and 3.7 made such code where several were in flight (triton-lang/triton#9433).
-    """
-    code = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/", sass)
-    places, found = {int(address, 16): i for i, (address, _) in enumerate(code)}, []
-    for end, (_, text) in enumerate(code):
-        jump = re.search(r"BRA (?:`\(.*\) )?(0x[0-9a-f]+)", text)
-        start = places.get(int(jump[1], 16), end) if jump else end
-        in_flight: list[set[str]] = []  # the registers that each reads
-        for _, text in code[start:end] * 2:  # twice: some are in flight when a turn begins
-            if product := re.search(r"HGMMA\S* R\d+, (R\d+|gdesc)", text):
-                in_flight.append(_registers(product[1], 4) if product[1][0] == "R" else set())
-            elif waits := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", text):
-                in_flight = in_flight[max(len(in_flight) - int(waits[1], 16), 0) :]
-            elif into := re.match(r"(?:@!?U?P\d+ )?([A-Z][\w.]*) (R\d+)", text):
-                stores = into[1].startswith(("ST", "LDGSTS", "RED", "BAR"))
-                wide, widest = r"\.64|WIDE", r"\.128|LDSM.*\.4"
-                width = 4 if re.search(widest, into[1]) else 2 if re.search(wide, into[1]) else 1
-                written = _registers(into[2], width)
-                if not stores and any(read & written for read in in_flight):
-                    found.append(text)
-    return found
-
-
-def _registers(first: str, count: int) -> set[str]:
-    return {f"R{int(first[1:]) + i}" for i in range(count)}
-
-
-def unguarded_writes(ptx: str) -> list[str]:
-    """Return the writes of shared memory that follow a `wgmma` without a barrier, also in a loop's next turn.
-    """
-    code, found = [line.strip() for line in ptx.splitlines()], []
-    places, parts = {line: i for i, line in enumerate(code)}, [code]
-    for end, line in enumerate(code):
-        if jump := re.search(r"bra(?:\.uni)?\s+([$\w]+);", line):
-            parts.append(code[places.get(f"{jump[1]}:", end) : end] * 2)
-    for part in parts:
-        reads = False
-        for line in part:
-            if "wgmma.mma_async" in line:
-                reads = True
-            elif re.search(r"bar(rier)?(\.cta)?\.sync", line):
-                reads = False
-            elif reads and re.search(r"cp\.async\.c[ag]|st\.shared|stmatrix", line):
-                found.append(line)
-    return found
+    ptx = made.asm["ptx"]
+    cores = bool(re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
+    return Compiled(made.metadata.shared, registers, stack + local, ptx, sass, chained, cores)

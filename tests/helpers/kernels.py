@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from kernels import isa
-from model import KVCache
+from kernels.quantized import QuantizedLinear
+from model import ACTIVATIONS, KVCache, Linear, ModelArgs, Pass, Transformer, inverse_frequencies
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
 USUAL = {isa.available()[0], "avx2"}
@@ -28,10 +29,34 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def random_layer(mode: str | None, group: int, inputs: int, outputs: int, dtype: torch.dtype):
+    """A linear layer with a bias. mode: of its weight; None: it has this dtype."""
+    draw = draws(inputs)
+    weight, bias = draw(outputs, inputs), draw(outputs)
+    if mode is None:
+        layer = Linear(inputs, outputs).requires_grad_(False)
+        layer.weight.data, layer.bias.data = weight, bias
+        return layer.to(dtype)
+    if mode != "mxfp4":
+        return QuantizedLinear.of(weight, mode, group, bias)
+    layer = QuantizedLinear(inputs, outputs, True, mode, group)
+    layer.weight.data = weight[:, ::2].mul(99).to(torch.int8).view(torch.uint8)
+    layer.scale.data, layer.bias.data = weight[:, ::32].mul(2).add(123).to(torch.uint8), bias
+    return layer
+
+
+def product(layer, x, activation: str | None):
+    """What a layer gives of x, rounded as its mode does, in float64. activation: of a gate, if it has one."""
+    exact = isinstance(layer, Linear)
+    weight = layer.weight.double() if exact else layer.dequantize(torch.float64)
+    y = (x if exact else layer.rounded(x.float())).double() @ weight.T + layer.bias.double()
+    return ACTIVATIONS[activation](*y.chunk(2, -1)) if activation else y
+
+
 class Written(KVCache):
     """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
 
-    def __init__(self, k, v, keep=lambda x: x):
+    def __init__(self, k, v, keep):
         torch.nn.Module.__init__(self)
         self.k, self.v, self.keep = keep(k), keep(v), keep
 
@@ -47,3 +72,36 @@ def round_heads(x):
     """Each head of x [..., hd] in steps of its largest / 127."""
     step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return (x / step).round() * step
+
+
+def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
+    """A block, qkv of T rows, k and v of a cache, and the pass, which sees n slots. more: norms and sinks."""
+    draw = draws(n)
+    args = ModelArgs(8, 8, 8, 1, heads, kv_heads, hd, qk_norm=more, windows=(window,), sinks=more)
+    block = Transformer(args).layers[0].requires_grad_(False)
+    for p in block.parameters():
+        p.data = draw(*p.shape, dtype=dtype)
+    if more:  # from next to nothing to all of the softmax
+        block.sinks.data = torch.linspace(-20, 40, heads)
+    qkv = draw(B, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
+    k, v = (draw(B, n + 3, kv_heads, hd, dtype=dtype) for _ in range(2))
+    slots = torch.stack([draw(n).argsort()[:T] for _ in range(B)])
+    visible = (draw(B, T, n) > -0.5).scatter(2, slots[..., None], True)  # a row sees itself
+    return block, qkv, k, v, Pass(args, inverse_frequencies(args), slots + 100, slots, visible)
+
+
+def check_attention(case, found, caches, coarse: bool):
+    """Compare attention, and its caches if they are not in bytes, with the definition in float64.
+
+    Over bytes: attention over rounded keys and values, but for the rounding of queries and softmax weights:
+    to about 1/8000 of the largest where they have 16 bits, 1/127 (`coarse`) where they have 8.
+    """
+    block, qkv, k, v, shared = case
+    theirs = Written(k.double(), v.double(), round_heads if caches is None else lambda x: x)
+    expected = theirs.attend(block.double(), qkv.double(), shared)
+    error = (found.double() - expected).abs() / expected.abs().max()
+    most, usual = (0.05, 0.012) if coarse else (0.012, 0.003)
+    if caches is not None:
+        most = usual = 2 * ERROR[qkv.dtype]
+        close(caches[0], theirs.k, qkv.dtype), same(caches[1].double(), theirs.v)
+    assert error.max() <= most and error.square().mean().sqrt() <= usual, f"off by {error.max():.3g}"

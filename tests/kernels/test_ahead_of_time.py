@@ -1,4 +1,7 @@
-"""The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores."""
+"""The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores.
+
+What they compute is checked in Triton's interpreter and, by the program itself, on each GPU: see `gpu/`.
+"""
 import re
 
 import pytest
@@ -9,12 +12,39 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from helpers.ahead_of_time import SHARED, compile_for, dear, devices
 from triton import next_power_of_2
 
-from kernels.gpu import attention, cache, growing, ranking, sampling
+from kernels.gpu import attention, cache, experts, growing, products, ranking, sampling
 
 pytestmark = pytest.mark.slow
 EACH, THREE = devices(80, 86, 90, 100), devices(80, 90, 100)
-BF16, F32, I32, I64, BOOL = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.bool
+BF16, F16, F32, I32, I64, BOOL = (
+    torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.bool
+)
 ANY = "any i32"
+KINDS = {  # of arguments, by name; others in capitals are any integers, the rest int64
+    "V": "i32", "S": "i32", "eps": "fp32", "plane_size": ANY, "kv": BF16, "marks": F32,
+    **dict.fromkeys(("arrived", "place", "order", "bars", "tiles"), I32),
+    **dict.fromkeys(("beam_sees", "next_sees", "ancestors", "done", "local"), BOOL),
+    **dict.fromkeys(("logits", "noise", "sums", "temperature", "top_p", "out", "cos", "sin", "parts"), F32),
+    **dict.fromkeys((f"{of}scores" for of in ("", "old_", "beam_", "all_", "next_", "tree_")), F32),
+}
+
+
+def compiled(capability, kernel, given: dict, spilled=0, integers=ANY, **options):
+    """Compile it for a GPU, which it must fit. integers: what any integer is. spilled: bytes, at most."""
+    names = [param.name for param in kernel.params]
+    kinds = [(KINDS | given).get(name, ANY if name.isupper() else I64) for name in names]
+    arguments = {name: integers if kind == ANY else kind for name, kind in zip(names, kinds)}
+    made = compile_for(capability, kernel, arguments, **options)
+    assert made.shared <= SHARED[capability] and made.spilled <= spilled
+    return made
+
+
+def in_flight(made) -> set[str]:
+    """How many products on an H100 may be unfinished where code waits for them."""
+    assert "wgmma" in made.ptx
+    return set(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (\w+)", made.sass))
+
+
 # Key/value heads, query heads that share one, head size, whether they are normed.
 HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2, Qwen2.5-7B, Qwen3-14B; sizes that are no power of two
     "llama": (8, 4, 128, False), "qwen3": (8, 4, 128, True), "vicuna": (32, 1, 128, False),
@@ -23,24 +53,21 @@ HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2, Qwen2.5-7B, Qwen3-14B; siz
 }
 
 
-def attend(
-    capability, dtype, heads, rows, old=False, early=False, float8=False, window=False
-):
+def attend(capability, dtype, heads, rows, old=False, window=False, held=None, spilled=0, early=False):
     nkv, group, hd, norm = HEADS[heads]
     tall, keys, warps, stages = attention.tiles(rows * group, dtype, SHARED[capability], hd)
-    held = torch.uint8 if float8 else dtype
     given = {
-        "qkv": dtype, "cos": F32, "sin": F32, "q_norm": dtype, "k_norm": dtype,
-        "k": held, "v": held, "length": I64, "local": BOOL, "oldest": I64, "out": dtype, "parts": F32,
-        "marks": F32,
-        "arrived": I32, "T": ANY, "M": ANY, "S": "i32", "eps": "fp32", "scale": "fp32", "HEADS": nkv,
+        **dict.fromkeys(("qkv", "q_norm", "k_norm", "out"), dtype),
+        **dict.fromkeys(("k", "v"), held or dtype), "scale": "fp32", "HEADS": nkv,
         "GROUP": group, "HEAD": hd, "HALF": next_power_of_2(hd // 2), "VALUES": next_power_of_2(hd),
-        "ROWS": tall, "KEYS": keys,
-        "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old, "WINDOWED": window,
-        "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
+        "ROWS": tall, "KEYS": keys, "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
+        "WINDOWED": window, "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
         "APART": capability >= 100 and dtype != F32,
     }
-    return compile_for(capability, attention.attend_kernel, given, warps, stages, early)
+    options = {"warps": warps, "stages": stages, "early": early}
+    made = compiled(capability, attention.attend_kernel, given, spilled, **options)
+    assert made.on_tensor_cores or dtype == F32
+    return made
 
 
 @pytest.mark.parametrize("capability", EACH)
@@ -52,46 +79,34 @@ def attend(
     ),
 ])
 def test_attention(capability, heads, rows, old, window):
-    made = attend(capability, BF16, heads, rows, old, window=window)
-    assert made.shared <= SHARED[capability] and made.on_tensor_cores
-    assert made.chained == (capability < 100)  # miscompiled on Blackwell
     little = capability == 86 or heads == "qwen2.5"  # seven query heads share keys
-    assert made.spilled <= (16 if little else 0)
+    made = attend(capability, BF16, heads, rows, old, window, spilled=16 if little else 0)
+    assert made.chained == (capability < 100)  # miscompiled on Blackwell
 
 
 @pytest.mark.parametrize("capability, rows", [*dear((86, 60)), (90, 1)])
 def test_attention_over_float8(capability, rows):
     """By the device's instruction from 8.9 on, bit by bit before. What is too large becomes the largest."""
-    made = attend(capability, BF16, "llama", rows, float8=True)
-    assert made.shared <= SHARED[capability] and made.on_tensor_cores
-    assert made.spilled <= (32 if capability == 86 else 0)
+    spilled = 32 if capability == 86 else 0
+    made = attend(capability, BF16, "llama", rows, held=torch.uint8, spilled=spilled)
     assert ("e4m3x2" in made.ptx) == ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == (capability >= 89)
 
 
 @pytest.mark.parametrize("capability", EACH)
 def test_attention_in_float32(capability):
-    made = attend(capability, F32, "llama", 60)
-    assert made.shared <= SHARED[capability] and made.spilled == 0
+    attend(capability, F32, "llama", 60)
 
 
 def test_programmatic_launch():
     """The kernel waits for the one before it; it reads nothing before."""
     made = attend(90, BF16, "llama", 1, early=True)
-    assert made.spilled == 0 and made.ptx.count("griddepcontrol.wait") == 1
     before, _, after = made.ptx.partition("griddepcontrol.wait")
-    assert "griddepcontrol.launch_dependents" in after
+    assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.wait" not in after
     assert not re.search(r"\b(ld|cp\.async|st)\.global|cp\.async", before)
     assert "griddepcontrol" not in attend(90, BF16, "llama", 1).ptx
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
-KINDS = {  # of arguments, by name; others in capitals are any integers, the rest int64
-    "V": "i32", "plane_size": ANY, "kv": BF16,
-    **dict.fromkeys(("arrived", "place", "order", "bars"), I32),
-    **dict.fromkeys(("beam_sees", "next_sees", "ancestors", "done"), BOOL),
-    **dict.fromkeys(("logits", "noise", "sums", "temperature", "top_p", "out"), F32),
-    **dict.fromkeys((f"{of}scores" for of in ("", "old_", "beam_", "all_", "next_", "tree_")), F32),
-}
 BEST, CHUNKS = {"CHUNK": ranking.CHUNK, "NOISY": True}, {"CHUNK": sampling.SORTED, "CHUNKS": 63}
 OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "rank": (ranking.best_kernel, 4, BEST | {
@@ -101,19 +116,13 @@ OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "extend": (growing.extend_kernel, 4, {"BEST": 16, "CHILDREN": 128, "SEEN": 128}),
     "prune": (growing.prune_kernel, 8, {"CANDIDATES": 1024, "NODES": 64, "SOME": 16}),
     "accept": (growing.accept_kernel, 4, {"NODES": 64, "WINDOW": 16}),
-    "emit": (growing.emit_kernel, 1, {"out": I64, "WINDOW": 16, "SOME": 16}),
-    "move": (cache.move_kernel, 4, {"S": "i32", "HEAD": 128, "HEADS": 8, "WINDOW": 16, "WIDTH": 128}),
+    "emit": (growing.emit_kernel, 1, {"out": I64, "S": ANY, "WINDOW": 16, "SOME": 16}),
+    "move": (cache.move_kernel, 4, {"HEAD": 128, "HEADS": 8, "WINDOW": 16, "WIDTH": 128}),
     "gumbel": (sampling.gumbel_kernel, 4, {"CHUNK": sampling.CHUNK}),
     "sort": (sampling.sort_kernel, 8, CHUNKS), "weigh": (sampling.weigh_kernel, 8, CHUNKS | {"WIDE": 64}),
     "bar": (sampling.bar_kernel, 8, CHUNKS | {"WIDE": 64}), "cut": (sampling.cut_kernel, 4, {"CHUNK": 2048}),
+    "arrange": (experts.arrange_kernel, 4, {"S": ANY, "FEW": True, "ROWS": 16, "CHUNK": experts.CHUNK}),
 }
-
-
-def arguments(kernel, given: dict, integers=ANY) -> dict:
-    """Its arguments for `compile_for`. integers: what any integer is."""
-    names = [param.name for param in kernel.params if param.name != "EARLY"]
-    kinds = [(KINDS | given).get(name, ANY if name.isupper() else I64) for name in names]
-    return {name: integers if kind == ANY else kind for name, kind in zip(names, kinds)}
 
 
 @pytest.mark.parametrize("capability", THREE)
@@ -122,5 +131,75 @@ def arguments(kernel, given: dict, integers=ANY) -> dict:
 def test_the_others(capability, name, one):
     """one: all integers are 1, for which Triton compiles a kernel of its own."""
     kernel, warps, given = OTHERS[name]
-    made = compile_for(capability, kernel, arguments(kernel, given, 1 if one else ANY), warps)
-    assert made.shared <= SHARED[capability] and made.spilled == 0
+    compiled(capability, kernel, given, integers=1 if one else ANY, warps=warps)
+
+
+REGISTERS = 65536  # of a multiprocessor
+WEIGHTS = {  # bits, group, dtype of scales
+    "16 bits": (16, 0, BF16), "int8": (8, 0, F32), "int4/32": (4, 32, BF16), "int4/64": (4, 64, BF16),
+    "int4/128": (4, 128, BF16), "mxfp4": (4, 32, torch.uint8),
+}
+
+
+def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spilled=0):
+    """Compile a kernel that multiplies by weights, with a tile of so many rows."""
+    bits, group, scale = WEIGHTS[kind]
+    given = {
+        **dict.fromkeys(("x", "bias", "onto", "out"), dtype), "scale": scale,
+        **dict.fromkeys(("N", "K", "STRIDE"), "i32"),
+        "weight": dtype if bits == 16 else torch.int16, "BITS": bits, "GROUP": group, "ADDED": True,
+        "BIASED": kernel is experts.grouped_kernel, "EVEN": even,
+        "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": rows, **tile.kwargs,
+    }
+    made = compiled(capability, kernel, given, spilled, warps=tile.num_warps, stages=tile.num_stages)
+    assert made.on_tensor_cores == (dtype != F32)
+    return made
+
+
+def choices():
+    """(compute capability, kind of weights, rows of a tile, number of the tile) of products in bfloat16.
+
+    On an H200 all that are tried, of int4 in groups of 64; elsewhere, and in other groups, the first.
+    """
+    for capability in (80, 90, 100):
+        for kind in ("int8", "int4/32", "int4/64", "int4/128"):
+            bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "int4/64")
+            for rows in sorted({products.tile_rows(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
+                for choice in range(len(products.tiles(rows, BF16, bits)) if whole else 1):
+                    case = capability, kind, rows, choice
+                    yield case if case in ((90, "int8", 64, 0), (90, "int4/64", 16, 0)) else dear(case)[0]
+
+
+@pytest.mark.parametrize("capability, kind, rows, choice", choices())
+def test_products(capability, kind, rows, choice):
+    tile = products.tiles(rows, BF16, WEIGHTS[kind][0])[choice]
+    made = multiply(capability, products.product_kernel, kind, tile, rows)
+    assert not made.chained
+    if capability == 90:
+        resident, threads = tile.kwargs["RESIDENT"], 32 * tile.num_warps
+        assert resident * (made.shared + 1024) <= SHARED[90] + 1024
+        assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
+        assert in_flight(made) == {"0x0"}  # a product ends before its inputs are overwritten
+
+
+@pytest.mark.parametrize("capability", THREE)
+@pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
+@pytest.mark.parametrize("kind", ("int8", "int4/64"))
+def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
+    """What is tried first; inputs that no tile divides."""
+    bits = WEIGHTS[kind][0]
+    rows = products.tile_rows(60, dtype, bits)
+    tile = products.tiles(rows, dtype, bits)[0]
+    multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
+
+
+@pytest.mark.parametrize("capability", (90, *dear(80, 86, 100)))
+@pytest.mark.parametrize("kind, rows", [
+    ("mxfp4", 60), *dear(*((kind, rows) for kind in WEIGHTS for rows in (1, 17, 60, 128))),
+])
+def test_experts(capability, kind, rows):
+    """gpt-oss has 2880 inputs, which the tile of few rows does not divide."""
+    tile, even = experts.tile_of(rows, BF16), kind != "mxfp4" or rows > 1
+    options = {"even": even, "spilled": 8 if capability == 86 else 0}
+    made = multiply(capability, experts.grouped_kernel, kind, tile, tile.kwargs["ROWS"], **options)
+    assert capability != 90 or kind == "16 bits" or in_flight(made) == {"0x0"}

@@ -2,36 +2,18 @@
 
 A row's result never depends on its company, nor on where its slots lie.
 """
-import ctypes
-import platform
-
 import pytest
 import torch
-from helpers.kernels import DTYPES, ERROR, Written, close, draws, round_heads, same
+from helpers.kernels import DTYPES, attention_case, check_attention, close, draws, same
 
 from kernels.packed import ByteCaches
-from model import ModelArgs, Pass, Transformer, inverse_frequencies
+from model import ModelArgs
 
 pytestmark = pytest.mark.kernels
 
 
-def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0, window=0,
-           sinks=None):
-    norms = (norm if norm is None else norm.float() for norm in (q_norm, k_norm))
-    return isa.ops.attend(qkv, cos, sin, *norms, eps, k, v, slots, visible, window, sinks)
-
-
-def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, window=0, sinks=False):
-    draw = draws(0)
-    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms, windows=(window,),
-                     sinks=sinks)
-    qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
-    slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
-    visible = draw(B, T, n) > -0.5
-    visible.scatter_(2, slots[..., None], True)  # a row sees itself
-    weights = (draw(head_dim, dtype=dtype), draw(head_dim, dtype=dtype), 1e-5) if norms else ()
-    return args, qkv, k, v, slots, visible, weights
+def attend(isa, qkv, cos, sin, k, v, slots, visible, norms=(None, None, 0.0), window=0, sinks=None):
+    return isa.ops.attend(qkv, cos, sin, *norms, k, v, slots, visible, window, sinks)
 
 
 def in_dtype(isa, k, v):
@@ -50,53 +32,29 @@ def in_bytes(isa, k, v):
     return cache.k, cache.v
 
 
-SHAPES = pytest.mark.parametrize("shape", (
-    (1, 1, 4, 4, 32, 5, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
-    (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False), (2, 4, 6, 3, 64, 430, False),
-    # With windows: in one block, from block to block, beyond whole blocks, and of one slot.
-    (1, 16, 9, 3, 64, 129, True, 7), (2, 4, 6, 3, 64, 430, False, 100), (1, 40, 4, 2, 32, 700, False, 150),
-    (1, 3, 8, 1, 20, 300, False, 1),
-    # With sinks.
-    (2, 5, 8, 2, 64, 140, False, 0, True), (1, 3, 6, 3, 20, 430, False, 150, True),
-))
-
-
 @pytest.mark.parametrize("stored", (in_dtype, in_bytes))
 @pytest.mark.parametrize("dtype", DTYPES)
-@SHAPES
+@pytest.mark.parametrize("shape", (
+    (1, 1, 4, 4, 32, 5), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True), (1, 2, 2, 2, 6, 9, True),
+    (1, 5, 3, 1, 100, 17), (2, 4, 6, 3, 64, 430), (2, 5, 8, 2, 64, 140, True),
+    # With windows: in one block, from block to block, beyond whole blocks, and of one slot.
+    (1, 16, 9, 3, 64, 129, True, 7), (2, 4, 6, 3, 64, 430, False, 100), (1, 40, 4, 2, 32, 700, False, 150),
+    (1, 3, 8, 1, 20, 300, False, 1), (1, 3, 6, 3, 20, 430, True, 150),
+))
 def test_attend(each_isa, dtype, shape, stored):
-    """Over bytes: attention over rounded keys and values, but for the rounding of queries and softmax
-    weights: to about 1/8000 of the largest where they have 16 bits, 1/127 where they have 8.
-    """
-    args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
-    block = Transformer(args).layers[0].to(dtype)
-    if weights:
-        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
-        block.q_norm.eps = block.k_norm.eps = 1e-5
-    if args.sinks:  # from next to nothing to all of the softmax
-        block.sinks.data = torch.linspace(-20, 40, args.num_heads)
-    sinks = block.sinks
-    shared = Pass(args, inverse_frequencies(args), slots + 100, slots, visible)
-    cos, sin = shared.angles()
+    case = block, qkv, k, v, shared = attention_case(dtype, *shape)
+    norms = (x.float() if isinstance(x, torch.Tensor) else x for x in block.head_norms)
+    more = [*norms], block.window, block.sinks
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         caches = stored(each_isa, k, v)
-        given = qkv, cos, sin, *caches, slots, visible, *weights
-        found.append(attend(each_isa, *given, window=block.window, sinks=sinks))
+        given = qkv, *shared.angles(), *caches, shared.slots, shared.visible, *more
+        found.append(attend(each_isa, *given))
     torch.set_num_threads(1)
     same(*found)
-    theirs = Written(k.double(), v.double(), round_heads if stored is in_bytes else lambda x: x)
-    expected = theirs.attend(block.double(), qkv.double(), shared)
-    error = (found[0].double() - expected).abs()
-    if stored is in_dtype:
-        same(caches[1].double(), theirs.v)
-        close(caches[0], theirs.k, dtype)
-        assert error.max() <= 2 * ERROR[dtype] * expected.abs().max()
-        return
     coarse = each_isa.layout.bytes_per_word == 4
-    assert error.max() <= (0.05 if coarse else 0.012) * expected.abs().max()
-    assert error.square().mean().sqrt() <= (0.012 if coarse else 0.003) * expected.abs().max()
+    check_attention(case, found[0], None if stored is in_bytes else caches, coarse)
 
 
 PATHS = [[0]]  # to each node of a tree
@@ -144,19 +102,6 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, windo
         same(alone[0, 0], found[0][0, path[-1]])
 
 
-@pytest.mark.parametrize("hd", (6, 20, 64))
-def test_moving_slots_in_bytes(each_isa, hd):
-    """A cache after a move is the cache of what has been moved."""
-    k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
-    source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
-    moved = in_bytes(each_isa, k, v)
-    each_isa.ops.move(moved[:1], moved[1:], hd, source, target)
-    rows = torch.arange(2)[:, None]
-    for x in (k, v):
-        x[rows, target] = x[rows, source]
-    assert all(map(torch.equal, moved, in_bytes(each_isa, k, v)))
-
-
 def test_scores_of_any_size(each_isa):
     """Softmax weights that differ by more than floats can tell apart, over several blocks."""
     draw, n = draws(5), 400
@@ -171,21 +116,3 @@ def test_scores_of_any_size(each_isa):
     scores = (q @ k[:, :, 0].double().transpose(1, 2) / 4).masked_fill(~visible, float("-inf"))
     assert scores.max() > 1000
     close(found, scores.softmax(-1) @ v[:, :, 0].double(), torch.float32)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads a flag of x86")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_old_memory_is_not_multiplied(each_isa, dtype):
-    """Numbers below the exponents of floats take Intel's processors a hundred times as long. A flag shows
-    them.
-    """
-    qkv, cos, sin, k, v, own, visible = tree_case(dtype)
-    found, math = (ctypes.c_uint32 * 8)(), ctypes.CDLL("libm.so.6")
-    old = [torch.full((size,), 1e-40) for size in range(64, 40_000, 64)]
-    assert old[0].mul(2).any() and (math.fegetenv(found), found[7] & 2)[1], "the flag is not there"
-    del old
-    found[7] &= ~2
-    math.fesetenv(found)
-    attend(each_isa, qkv, cos, sin, k, v, own, visible)
-    math.fegetenv(found)
-    assert not found[7] & 2
