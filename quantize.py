@@ -33,8 +33,7 @@ from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.target import load_target
-from kernels.modes import BESIDE, FOUR_BITS, GROUPS, MODES
-from kernels.quantized import Scheme
+from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme
 from sampling.options import Sampling
 
 GROUP = 64

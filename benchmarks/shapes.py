@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from common.errors import InputError
-from kernels.modes import BESIDE, FOUR_BITS, MXFP4
-from kernels.quantized import Scheme, replace_all
+from kernels.quantized import BESIDE, FOUR_BITS, MXFP4, Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head
 from networks.head import Head, HeadArgs, eagle3_aux_layers
@@ -67,7 +66,7 @@ def random_models(
 ) -> tuple[Transformer, Head]:
     """Return a target of this shape and its EAGLE-3 head.
 
-    mode: one of `kernels.modes.MODES` for quantised weights, mxfp4 for experts, or None. In int4 and w4a8
+    mode: one of `kernels.quantized.MODES` for quantised weights, mxfp4 for experts, or None. In int4 and w4a8
     `group` inputs share a scale; other layers have 8 bits. Raise InputError on an unknown name.
     """
     args, draft_vocab, mlp_width = shape_of(name)

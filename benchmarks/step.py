@@ -41,7 +41,7 @@ from shapes import write_gguf
 from checkpoint.folder import read_config
 from common.cli import note
 from common.errors import InputError, first_line
-from kernels.modes import MODES, MXFP4
+from kernels.quantized import MODES, MXFP4
 from tree import TreeShape
 
 AT_ONCE = 10 if bench.CUDA else 1  # steps timed as one: a GPU's host launches a step ahead

@@ -45,8 +45,7 @@ from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError
 from common.schema import named
 from common.torchrun import several
-from kernels.modes import MXFP4
-from kernels.quantized import Scheme
+from kernels.quantized import MXFP4, Scheme
 from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template

@@ -27,8 +27,8 @@ from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.schema import named
 from kernels.gptq import gptq, output_error
-from kernels.modes import MXFP4
 from kernels.quantized import (
+    MXFP4,
     QuantizedLinear,
     QuantizedStack,
     Scheme,

@@ -21,8 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels.modes import FOUR_BITS, MXFP4
-from kernels.quantized import Quantized
+from kernels.quantized import FOUR_BITS, MXFP4, Quantized
 from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead

@@ -22,7 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, Wrong, schema_of
-from kernels.modes import FOUR_BITS, GROUPS, MODES, MXFP4, MXFP4_GROUP
+
+MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
+FOUR_BITS = ("int4", "w4a8")
+MXFP4, MXFP4_GROUP = "mxfp4", 32  # of experts only, as files have it; nothing is rounded to it here
+# The mode of what is sensitive beside them: heads and the lm_head.
+BESIDE = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
+GROUPS = (32, 64, 128)
 
 INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3

@@ -19,8 +19,7 @@ from kernels.float8 import to_bytes
 from kernels.gpu import products
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
-from kernels.modes import MXFP4
-from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, replace_all
+from kernels.quantized import MXFP4, QuantizedLinear, QuantizedStack, Scheme, replace_all
 from model import Block, Experts, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
 from sampling.noise import seed_keys
 from tree import Growth, TreeShape

@@ -20,9 +20,8 @@ from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.choose import choose_backend
-from kernels.modes import BESIDE
 from kernels.packed import ByteCaches, CpuCaches
-from kernels.quantized import Scheme
+from kernels.quantized import BESIDE, Scheme
 from networks.hybrid import RING, Hybrid
 from quantize import main as quantize
 from sampling.options import Sampling

@@ -17,8 +17,7 @@ from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from engine.engine import Engine
 from kernels.choose import choose_backend
-from kernels.modes import BESIDE
-from kernels.quantized import Scheme, quantize_linears
+from kernels.quantized import BESIDE, Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
 

@@ -15,9 +15,8 @@ from helpers.sources import CONFIG, target_state, write_source
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.quantizing import Quantised, quantize_folder
-from kernels.modes import BESIDE, FOUR_BITS
-from kernels.modes import MODES as PRECISIONS
-from kernels.quantized import Scheme
+from kernels.quantized import BESIDE, FOUR_BITS, Scheme
+from kernels.quantized import MODES as PRECISIONS
 
 pytestmark = pytest.mark.slow
 # Families that differ in what is dealt: a key/value head for each query, tied tables, biases, norms, experts,
