@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from helpers.blocks import LABELS, Reference, published, sharpened
+from helpers.blocks import LABELS, Reference, published
 from helpers.decoding import drafts, watched
 from helpers.heads import write_head
 from helpers.states import paths
@@ -25,7 +25,7 @@ WINDOW = {"sliding_window": 7}
 def converted(label: str, golden, target, folder, changes: dict, draft: int | None = None):
     """(Published tensors, config, the head after conversion)."""
     tensors, config = published(label, target, draft=draft)
-    tensors, config = sharpened(tensors), config | changes
+    config |= changes
     write_head(folder / "published", tensors, config)
     out = convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
     return tensors, config, load_head(out, target)

@@ -17,13 +17,18 @@ LABELS = ("p-eagle", "dflash", "dflash-windows", "jetspec", "dspark", "dspark-ga
 
 
 def published(label: str, target: Transformer, draft: int | None = None):
-    """(Tensors, config) of a random head of one of LABELS, as published. draft: size of its vocabulary."""
+    """(Tensors, config) of a random head of one of LABELS, as published. draft: size of its vocabulary.
+
+    It is surer of what it says than random numbers are, so that trees are deep.
+    """
     g, H, V = torch.Generator().manual_seed(0), target.args.hidden_size, target.args.vocab_size
-    block, states = 5, 3 if label == "p-eagle" else 2
-    D = draft or V
-    shapes = {"fc.weight": (H, states * H), "norm.weight": (H,), "lm_head.weight": (D, H)}
+    block, D, is_p_eagle = 5, draft or V, label == "p-eagle"
+    shapes = {
+        "fc.weight": (H, (3 if is_p_eagle else 2) * H), "norm.weight": (H,), "lm_head.weight": (D, H),
+        "layers.0.hidden_norm.weight" if is_p_eagle else "hidden_norm.weight": (H,),
+    }
     for i in range(LAYERS):
-        p, reads = f"layers.{i}.", 2 * H if label == "p-eagle" and i == 0 else H
+        p, reads = f"layers.{i}.", 2 * H if is_p_eagle and i == 0 else H
         shapes |= layer_shapes(p, H, INNER, (HEADS, KV, HD), reads) | {
             p + "self_attn.q_norm.weight": (HD,), p + "self_attn.k_norm.weight": (HD,),
             p + "input_layernorm.weight": (H,),
@@ -34,46 +39,37 @@ def published(label: str, target: Transformer, draft: int | None = None):
         "rope_theta": 5000.0, "max_position_embeddings": 512, "tie_word_embeddings": False,
         "model_type": "qwen3", "num_target_layers": target.args.num_layers,
     }
-    outputs = [0, 2]  # of layers of the target
-    if label == "p-eagle":
-        shapes |= {"mask_hidden": (1, 1, 3 * H), "layers.0.hidden_norm.weight": (H,)}
+    reads = {"mask_token_id": 3, "target_layer_ids": [0, 2]}  # outputs of layers of the target
+    if is_p_eagle:
+        shapes["mask_hidden"] = (1, 1, 3 * H)
         config |= {
             "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3, "draft_vocab_size": D,
             "num_draft_steps": block - 1, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
         }
-    elif label in ("dflash", "dflash-windows", "jetspec"):
+    elif "dspark" not in label:
         del shapes["lm_head.weight"]
-        shapes["hidden_norm.weight"] = (H,)
-        config |= {
-            "architectures": ["DFlashDraftModel"], "block_size": block,
-            "dflash_config": {"mask_token_id": 3, "target_layer_ids": outputs},
-        }
+        config |= {"architectures": ["DFlashDraftModel"], "block_size": block, "dflash_config": reads}
         if label == "dflash-windows":
             config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
         if label == "jetspec":
-            config["dflash_config"]["causal"] = True
+            reads["causal"] = True
     else:
-        r = 6
-        shapes |= {
-            "hidden_norm.weight": (H,), "embed_tokens.weight": (V, H), "markov_head.markov_w1.weight": (V, r),
-            "markov_head.markov_w2.weight": (V, r), "confidence_head.proj.weight": (1, H + r),
+        r = 0 if label == "dspark-plain" else 6
+        shapes |= {f"markov_head.markov_w{i}.weight": (V, r) for i in (1, 2) if r} | {
+            "embed_tokens.weight": (V, H), "confidence_head.proj.weight": (1, H + r),
             "confidence_head.proj.bias": (1,),
         }
-        config |= {
-            "architectures": ["Qwen3DSparkModel"], "block_size": block, "mask_token_id": 3,
-            "target_layer_ids": outputs, "markov_rank": r, "markov_head_type": "vanilla",
-            "enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512,
+        config |= reads | {
+            "architectures": ["Qwen3DSparkModel"], "block_size": block, "markov_rank": r,
+            "markov_head_type": "vanilla", "enable_confidence_head": True,
+            "confidence_head_with_markov": r > 0, "num_anchors": 512,
         }
         if label == "dspark-gated":
             shapes |= {"markov_head.gate_proj.weight": (r, H + r), "markov_head.gate_proj.bias": (r,)}
             config["markov_head_type"] = "gated"
-        if label == "dspark-plain":
-            for name in [name for name in shapes if "markov" in name]:
-                del shapes[name]
-            shapes["confidence_head.proj.weight"] = (1, H)
-            config |= {"markov_rank": 0, "confidence_head_with_markov": False}
+    times = {"norm.weight": 12.0, "markov_head.markov_w1.weight": 6.0, "confidence_head.proj.weight": 0.02}
     tensors = {
-        name: (1 if "norm" in name else 0) + 0.3 * torch.randn(shape, generator=g)
+        name: times.get(name, 1.0) * (("norm" in name) + 0.3 * torch.randn(shape, generator=g))
         for name, shape in shapes.items()
     }
     if "embed_tokens.weight" in tensors:  # DeepSpec's are copies
@@ -83,12 +79,6 @@ def published(label: str, target: Transformer, draft: int | None = None):
         ids = torch.randperm(V, generator=g)[:draft].sort().values
         tensors["d2t"] = ids - torch.arange(draft)
     return tensors, config
-
-
-def sharpened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same head, surer of what it says, so that trees are deep; its confidences differ."""
-    times = {"norm.weight": 12.0, "markov_head.markov_w1.weight": 6.0, "confidence_head.proj.weight": 0.02}
-    return tensors | {name: tensors[name] * by for name, by in times.items() if name in tensors}
 
 
 class Reference:

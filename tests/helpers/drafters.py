@@ -4,7 +4,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpoint.folder import check_args
 from drafters.base import Drafter
 from drafters.block import BlockDrafter, PEagle
 from drafters.draft_model import DraftModel
@@ -25,17 +24,17 @@ NAMES = (
     "draft-model", "residual", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
     "lookahead+hydra++", "eagle3 window", "dspark window",
 )
-# One of each kind of what a drafter reads and keeps; `make test-fast` leaves the others out.
-QUICK = {
-    "eagle3", "eagle1", "p-eagle", "dspark", "medusa", "hydra++", "draft-model", "residual", "lookahead",
-    "lookup", "rest", "lookup+eagle3",
+# Like others in what they read and keep; `make test-fast` leaves them out.
+SLOW = {
+    "plain", "eagle2", "dflash", "hydra", "eagle1+dspark", "lookahead+hydra++", "eagle3 window",
+    "dspark window",
 }
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
 
 def cases(names=NAMES) -> list:
     """The names of drafters as a test's parameters."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in names]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
 def guessing_heads(
@@ -47,15 +46,13 @@ def guessing_heads(
     prefix: with Hydra++'s layer, of the target's shape.
     """
     a = target.args
-    args = MultiTokenArgs(
-        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim,
-        norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
-        draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,),
-        guesses=guesses, blocks=blocks, prefix=prefix,
-    )
-    check_args(args)
     torch.manual_seed(seed)
-    head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](args)
+    head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](MultiTokenArgs(
+        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim,
+        a.norm_eps, a.rope_base, max_seq_len=a.max_seq_len, draft_vocab_size=len(draft_ids),
+        target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks,
+        prefix=prefix,
+    ))
     with torch.no_grad():
         for name, p in head.named_parameters():
             if p.ndim == 2:
@@ -76,34 +73,32 @@ def make_drafter(
     name: str, target: Transformer, eagle3: Head, eagle1: Head, prepare: Callable[[torch.nn.Module], None]
 ) -> Drafter:
     """A drafter of `NAMES` for a target and its heads. prepare: what is done to models that are made here."""
-    weight = target.embed.weight
+    size, weight = target.args.vocab_size, target.embed.weight
+    ids, lent = torch.arange(min(300, size)), {id(p) for p in target.parameters()}  # which all tests share
 
-    def guessing(kind: str, prefix: bool) -> Head:
-        """Random heads of Medusa or Hydra."""
-        ids = torch.arange(min(300, target.args.vocab_size))
-        heads = guessing_heads(target, kind, ids, 3, 1, prefix, 0).to(weight.device)
-        for p in heads.parameters():
-            p.data = p.data.to(weight.dtype)
-        prepare(heads)
-        return heads
+    def make(name: str) -> Drafter:
+        return make_drafter(name, target, eagle3, eagle1, prepare)
 
-    def block(kind: str, **shape) -> Head:
-        """A random head that drafts blocks."""
-        ids, few = torch.arange(min(300, target.args.vocab_size)), 2 if target.args.num_layers > 4 else 1
-        shape = {"states": few, "num_layers": 2, "drafts": 4, "mask_id": 7} | shape
-        head = new_head(target, kind, ids, HeadShape(**shape), 0).to(weight.device)
+    def ready(head: Head, noise: float = 0.0) -> Head:
         torch.manual_seed(1)
-        lent = {id(p) for p in target.parameters()}  # which all tests share
-        for p in head.parameters():
+        for p in head.to(weight.device).parameters():
             if id(p) not in lent:
-                p.data = (p.data + 0.02 * torch.randn_like(p.data)).to(weight.dtype)
+                p.data = (p.data + noise * torch.randn_like(p.data)).to(weight.dtype)
         prepare(head)
         return head
 
+    def guessing(kind: str, prefix: bool = False) -> Head:
+        """Random heads of Medusa or Hydra."""
+        return ready(guessing_heads(target, kind, ids, 3, 1, prefix, 0))
+
+    def block(kind: str, rank: int | None = None) -> Head:
+        """A random head that drafts blocks."""
+        few = 2 if target.args.num_layers > 4 else 1
+        return ready(new_head(target, kind, ids, HeadShape(2, few, 4, rank, mask_id=7), 0), 0.02)
+
     def rest() -> Rest:
         suffixes = sorted(range(len(STORED)), key=lambda i: STORED[i:])
-        store = (torch.tensor(x, dtype=torch.int32) for x in (STORED, suffixes))
-        return Rest(*store, target.args.vocab_size, nodes=12)
+        return Rest(*(torch.tensor(x, dtype=torch.int32) for x in (STORED, suffixes)), size, nodes=12)
 
     return {
         "plain": Drafter,
@@ -112,23 +107,18 @@ def make_drafter(
         "eagle1": lambda: StaticEagle(eagle1, EAGLE1_TREE),
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
         "dflash": lambda: BlockDrafter(block("dflash"), TreeShape(10, 3, 4)),
-        "dspark": lambda: BlockDrafter(block("dspark", markov_rank=8), TreeShape(10, 3, 3)),
-        "medusa": lambda: Medusa(guessing("medusa", False), likely_tree(12, 3)),
-        "hydra": lambda: Hydra(guessing("hydra", False), likely_tree(12, 3)),
+        "dspark": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3)),
+        "medusa": lambda: Medusa(guessing("medusa"), likely_tree(12, 3)),
+        "hydra": lambda: Hydra(guessing("hydra"), likely_tree(12, 3)),
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
         "residual": lambda: DraftModel(target, TreeShape(6, 4, 1), rule="residual"),
-        "lookup+eagle3": lambda: Mixed(Lookup(), Eagle(eagle3, TreeShape(8, 2, 3))),
-        "eagle1+dspark": lambda: Mixed(
-            StaticEagle(eagle1, EAGLE1_TREE),
-            BlockDrafter(block("dspark", markov_rank=8), TreeShape(10, 3, 3)), 12
-        ),
-        "lookahead+hydra++": lambda: Mixed(
-            Lookahead(target.args.vocab_size, 3, 3, 3), Hydra(guessing("hydra", True), likely_tree(12, 3))
-        ),
+        "lookup+eagle3": lambda: Mixed(Lookup(), make("eagle3")),
+        "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
+        "lookahead+hydra++": lambda: Mixed(make("lookahead"), make("hydra++")),
         "eagle3 window": lambda: Eagle(eagle3, TreeShape(8, 2, 3), reach=12),
-        "dspark window": lambda: BlockDrafter(block("dspark", markov_rank=8), TreeShape(10, 3, 3), reach=12),
-        "lookahead": lambda: Lookahead(target.args.vocab_size, 3, 3, 3),
+        "dspark window": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3), reach=12),
+        "lookahead": lambda: Lookahead(size, 3, 3, 3),
         "lookup": Lookup,
         "rest": rest,
     }[name]()

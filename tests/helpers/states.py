@@ -43,10 +43,3 @@ def paths(tokens: list[int], parent: list[int]) -> list[tuple[int, ...]]:
         assert parent[node] < node
         found.append((*found[parent[node]], tokens[node]))
     return found
-
-
-def chain(tokens: torch.Tensor) -> Tree:
-    """Tokens [B, T] as a tree with one path; T = 1 is the bare root of plain decoding."""
-    B, T = tokens.shape
-    parent = (torch.arange(T, device=tokens.device) - 1).clamp(min=0).expand(B, T)
-    return Tree(tokens, parent, *link(parent, T - 1))

@@ -11,26 +11,22 @@ from training.features import Features, TargetStates
 from training.losses import Objective
 
 
-def random_rows(*sizes: tuple[int, list[list[int]]]) -> list[dict]:
-    """A row of random bytes for each (number of tokens, answers)."""
-    g = torch.Generator().manual_seed(1)
-    return [
-        {"ids": torch.randint(0, 256, (n,), generator=g).tolist(), "answers": answers, "source": "test"}
-        for n, answers in sizes
-    ]
+def row(seed: int, n: int, answers: list[list[int]]) -> dict:
+    """A row of n random bytes."""
+    ids = torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return {"ids": ids, "answers": answers, "source": "test"}
 
 
-ROWS = random_rows((14, [[5, 14]]), (9, [[2, 9]]), (11, [[8, 11]]), (24, [[4, 10], [15, 24]]))
+ROWS = [row(1, 14, [[5, 14]]), row(2, 9, [[2, 9]]), row(3, 11, [[8, 11]]), row(4, 24, [[4, 10], [15, 24]])]
 
 
 def loss_on(
-    objective: Objective, states: TargetStates | None = None, rows: list[dict] = ROWS,
-    seeds: list[int] | None = None,
+    objective: Objective, states: TargetStates | None = None, rows: list[dict] = ROWS
 ) -> tuple[Tensor, Tensor, Batch, TargetStates]:
     """Return the loss on rows, the right first choices by step, the batch and the target's states."""
     states = states or Features(objective.target, objective.aux_layers).read(rows)
-    batch = objective.batch(rows, objective.steps, seeds)
-    return *objective.loss(batch, states, batch.scored, seeds or [0] * len(rows)), batch, states
+    batch = objective.batch(rows, objective.steps)
+    return *objective.loss(batch, states, batch.scored, [0] * len(rows)), batch, states
 
 
 @torch.no_grad()
@@ -55,9 +51,6 @@ def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list
         "decode-batch": 12, "draft-vocab": 64, "epochs": 2, "steps": 3, "batch-tokens": 512, "synthesize": 4,
         "seed": 1, "validate-prompts": 2,
     }
-    kind = changes.get("kind", "eagle3")
-    for name in {"eagle3": (), "eagle": ("steps", "draft-vocab")}.get(kind, ("steps",)):
-        del values[name]
     pairs = ((f"--{flag}", str(value)) for flag, value in (values | changes).items() if value is not None)
     return [word for pair in pairs for word in pair]
 

@@ -91,7 +91,8 @@ def test_losses_are_the_drafters_rows(models, models1, name):
     else:
         head = head.twin(target, torch.float32)
     (head.layers[0] if kind in ("dflash", "dspark") else head.layer).window = 3 * (variant == "window")
-    args, ids, objective = head.args, head.draft_ids, TRAINED[kind].objective(target, head, 4)
+    args, ids, lk = head.args, head.draft_ids, 0.7 * (name in SHAPES)
+    objective = TRAINED[kind].objective(target, head, 4, lk=lk)
     steps = objective.steps
     losses = [torch.zeros(()) for _ in range(steps)]
     right, valid, scored = [0] * steps, [0] * steps, [0] * steps
@@ -110,11 +111,11 @@ def test_losses_are_the_drafters_rows(models, models1, name):
                     logits = logits + head.after(h, before)
                 right[i] += int(logits.argmax() == p.argmax())
                 entropy = -(p * logits.log_softmax(-1)).sum()
+                accepted = torch.minimum(p, logits.softmax(-1)).sum()
+                losses[i] = losses[i] + (1 - lk) * entropy - lk * accepted.log()
                 if kind == "eagle":
-                    entropy = TOKEN_LOSS * entropy + F.smooth_l1_loss(h, state[j + 1])
-                losses[i] = losses[i] + entropy
+                    losses[i] = losses[i] + F.smooth_l1_loss(h, state[j + 1]) - (1 - TOKEN_LOSS) * entropy
                 if getattr(args, "confidence", False):
-                    accepted = torch.minimum(p, logits.softmax(-1)).sum()
                     doubt = head.doubt(h, before)
                     losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
     expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))

@@ -4,13 +4,14 @@ import shutil
 
 import pytest
 import torch
+from helpers import edit
 from helpers.training import log_of, loss_on, options, users
 from safetensors.torch import load_file, save_file
 
 import train
 from checkpoint.calibration import Calibration
 from checkpoint.convert import convert
-from checkpoint.loading import load_head, load_model
+from checkpoint.loading import identity, load_head, load_model
 from engine.engine import Engine
 from kernels.backend import TORCH
 from sampling.options import Sampling
@@ -41,8 +42,7 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     shape |= {name: getattr(head.args, name, None) for name in ("drafts", "markov_rank")}
     untrained = new_head(target, kind, head.draft_ids, HeadShape(**shape), 0)
     paths = data.shards_in(folder / "head-work" / "data")
-    written_by = json.loads(paths[0].read_text().splitlines()[0])["target"]
-    rows = data.hold_out(data.rows_of(data.read_shards(paths, 320, written_by), 200)[0])[0]
+    rows = data.hold_out(data.rows_of(data.read_shards(paths, 320, identity(target)), 200)[0])[0]
     with torch.no_grad():
         objectives = (TRAINED[kind].objective(target, x, 4) for x in (head, untrained))
         (loss, right, *_), (control, guessed, *_) = (loss_on(x, rows=rows) for x in objectives)
@@ -86,12 +86,10 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monk
     monkeypatch.setattr("training.session.choose_backend", lambda *_, **__: TORCH)  # nothing is compiled
     target = shutil.copytree(golden, tmp_path / "target")  # one that ends its turns with a line
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
-    for name, change in (
-        ("config.json", lambda config: {"stop_ids": [ord("\n")]}),
-        ("tokenizer_config.json", lambda config: {"chat_template": refusal + config["chat_template"]}),
-    ):
-        config = json.loads((target / name).read_text())
-        (target / name).write_text(json.dumps(config | change(config)))
+    edit(target, stop_ids=[ord("\n")])
+    tokenizer = json.loads((target / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = refusal + tokenizer["chat_template"]
+    (target / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     refused = [{"role": "system", "content": "s"}, *users("u")]
     prompts, openings, files = tmp_path / "p.jsonl", tmp_path / "openings.txt", tmp_path / "c.jsonl"
     prompts.write_text(f'{prompt_file.read_text()}{json.dumps({"messages": refused})}\n{{"prompt": ""}}\n')

@@ -42,8 +42,7 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     c = collector(golden, tmp_path)
     told = [{"role": "system", "content": "s"}, *users("q")]
-    prompts = [users("one", "two", "three"), users("x" * 95, "dropped"), users("y" * 99), users(""), told]
-    c.from_prompts(prompts)
+    c.from_prompts([users("one", "two", "three"), users("x" * 95, "cut"), users("y" * 99), users(""), told])
     c.write()
     rows = read_rows(c)
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 3] and {r["target"] for r in rows} == {"golden"}
