@@ -13,7 +13,7 @@ from drafters.eagle import Eagle
 from engine.engine import Engine
 from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
-from kernels.packed import PackedEagle3Head, PackedLinear, PackedTransformer
+from kernels.packed import PackedLinear, PackedTransformer
 from model import MLP, ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
@@ -58,7 +58,10 @@ GPT_OSS = WINDOWS | {
 
 @pytest.mark.parametrize("options", (
     {}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}, WINDOWS, GEMMA,
-    {"of_head": {"num_layers": 2, "windows": (5, 30)}},
+    *({"of_head": options} for options in (
+        {"num_layers": 2, "windows": (5, 30)}, {"recycle_normed": True}, {"own_embedding": True},
+        {"own_lm_head": False, "draft_vocab_size": 160}, {"norm_before_residual": True},
+    )),
     {"num_experts": 5, "experts_per_token": 2},
     {"num_experts": 20, "experts_per_token": 3, "renormalise_experts": False}, GPT_OSS,
     {"biases": True, "activation": "clamped_swiglu"},
@@ -78,6 +81,7 @@ def test_a_packed_model_is_the_model(options):
     choose_backend("cpu").prepare(target, head)
     assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
     assert isinstance(head.fc, PackedLinear)
+    assert (head.packed_weights is None) == head.args.norm_before_residual  # whose pass stays in parts
     target = copy.deepcopy(target)
     after = decode()
     assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
@@ -144,32 +148,6 @@ def test_a_mixture(mode):
     fast, plain = (Engine(target, drafter, compile=False, max_seq_len=100)
                    for drafter in (Eagle(head, TreeShape(8, 2, 4)), None))
     check_texts(ids(fast, *map(list, zip(*made))), ids(plain, *map(list, zip(*made))), made)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("of_head, whole", (
-    ({}, True), ({"num_layers": 3}, True), ({"recycle_normed": True}, True), ({"own_embedding": True}, True),
-    ({"own_lm_head": False, "draft_vocab_size": 160}, True), ({"norm_before_residual": True}, False),
-    ({"num_layers": 2, "windows": (2, 0)}, True),
-))
-def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
-    """The bits of its parts one after the other, in its caches too. One variant stays in parts."""
-    target, head = tiny(dtype, of_head=of_head)
-    choose_backend("cpu").prepare(target, head)
-    assert (head.packed_weights is not None) == whole
-    feature = torch.randn(2, 5, 64).to(dtype)
-    tokens, positions = torch.randint(0, 160, (2, 5)), torch.arange(10).view(2, 5) % 7
-    slots = torch.arange(5).expand(2, -1)
-    visible = torch.rand(2, 5, 9) < 0.5
-    visible[..., 0] = True
-    found = []
-    for kind in (PackedEagle3Head, Eagle3Head):
-        head.__class__ = kind
-        caches = head.caches(2, 9, dtype, "cpu")
-        x = head(tokens, feature, positions, slots, visible, caches)
-        found.append([x, head.logits(x), *caches.buffers()])
-    assert found[0][1].dtype == torch.float32
-    same(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,7 +59,7 @@ void attend(int64_t item) {
   rows.B = number(), rows.T = number(), rows.heads = number(), rows.kv_heads = number(), rows.hd = number();
   rows.n = number();
   Attending layer{};
-  layer.eps = 1e-5f, layer.window = number();
+  layer.eps = 1e-6f, layer.window = number();
   const bool in_bytes = number();
   for (Cache* cache : {&layer.k, &layer.v})
     cache->sequence = number(), cache->slot = number(), cache->head = number(), cache->in_bytes = in_bytes;

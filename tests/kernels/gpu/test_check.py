@@ -1,7 +1,9 @@
 """Kernels against their definitions, as a GPU checks itself; and that this check sees what is wrong."""
+import pkgutil
 import re
 import sys
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -13,11 +15,11 @@ from engine.check import STEPS
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.backend import TORCH
-from kernels.gpu import attention, check, growing, products, sampling
+from kernels.gpu import attention, check, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.cases import PARTS, Sizes
-from kernels.quantized import QuantizedLinear, Scheme, quantize_linears, replace_all
+from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
 from model import Experts, KVCaches, ModelArgs, Transformer
 from tree import TreeShape
 
@@ -52,42 +54,41 @@ def test_caches_in_float8(sizes, part):
     assert not failed(sizes._replace(float8=True, heads=(4, 2, 20 if part == "move" else 16)), part)
 
 
-FAULTS = {  # of `attend`: what is added, of its arguments (kv, layer, length and local) -> the error
-    "at one length": (lambda kv, layer, length, local: 0.1 * (length == 64).any(),
-                      r"1 x 1 rows of 1 after \(64,\) tokens: 64 of 64 numbers differ, by up to 0\.1"),
-    "reads a slot that nobody may see": (
-        lambda kv, layer, length, local: 0 * kv[layer, 1, 0, 0, length.max() + local.shape[2], 0],
-        ".* 64 of 64 numbers differ, by up to nan$"),
-}
-
-
-@pytest.mark.parametrize("added, error", FAULTS.values(), ids=FAULTS)
-def test_attention_that_is_wrong(sizes, monkeypatch, added, error):
-    right = attention.attend
-    monkeypatch.setattr("kernels.gpu.cache.attend", lambda *given: right(*given) + added(*given[6:10]))
-    (found,) = failed(sizes, "attend", "rank").values()
-    assert re.match(error, found)
-
-
-@pytest.mark.parametrize("where", (-1, 1))
-def test_a_kernel_that_writes_outside_its_results(sizes, monkeypatch, where):
-    right = growing.accept
-
-    def wrong(*arguments):
+def outside(where: int):
+    """A fault of `growing.accept`: it writes before its results, or after them."""
+    def wrong(right, *arguments):
         path, count = right(*arguments)
         offset = path.numel() if where > 0 else -1
         torch.as_strided(path, (1,), (1,), path.storage_offset() + offset).zero_()
         return path, count
 
-    monkeypatch.setattr(growing, "accept", wrong)
-    assert failed(sizes, "accept") == {"accept": "the tree 12/3/4: writes outside its results"}
+    return wrong
 
 
-def test_a_product_that_is_not_the_same_each_time(sizes, monkeypatch):
-    right, calls = products.linear, iter(range(10**6))
-    monkeypatch.setattr(products, "linear", lambda *a: right(*a) + (next(calls) == 2) * 1e-6)
-    what = "int8 40 x 256, 1 rows, tiles of 64 x 64"
-    assert failed(sizes, "linear") == {"linear": f"{what}: repeated, it gives other numbers"}
+calls = count()
+FAULTS = {  # the part, its kernel, a wrong one and the error
+    "at one length": (
+        "attend", "kernels.gpu.cache.attend",
+        lambda right, *a: right(*a) + 0.1 * (a[8] == 64).any(),
+        r"1 x 1 rows of 1 after \(64,\) tokens: 64 of 64 numbers differ, by up to 0\.1"),
+    "reads a slot that nobody may see": (
+        "attend", "kernels.gpu.cache.attend",
+        lambda right, *a: right(*a) + 0 * a[6][a[7], 1, 0, 0, a[8].max() + a[9].shape[2], 0],
+        ".* 64 of 64 numbers differ, by up to nan$"),
+    "writes before": ("accept", "kernels.gpu.growing.accept", outside(-1), ".* writes outside its results"),
+    "writes after": ("accept", "kernels.gpu.growing.accept", outside(1), ".* writes outside its results"),
+    "not the same each time": (
+        "linear", "kernels.gpu.products.linear", lambda right, *a: right(*a) + (next(calls) == 2) * 1e-6,
+        "int8 40 x 256, 1 rows, tiles of 64 x 64: repeated, it gives other numbers"),
+}
+
+
+@pytest.mark.parametrize("part, kernel, wrong, error", FAULTS.values(), ids=FAULTS)
+def test_a_kernel_that_is_wrong(sizes, monkeypatch, part, kernel, wrong, error):
+    right = pkgutil.resolve_name(kernel)
+    monkeypatch.setattr(kernel, partial(wrong, right))
+    found = failed(sizes, part, "emit")
+    assert list(found) == [part] and re.match(error, found[part])
 
 
 @pytest.fixture
@@ -95,26 +96,21 @@ def small(sizes, monkeypatch) -> Sizes:
     monkeypatch.setattr(steps, "VOCABULARY", 100)
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 1)
     monkeypatch.setattr(steps, "TREE", TreeShape(6, 2, 3))
+    monkeypatch.setattr(steps, "REPLAYS", 2)  # and instead of compilers:
+    monkeypatch.setattr(compiling, "make_graph", lambda function, args, path, say: function)
+    monkeypatch.setattr(compiling, "find_graph", lambda path, say: None)
     return sizes
 
 
-@pytest.fixture
-def compiled(monkeypatch) -> None:
-    """Stands in for compilers."""
-    monkeypatch.setattr(steps, "REPLAYS", 2)
-    monkeypatch.setattr(compiling, "make_graph", lambda function, args, path, say: function)
-    monkeypatch.setattr(compiling, "find_graph", lambda path, say: None)
-
-
 @pytest.mark.parametrize("step", ("captured step", *dear("compiled step")))
-def test_steps_are_right(small, compiled, monkeypatch, step):
+def test_steps_are_right(small, monkeypatch, step):
     """Each has a product of ours in it, the head's."""
     right, calls = products.linear, []
     monkeypatch.setattr(products, "linear", lambda *a: calls.append(a) or right(*a))
     assert not failed(small, step) and calls
 
 
-def test_a_replay_that_reads_memory_given_away(small, compiled, monkeypatch):
+def test_a_replay_that_reads_memory_given_away(small, monkeypatch):
     """It is right at first."""
     results, prepared = {}, steps._prepared
 
@@ -152,6 +148,7 @@ DEATHS = {
         "8 rows: no end after 3 s",
     "if part == 'rank': error = '\"3 rows: wrong\"'": "3 rows: wrong",
 }
+OTHERS = {"triton.__version__": "0", "torch.__version__": "0", "kernels.gpu.check.code_digest": str}
 
 
 @pytest.fixture
@@ -162,13 +159,19 @@ def place(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("does, error", DEATHS.items())
-def test_a_part_that_fails_or_ends_the_process(sizes, place, does, error):
-    """It is left out, the others are checked, the step without it. The result is kept."""
+def test_a_part_that_fails_or_ends_the_process(sizes, place, monkeypatch, does, error):
+    """It is left out, the others are checked, the step without it. The result is kept, unless kernels or
+    what compiles them are others.
+    """
     lines: list[str] = []
     asked = partial(check.failures, sizes, lines.append, [["move", "rank", "draw"], ["emit"], ["step"]])
     found = asked((sys.executable, "-c", CHILD % does))
     assert found == {"rank": f"the GPU path does without 'rank', which is slower: {error}"}
     assert asked(("no-such-program",)) == found and lines[1:] == [found["rank"]] * 2
+    for what, value in OTHERS.items():
+        with monkeypatch.context() as m:
+            m.setattr(what, value)
+            assert not any(path.exists() for path in check.places_of(sizes)), what
 
 
 def test_a_check_that_does_not_start(sizes, place):
@@ -221,34 +224,7 @@ def test_ranks_leave_out_what_fails_on_any(monkeypatch):
     assert found[0].failures["rank"] == "two" and "another rank" in found[2].failures["rank"]
 
 
-def test_mixtures_are_checked_at_a_part_of_their_size():
-    args = ModelArgs(8, 64, 2880, 2, 1, 1, 8, num_experts=128, experts_per_token=6, biases=True)
-    target = Transformer(args)
-    assert Sizes.of(target, False).mixtures == (("16 bits", 0, 8, 4, 1856, 64, True),)
-    replace_all(target, Scheme(None, 0, None, "mxfp4"))
-    assert Sizes.of(target, False).mixtures == (("mxfp4", 32, 8, 4, 1856, 64, True),)
-
-
-def test_another_kernel_or_device_is_checked_anew(sizes, place, monkeypatch):
-    """So with another dtype, torch, triton and driver."""
-    sizes, driver, name = sizes._replace(device="cuda:0"), place / "version", "torch.cuda.get_device_name"
-    changes = (
-        (name, lambda device: "one"), (name, lambda device: "two"),
-        ("triton.__version__", "0"), ("torch.__version__", "0"), ("kernels.gpu.check.DRIVER", driver),
-        ("kernels.gpu.check.code_digest", str),
-    )
-    found = []
-    monkeypatch.setattr("kernels.gpu.check.DRIVER", driver)
-    for name, value in changes:
-        monkeypatch.setattr(name, value)
-        found.append(check.places_of(sizes))
-    driver.write_text("580")
-    found += [check.places_of(sizes._replace(dtype="bfloat16")), check.places_of(sizes)]
-    assert len({*map(str, found)}) == len(found) - 1, "a driver's file that is not there is as none"
-    assert check.places_of(sizes) == found[-1]
-
-
-@pytest.mark.parametrize("part", (*dear(*sorted({*PARTS} - {"rank", "attend"})), "rank", "attend"))
+@pytest.mark.parametrize("part", PARTS)
 def test_a_backend_without_a_part(part):
     """It has the definition in place of the kernel, and another name: saved graphs are not shared."""
     backend = CudaBackend().without({part: "a line"})
