@@ -2,6 +2,9 @@
 
 A row's result never depends on its company, nor on where its slots lie.
 """
+import ctypes
+import platform
+
 import pytest
 import torch
 from helpers.kernels import DTYPES, attention_case, check_attention, close, draws, same
@@ -116,3 +119,34 @@ def test_scores_of_any_size(each_isa):
     scores = (q @ k[:, :, 0].double().transpose(1, 2) / 4).masked_fill(~visible, float("-inf"))
     assert scores.max() > 1000
     close(found, scores.softmax(-1) @ v[:, :, 0].double(), torch.float32)
+
+
+@pytest.mark.parametrize("hd", (6, 20, 64))
+def test_moving_slots_in_bytes(each_isa, hd):
+    """A cache after a move is the cache of what has been moved."""
+    k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
+    source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
+    moved = in_bytes(each_isa, k, v)
+    each_isa.ops.move(moved[:1], moved[1:], hd, source, target)
+    rows = torch.arange(2)[:, None]
+    for x in (k, v):
+        x[rows, target] = x[rows, source]
+    assert all(map(torch.equal, moved, in_bytes(each_isa, k, v)))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads a flag of x86")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_old_memory_is_not_multiplied(each_isa, dtype):
+    """Numbers below the exponents of floats take Intel's processors a hundred times as long. A flag shows
+    them.
+    """
+    qkv, cos, sin, k, v, own, visible = tree_case(dtype)
+    found, math = (ctypes.c_uint32 * 8)(), ctypes.CDLL("libm.so.6")
+    old = [torch.full((size,), 1e-40) for size in range(64, 40_000, 64)]
+    assert old[0].mul(2).any() and (math.fegetenv(found), found[7] & 2)[1], "the flag is not there"
+    del old
+    found[7] &= ~2
+    math.fesetenv(found)
+    attend(each_isa, qkv, cos, sin, k, v, own, visible)
+    math.fegetenv(found)
+    assert not found[7] & 2
