@@ -105,20 +105,20 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
-        parse_special: bool = True, variables: dict | None = None, **sampling
+        parse_special: bool = True, **sampling
     ) -> Request | list[Request]:
         """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
         array; or a list of chat messages. parse_special: false keeps control tokens spelled out in raw text
-        as text. variables: for the chat template, such as {"enable_thinking": False}. sampling: fields of
-        `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a `Request`, or a list: its
-        `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and more. Raises ValueError,
-        TypeError or InputError, before anything is decoded, on a prompt or an option that cannot be.
+        as text. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a
+        `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and
+        more. Raises ValueError, TypeError or InputError, before anything is decoded, on a prompt or an option
+        that cannot be.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
-        encoding = {"raw": raw, "system": system, "parse_special": parse_special, "variables": variables}
+        encoding = {"raw": raw, "system": system, "parse_special": parse_special}
         ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
@@ -137,9 +137,12 @@ class LLM:
 
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
         """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
-        See `generate`.
+
+        variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
         """
-        return self.generate([messages], variables=variables, **sampling)[0]
+        ids, options = self.encode(messages, variables=variables), with_options(Sampling, sampling)
+        self._warm_up(options)
+        return self.engine.generate([ids], options)[0]
 
     def _warm_up(self, sampling: Sampling) -> None:
         """Time the trees to choose from, and compile, before the first text of a kind: greedy or sampled."""

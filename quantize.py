@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.convert import converted_folder
+from checkpoint.convert import converted_folder, default_folder
 from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, is_converted, read_config
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from checkpoint.writer import staging
@@ -62,7 +62,6 @@ def parser() -> Options:
         help="compare with the original on this text: perplexity, next-token agreement")
     add("--force", action="store_true", help="replace an existing output folder")
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
-    p.judge(lambda o: o.out and check_replaceable("--out", o.out))
     refuse(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
            lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out")
     refuse(lambda o: (o.calibrate or o.method == "gptq") and (
@@ -130,12 +129,12 @@ def report(source: Path, out: Path, errors: dict[str, tuple[str, float]]) -> Non
               f" (worst {worst:.2%}, {layer})")
 
 
-def judge(o, source: Path) -> tuple[Path, dict[str, Quantised]]:
-    """Return the output, and what is quantised by its subfolder: "" is the source itself, others its heads.
+def judge(o, source: Path, out: Path) -> dict[str, Quantised]:
+    """Return what is quantised by its subfolder of `out`: "" is the source itself, others its heads.
 
     Raises InputError, before anything is loaded, on options that do not fit the source.
     """
-    out, kind = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}"), read_config(source)["kind"]
+    kind = read_config(source)["kind"]
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
@@ -151,18 +150,22 @@ def judge(o, source: Path) -> tuple[Path, dict[str, Quantised]]:
     for name in ("", *heads):
         check_out(out / name, name or kind, o.force)
     scheme, of_heads = schemes(o)
-    return out, {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
-                 for name in ("", *heads)}
+    return {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
+            for name in ("", *heads)}
 
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     compared, calibrate = (read_text(file, what=flag) if file else None
                            for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)))
-    if o.out and not is_converted(o.checkpoint):  # a target: judged before it is converted
-        check_out(Path(o.out), "target", o.force)
+    ready = is_converted(o.checkpoint)
+    folder = o.checkpoint.rstrip("/") if ready else default_folder(o.checkpoint)
+    out = Path(o.out or f"{folder}-{o.mode}")
+    check_replaceable("--out", str(out))
+    if not ready:  # a target, which takes long to convert
+        check_out(out, "target", o.force)
     source = Path(converted_folder(o.checkpoint, note))
-    out, parts = judge(o, source)
+    parts = judge(o, source, out)
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
     calibrated = parts[""].before["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"

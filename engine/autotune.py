@@ -280,7 +280,7 @@ class Tuner:
         usual, kinds, best = copy.deepcopy(self._usual), [], 0.0
         for turn in range(REHEARSED - 1):  # in turns: a machine that is slow for a while is slow for all
             for shape in kinds if turn else (None, *self.shapes):
-                for _ in range(1 if turn else PROBE):  # at first twice: one slow step does not end this
+                for _ in range(1 if turn else 2):  # at first twice: one slow step does not end this
                     self._ahead = deque([shape])
                     run()
                 if turn:

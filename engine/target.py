@@ -110,6 +110,19 @@ def ranks_sharing(device: torch.device) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
 
 
+def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
+    """Raise InputError if what drafts for a checkpoint, converted or not, is not there.
+
+    For before a large target is converted. Its own MTP layer comes with it.
+    """
+    if drafting.draft:
+        resolve_source(drafting.draft)
+    elif not is_converted(checkpoint) and not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
+        if Path(checkpoint).parent.is_dir():  # no name on the hub, from which nothing is loaded yet
+            resolve_source(checkpoint)
+        drafting.folders(default_folder(checkpoint))
+
+
 def converted(
     checkpoint: str | Path, drafting: Drafting, say: Callable[[str], None]
 ) -> tuple[Path, Drafting]:
@@ -117,10 +130,7 @@ def converted(
 
     say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
-    if drafting.draft:  # what drafts is missed before a large target is converted
-        resolve_source(drafting.draft)
-    elif not is_converted(checkpoint) and not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
-        drafting.folders(default_folder(checkpoint))
+    check_draft(checkpoint, drafting)
     folder = Path(converted_folder(checkpoint, say))
     if drafting.draft:
         of = None if drafting.names_model else folder

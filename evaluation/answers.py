@@ -137,9 +137,10 @@ class Book:
     """All answers of runs with the same options, stored in FOLDER/answers.jsonl and FOLDER/options.json."""
 
     def __init__(self, folder: Path, options: dict):
-        """Open a folder, or make it. Raises InputError if it holds something else, or is damaged; OSError."""
-        check_evaluation(folder)
-        check_options(folder, options)
+        """Open a folder that has passed `check_evaluation` and `check_options`, or make it.
+
+        Raises InputError on a damaged file, and OSError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
         write_text(folder / OPTIONS, json.dumps(options, indent=1) + "\n")

@@ -17,7 +17,7 @@ from common.errors import counted
 from common.files import digest, write_text
 from drafters import Drafting, grows
 from engine.runtime import Runtime
-from engine.target import converted, load_target
+from engine.target import check_draft, converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
@@ -44,6 +44,8 @@ class Evaluation:
         ranks: the processes that share the target. Raises InputError, ValueError, OSError or RuntimeError.
         """
         self.o, self.sets, self.say = o, sets, say
+        for drafting in draftings.values():
+            check_draft(o.checkpoint, drafting)
         o.checkpoint = converted_folder(o.checkpoint, say)
         longest = known_config(o.checkpoint, o.max_seq_len)["max_seq_len"]
         o.max_seq_len = o.max_seq_len or min(2048, longest)  # not what memory allows: a run may go on later

@@ -18,6 +18,7 @@ from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_head, load_model
+from checkpoint.source import resolve_source
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError, counted
@@ -62,6 +63,8 @@ class Session:
         self.openings = read_openings(o.openings) if o.openings else ()
         self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
+        if o.start:
+            resolve_source(o.start)
         o.checkpoint = converted_folder(o.checkpoint, note)
         o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")

@@ -86,7 +86,7 @@ struct Rounded {
         uint32_t* to = words_of(here, K, how);
         const auto round = [&](auto size, auto per_word) {
           alignas(64) char q[2 * Rounding::MOST];
-          if (size < how.group) std::memset(q, 0, sizeof q);  // zeros at the end
+          if constexpr (TILE_ROWS) std::memset(q, 0, sizeof q);  // a tile ends in zeros
           Ints sum = {};
           scales[place] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
             sum += x;
