@@ -20,8 +20,7 @@ from pathlib import Path
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
-from checkpoint.folder import known_config
-from checkpoint.folder import verify as verify_weights
+from checkpoint.folder import known_config, verify_weights
 from common.cli import note
 from common.schema import Schema, as_python, whole, with_options
 from common.threads import use_threads
@@ -105,20 +104,20 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
-        parse_special: bool = True, **sampling
+        variables: dict | None = None, parse_special: bool = True, **sampling
     ) -> Request | list[Request]:
         """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
-        array; or a list of chat messages. parse_special: false keeps control tokens spelled out in raw text
-        as text. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a
-        `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and
-        more. Raises ValueError, TypeError or InputError, before anything is decoded, on a prompt or an option
-        that cannot be.
+        array; or a list of chat messages. variables: for the chat template, such as {"enable_thinking":
+        False}. parse_special: false keeps control tokens spelled out in raw text as text. sampling: fields of
+        `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a `Request`, or a list: its
+        `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and more. Raises ValueError,
+        TypeError or InputError, before anything is decoded, on a prompt or an option that cannot be.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
-        encoding = {"raw": raw, "system": system, "parse_special": parse_special}
+        encoding = {"raw": raw, "system": system, "variables": variables, "parse_special": parse_special}
         ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
@@ -126,11 +125,11 @@ class LLM:
         return requests[0] if alone else requests
 
     def stream(
-        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, parse_special: bool = True,
-        **sampling
+        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, variables: dict | None = None,
+        parse_special: bool = True, **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
-        ids = self.encode(prompt, raw=raw, system=system, parse_special=parse_special)
+        ids = self.encode(prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)
         options = with_options(Sampling, sampling)
         self._warm_up(options)
         return self.engine.run([ids], [options], [])
@@ -138,7 +137,7 @@ class LLM:
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
         """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
 
-        variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
+        See `generate`.
         """
         ids, options = self.encode(messages, variables=variables), with_options(Sampling, sampling)
         self._warm_up(options)

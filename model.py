@@ -427,10 +427,10 @@ class Linear(nn.Linear):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32, for an lm_head."""
-        return scores(x, self.weight, self.bias)
+        return products(x, self.weight, self.bias)
 
 
-def scores(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+def products(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """The products of x [..., H] with rows [V, H], plus bias [V], in float32 [..., V].
 
     A GPU does not round its sums: rounded to 16 bits first, many a likeliest token would be a tie.
@@ -733,4 +733,4 @@ def project(head: nn.Module, x: Tensor) -> Tensor:
 
     head: a layer with `logits`, or an embedding table that is tied to the lm_head.
     """
-    return scores(x, head.weight) if isinstance(head, nn.Embedding) else head.logits(x)
+    return products(x, head.weight) if isinstance(head, nn.Embedding) else head.logits(x)

@@ -225,7 +225,9 @@ def check_out(out: Path, kind: str, force: bool) -> None:
         raise InputError(f"{out}: exists; replace it with --force or choose another --out")
 
 
-def verify(checkpoint: str | Path, draft: str | Path | None, must: bool, say: Callable[[str], None]) -> None:
+def verify_weights(
+    checkpoint: str | Path, draft: str | Path | None, must: bool, say: Callable[[str], None]
+) -> None:
     """Compare the weights of a target, of the heads inside its folder and of `draft` with their sha256.
 
     must: refuse a folder without one, which older versions wrote; else name it. say: prints a line. Raises

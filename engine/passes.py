@@ -28,7 +28,7 @@ from sampling.options import Modes
 from tokens.grammar import Guide
 from tree import Tree, TreeShape
 
-SPAN = 64  # attention reads the live prefix rounded up to this many slots
+SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
 CUBLAS_WORKSPACE = 32 << 20  # bytes for each stream on an H100, the most of any GPU
 TRITON_BUFFER = 256 << 20  # bytes that it clears before each of its measurements
@@ -115,22 +115,22 @@ class Passes:
         self.window = max(one.shape.window for one in drafters)
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         room = max(self.extra, self.chunks[-1]) + 1
-        self.slots = round_up(max_seq_len + room, SPAN)
+        self.slots = round_up(max_seq_len + room, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
         self.cache_bytes = self._check_memory(room, batch * self.unread * width * weight.element_size())
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
-        allocated = self.slots + (SPAN if self.compiled else 0)
+        allocated = self.slots + (SLOT_STEP if self.compiled else 0)
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, room, dtype, self.device)
         self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
         # While prompt lookup has no guess, joining its trees would only cost time.
         self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
         self.state = State(
-            batch, self.slots + self.chunks[-1] + 2, self.window, width, stop_ids, dtype, self.device,
-            room=self.unread, vocabulary=target.args.vocab_size, backend=self.backend,
-            nodes=max(one.shape.nodes for one in drafters),
+            batch, self.slots + self.chunks[-1] + 2, self.window, feature_width=width, stop_ids=stop_ids,
+            dtype=dtype, device=self.device, room=self.unread, vocabulary=target.args.vocab_size,
+            nodes=max(one.shape.nodes for one in drafters), backend=self.backend,
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
@@ -301,7 +301,7 @@ class Passes:
         """
         if self.backend.reads_length and not self.target.args.sinks:  # with sinks the definition attends
             return self.slot_ids
-        size = round_up(needed, SPAN)
+        size = round_up(needed, SLOT_STEP)
         if self.on_cuda:  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
         size = min(size, self.slots)

@@ -1,6 +1,7 @@
 """The static buffers of a step."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kernels.backend import TORCH, TorchBackend
 from model import rows_of
-from sampling.adjust import scores
+from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
 from tree import Tree
@@ -42,7 +43,8 @@ class State(nn.Module):
     """
 
     def __init__(
-        self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device, room: int = 0,
+        self, batch: int, slots: int, window: int, *, feature_width: int = 0, stop_ids: Iterable[int] = (),
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", room: int = 0,
         vocabulary: int = 1, nodes: int = 1, backend: TorchBackend = TORCH,
     ):
         """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
@@ -128,7 +130,7 @@ class State(nn.Module):
     def score(self, logits: Tensor, tokens: Tensor) -> None:
         """Leave the log-probabilities of tokens [B, W'] under logits [B, W', V], and of the likeliest."""
         W = tokens.shape[1]
-        found = scores(logits, tokens, self.top_ids.shape[-1])
+        found = log_probabilities(logits, tokens, self.top_ids.shape[-1])
         for buffer, values in zip((self.logprob, self.top_logprobs, self.top_ids), found):
             buffer[:, :W] = values
 

@@ -54,7 +54,7 @@ def floor(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
     return torch.where((logits < lowest) & on, float("-inf"), logits)
 
 
-def scores(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities [B, W] of tokens [B, W] under logits [B, W, V]; of the `count` likeliest tokens, the
     log-probabilities and the ids, both [B, W, count].
     """

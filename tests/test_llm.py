@@ -54,6 +54,8 @@ def test_numbers_of_numpy_types_of_torch_and_a_schema_as_a_dictionary(golden, ll
 def test_wrong_types_and_options_get_a_sentence(golden, llm):
     calls = [(lambda p=p, o=o: llm.generate(p, **o), words) for p, o, words in PROMPTS]
     calls += [(lambda a=a, o=o: LLM(golden, *a, **o), words) for a, o, words in WRONG]
+    calls += [(lambda call=call: call("Hello", variables=5), "variables is 5; expected")
+              for call in (llm.generate, llm.stream, llm.chat)]
     for call, words in (*calls, (lambda: llm.chat(["a"]), "prompt is ['a'")):
         with pytest.raises((InputError, TypeError, ValueError), match="^" + re.escape(words)):
             call()

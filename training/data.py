@@ -134,7 +134,7 @@ def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
     return lines
 
 
-def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter]:
+def training_rows(lines: list[Line], max_len: int) -> tuple[list[dict], Counter]:
     """Return the usable rows without exact repeats, and how often each reason left a conversation out."""
     given = (line.model_dump(include={"ids", "answers", "source", "chat"}) for line in lines)
     rows = {digest(row["ids"]): row for row in (usable(row, max_len) for row in given) if row}

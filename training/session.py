@@ -146,7 +146,7 @@ class Session:
             collector.write()
             self.processes.wait()
             lines += collector.read(args.vocab_size)
-        rows, left_out = data.rows_of(lines, min(o.max_len, args.max_seq_len))
+        rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may have another one for each
             note(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:

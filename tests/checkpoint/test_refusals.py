@@ -12,7 +12,7 @@ from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
-from checkpoint.folder import verify
+from checkpoint.folder import verify_weights
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 
@@ -134,14 +134,14 @@ def test_damage_is_found(tmp_path, target, which):
     """One byte that changed, a file that ends early, no file."""
     head, said = write_source(tmp_path / "head", head_state(), HEAD_CONFIG), []
     convert(head, target=target, quiet=True)
-    verify(target, None, True, said.append)
+    verify_weights(target, None, True, said.append)
     assert len(said) == 1 and said[0].startswith("verified ")
     file = target / which
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
     with refused(f"{file}: its sha256 is {hashlib.sha256(content).hexdigest()}; expected "):
-        verify(target, None, False, said.append)
+        verify_weights(target, None, False, said.append)
     model, _ = load_model(target) if "eagle3" in which else (None, None)
     for damage, words in (lambda: os.truncate(file, 1000), "damaged"), (file.unlink, "no such file"):
         damage()

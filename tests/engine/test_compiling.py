@@ -10,7 +10,7 @@ from shapes import random_models
 
 from engine.compile import compile_graph, saved_place
 from engine.engine import Engine
-from engine.passes import SPAN
+from engine.passes import SLOT_STEP
 from engine.step import commit, verify
 from kernels.build import code_digest
 from sampling.options import Sampling
@@ -113,7 +113,7 @@ def test_a_span_may_be_all_slots(whole_first, name):
     passes.state.limit.fill_(299)
     passes.state.done.fill_(False)
     torch._dynamo.reset()
-    graph, spans = compile_graph(verify, backend="aot_eager"), [2 * SPAN, passes.slots]
+    graph, spans = compile_graph(verify, backend="aot_eager"), [2 * SLOT_STEP, passes.slots]
     arguments = target, passes.caches, passes.drafter, passes.state
     for i, size in enumerate(reversed(spans) if whole_first else spans):
         slots = passes.slot_ids[:size]

@@ -7,7 +7,7 @@ from tree import Tree, link
 
 def state_of(texts: list[list[int]], slots: int = 64) -> State:
     """Sequences whose last token is the root."""
-    state = State(len(texts), slots, 8, 0, [], torch.float32, "cpu")
+    state = State(len(texts), slots, 8)
     # Stale tokens behind the text must not matter.
     state.tokens.random_(0, 4, generator=torch.Generator().manual_seed(0))
     for i, text in enumerate(texts):

@@ -142,7 +142,7 @@ def test_commit_emits(both):
     def step(backend, width):
         tokens = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
         count = torch.tensor([2, 3, 3, 3, 1])
-        state = State(5, 40, 4, 0, [2, 9], torch.float32, tokens.device)
+        state = State(5, 40, 4, stop_ids=[2, 9], device=tokens.device)
         state.length.copy_(torch.tensor([3, 4, 5, 6, 7]))
         state.limit.copy_(torch.tensor([30, 30, 7, 30, 30]))
         state.done.copy_(torch.tensor([False, False, False, True, False]))
@@ -171,7 +171,7 @@ def test_commit_hands_over(both, more, dtype):
     first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
     def leave(backend, features, given):
-        state = State(4, 41, 3, 5, [], dtype, "cpu", room=7, backend=backend)
+        state = State(4, 41, 3, feature_width=5, dtype=dtype, room=7, backend=backend)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
         state.length.copy_(torch.tensor([2, 0, 7, 9]))

@@ -84,7 +84,7 @@ def test_every_node_is_the_end_of_its_path():
         tokens, (_, ancestors) = torch.randint(0, 5, (B, T), generator=draw), link(parent, T)
         prompts, outputs = torch.randint(0, V, (2, B, 4), generator=draw)
         outputs[:, 3] = tokens[:, 0]
-        state = State(B, 8, 4, 0, [], torch.float32, "cpu", vocabulary=V, nodes=T)
+        state = State(B, 8, 4, vocabulary=V, nodes=T)
         for b, request in enumerate(REQUESTS):
             state.begin(b, prompts[b].tolist(), request, 8)
         state.count(outputs, torch.full((B,), 4))
@@ -125,7 +125,7 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     torch.manual_seed(1)
     B, V = 60000, 24
     logits = torch.randn(V)
-    state = State(B, 8, 1, 0, [], torch.float32, "cpu")
+    state = State(B, 8, 1)
     state.key.copy_(seed_keys(list(range(B))))
     state.length.fill_(17)
     state.temperature.fill_(temperature)

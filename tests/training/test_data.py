@@ -57,7 +57,7 @@ def test_a_line_that_is_no_row(tmp_path, line, words):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'
     shard = tmp_path / "a.jsonl"
     shard.write_text(good + good + '{"left_out": "too long"}\n')
-    rows, left_out = data.rows_of(data.read_shards([shard], 256, "this"), 100)
+    rows, left_out = data.training_rows(data.read_shards([shard], 256, "this"), 100)
     assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and left_out == {"too long": 1}
     shard.write_text(good + line + "\n")
     with pytest.raises(InputError, match=f"a.jsonl: line 2 {words}"):

@@ -47,7 +47,7 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     rows = read_rows(c)
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 3] and {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
-    _, left_out = data.rows_of(c.read(320), 200)
+    _, left_out = data.training_rows(c.read(320), 200)
     assert left_out == {
         "longer than --max-prompt-tokens 100": 1, "with an empty prompt or one without an end": 1,
     }
