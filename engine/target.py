@@ -118,7 +118,7 @@ def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
     if drafting.draft:
         resolve_source(drafting.draft)
     elif not is_converted(checkpoint) and not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
-        if Path(checkpoint).parent.is_dir():  # no name on the hub, from which nothing is loaded yet
+        if Path(checkpoint).parent.is_dir():  # a name on the hub has nothing here yet
             resolve_source(checkpoint)
         drafting.folders(default_folder(checkpoint))
 
