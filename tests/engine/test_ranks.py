@@ -77,7 +77,9 @@ def test_texts(alone, dealt, name):
     if name in OF_TWO and "modes" not in dealt:
         return
     found, want = dealt[name], alone[name]
-    assert found and found == {what: want[what] for what in found}
+    assert found
+    for what, texts in found.items():
+        assert texts == want[what], f"{name}: {what}"
     if name in DEALT:
         assert found["eagle3"] == found["eagle"] == found["plain"] != found["drawn"]
     if name == "modes":
