@@ -8,6 +8,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+pytest.register_assert_rewrite("helpers")  # what fails there shows its values, too
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 

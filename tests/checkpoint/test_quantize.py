@@ -67,7 +67,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8", "fp8"))
 @pytest.mark.parametrize("dtype, temperature", (("fp32", 1.0), ("bf16", 0.0)))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, text, mode, dtype, temperature):
     """In int4 and w4a8 its layers are calibrated, its lm_head and the head are int8 and w8a8."""

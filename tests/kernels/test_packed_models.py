@@ -46,7 +46,7 @@ def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
 WINDOWS = {"windows": (9, 9, 0, 9, 40, 0)}
 GEMMA = WINDOWS | {
     "local_rope_base": 500.0, "activation": "gelu_tanh", "scaled_embedding": True, "zero_centred": True,
-    "output_norms": True, "query_scalar": 24, "qk_norm": True, "tie_embeddings": True,
+    "output_norms": True, "query_scalar": 24, "qk_norm": True, "norm_eps": 0.5, "tie_embeddings": True,
 }
 
 
@@ -57,7 +57,7 @@ GPT_OSS = WINDOWS | {
 
 
 @pytest.mark.parametrize("options", (
-    {}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}, WINDOWS, GEMMA,
+    {}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True, "norm_eps": 0.5}, WINDOWS, GEMMA,
     *({"of_head": options} for options in (
         {"num_layers": 2, "windows": (5, 30)}, {"recycle_normed": True}, {"own_embedding": True},
         {"own_lm_head": False, "draft_vocab_size": 160}, {"norm_before_residual": True},

@@ -55,3 +55,9 @@ def test_sums_are_added_in_the_order_of_the_ranks():
     assert torch.equal(total, ((parts[0] + parts[1]) + parts[2]) + parts[3])
     alone = [part[3:4] for part in parts]
     assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
+
+
+def test_the_first_of_equals_is_the_best():
+    value, token = torch.tensor([[1.0, 2, 5], [3, 2, 5], [3, 2, 4]]), torch.arange(9).view(3, 3)
+    parts = [torch.stack((v.double(), t.double())) for v, t in zip(value, token)]
+    assert Together(1, parts).best(value[1], token[1]).tolist() == [3, 1, 2]

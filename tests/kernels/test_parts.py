@@ -45,7 +45,7 @@ def test_visible_slots(both, n):
 @pytest.mark.parametrize("noisy", (False, True))
 def test_draw(both, V, noisy):
     logits, depth = random(2, 5, V), torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 3, 1]])
-    logits[0, 0, 3] = logits[0, 0, 5] = 9.0  # a tie: the first
+    logits[0, 0, 5] = logits[0, 0, 3::16] = 9.0  # ties: the first, beside it and in the same lane
     logits[1, 2, ::2] = logits[1, 3] = float("-inf")
     noise = random(2, 4, V, seed=1) if noisy else None
     defined, found = both(call("draw"), logits, noise, depth)
