@@ -181,7 +181,10 @@ def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
     for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
         if path.is_file() or path.is_dir():  # no dangling link
             sync(path)
-    (exchange if out.exists() else os.replace)(temporary, out)
+    try:
+        os.replace(temporary, out)
+    except OSError:  # there is a folder, maybe since a moment: of another start
+        exchange(temporary, out)
     sync(out.parent)
 
 

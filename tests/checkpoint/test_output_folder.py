@@ -1,6 +1,7 @@
 """Where a conversion writes: what it replaces and keeps, and what it leaves behind after trouble."""
 import errno
 import os
+import shutil
 import time
 
 import pytest
@@ -76,6 +77,21 @@ def test_a_source_is_converted_when_it_is_used(tmp_path, monkeypatch):
     assert converted_folder(str(source), notes.append) == "checkpoints/model" and len(notes) == 2
     with refused(f"checkpoints/model: was converted from {source}"):
         converted_folder(str(other), notes.append)
+
+
+def test_two_starts_convert_at_once(tmp_path, monkeypatch):
+    """The other one ends first, after this one has found no folder."""
+    source, replace = write_source(tmp_path / "model", target_state()), os.replace
+    monkeypatch.chdir(tmp_path)
+
+    def late(part, out):
+        if out.name == "model" and not out.exists():
+            shutil.copytree(part, out)
+        replace(part, out)
+
+    monkeypatch.setattr(writer.os, "replace", late)
+    assert converted_folder(str(source), print) == "checkpoints/model" and load_model("checkpoints/model")
+    assert os.listdir("checkpoints") == ["model"]
 
 
 def test_a_head_is_converted_into_its_target_when_it_is_used(tmp_path, target, monkeypatch):
