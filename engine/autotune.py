@@ -62,9 +62,10 @@ MARGIN = 1.03  # speed of another tree over the current one's that makes a chang
 LOOK, LOOK_PLAIN = 4, 8  # steps that a choice of a tree, of plain decoding holds
 STEADY = 64  # tokens of context between which tau is taken as constant
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
+FASTER = 0.8  # what these take over what was expected, below which all kinds are timed again
 FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doubled each time in vain
-TIMED = 5  # latest steps of a kind, whose lower quartile is its time
-FRESH = 24  # steps after which a time is corrected by what other kinds take now
+TIMED = 20  # latest steps of a kind, whose lower quartile is its time
+FRESH = 48  # steps after which a time is corrected by what other kinds take now
 REHEARSED = 5  # steps of each kind at warm-up
 EASY = 1.8  # acceptance of an easy text, which large trees suit, over the average one
 HOPELESS = 0.8  # speed over the best one below which larger trees are not rehearsed
@@ -202,6 +203,7 @@ class Tuner:
         self._current: dict[tuple[int, bool], TreeShape | None] = {}
         self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
         self._held, self._plain, self._rest = 0, 0, FIRST_REST
+        self._probed: tuple[TreeShape | None, float] = None, 0.0  # a tree, and the seconds that it was to take
         self._group: tuple = ()
 
     def tau(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
@@ -238,7 +240,11 @@ class Tuner:
         if self._held:
             self._held -= 1
             return current
-        speeds = self.speeds(requests, count, noisy)
+        speeds, seconds = self.speeds(requests, count, noisy)
+        probed, expected = self._probed
+        if seconds.get(probed, expected) < FASTER * expected:  # trees are not what they were
+            self._ahead.extend(kind for kind in speeds for _ in range(PROBE))
+        self._probed = None, 0.0
         best = max(speeds, key=speeds.__getitem__)
         if (count, noisy) not in self._current or speeds[best] > MARGIN * speeds[current]:
             current = best
@@ -250,10 +256,13 @@ class Tuner:
             self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
             current = max((shape for shape in speeds if shape), key=speeds.__getitem__)
             self._ahead, self._held = deque([current] * (PROBE - 1)), 0  # then choose anew
+            self._probed = current, seconds[current]
         return current
 
-    def speeds(self, requests: list[Request], count: int, noisy: bool) -> dict[TreeShape | None, float]:
-        """Return the expected tokens per second of each request by tree."""
+    def speeds(
+        self, requests: list[Request], count: int, noisy: bool
+    ) -> tuple[dict[TreeShape | None, float], dict[TreeShape | None, float]]:
+        """Return by tree the expected tokens per second of each request, and the seconds of a step."""
         context = max(r.length for r in requests)
         temperature = statistics.fmean(r.sampling.temperature for r in requests)
         drafts = [r.acceptance.drafts for r in requests]
@@ -261,7 +270,7 @@ class Tuner:
         seconds = self.times.of(count, noisy, (None, *self.shapes), context)
         speeds = {s: self.tau(s, temperature, context, ease) / t for s, t in seconds.items()}
         speeds[None] *= statistics.fmean(r.acceptance.alone.value for r in requests)
-        return speeds
+        return speeds, seconds
 
     def record(self, request: Request, shape: TreeShape | None, emitted: int) -> None:
         """Record the tokens that a step with this tree emitted for a request."""
