@@ -203,7 +203,7 @@ class Tuner:
         self._current: dict[tuple[int, bool], TreeShape | None] = {}
         self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
         self._held, self._plain, self._rest = 0, 0, FIRST_REST
-        self._probed: tuple[TreeShape | None, float] = None, 0.0  # a tree, and the seconds that it was to take
+        self._probed: tuple = None, 0.0  # a tree, and the seconds that it was to take
         self._group: tuple = ()
 
     def tau(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:

@@ -60,12 +60,19 @@ class CpuCaches(KVCaches):
         self.head_dim, self.backend = head_dim, backend
         # The keys and the values of every layer, collected once: they keep their place.
         self.lists = [cache.k for cache in self], [cache.v for cache in self]
+        self._stacked: tuple = None, None  # weights, and their layers over these caches
         for cache in self:
             cache.backend = backend
         return self
 
     def rows(self, first: int, count: int) -> CpuCaches:
         return super().rows(first, count)._ready(self.head_dim, self.backend)
+
+    def stack(self, weights: tuple[list[Tensor], list[int]], eps: float) -> Tensor:
+        """Return layers of these weights as csrc/operators.cpp: stack, made once."""
+        if self._stacked[0] is not weights:
+            self._stacked = weights, self.backend.ops.stack(*weights, *self.lists, eps)
+        return self._stacked[1]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         self.backend.ops.move(*self.lists, self.head_dim, source, target)
@@ -205,10 +212,10 @@ class PackedBlock(Block):
     def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
         read = None if isinstance(self, TargetBlock) else x if inputs is None else inputs
         ops = self.wqkv.backend.ops
-        x, _ = ops.layers(
-            x, *self.own(shared.angles(partial(_angles, ops))), *self.packed_weights, [cache.k], [cache.v],
-            shared.slots, shared.visible, self.mlp_norm.eps, (), read,
-        )
+        eps = self.mlp_norm.eps
+        stack = ops.stack(*self.packed_weights, [cache.k], [cache.v], eps)
+        angles = self.own(shared.angles(partial(_angles, ops)))
+        x, _ = ops.layers(x, *angles, stack, shared.slots, shared.visible, eps, (), read)
         return x
 
 
@@ -245,8 +252,8 @@ class PackedTransformer(Transformer):
 
 def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
     """Return what operators take of a model for a pass, as csrc/operators.cpp: Network."""
-    args, layers = model.args, (*model.packed_weights, *caches.lists)
-    return model.embed.weight, model.inv_freq.float(), args.rope_factor, *layers, args.norm_eps
+    args, stack = model.args, caches.stack(model.packed_weights, model.args.norm_eps)
+    return model.embed.weight, model.inv_freq.float(), args.rope_factor, stack, args.norm_eps
 
 
 class PackedEagle3Head(Eagle3Head):

@@ -15,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -45,7 +46,7 @@ struct Weight {
 // then the stride from block to block, and strides are in bytes.
 struct Cache {
   void* data;
-  int64_t sequence, slot, head;
+  int64_t sequence, slot, head, heads;  // heads: how many
   bool in_bytes = false;
 
   int64_t place(int64_t b, int64_t s, int64_t h) const { return b * sequence + s * slot + h * head; }
@@ -125,7 +126,7 @@ struct Kernels {
   // All layers on x [B, T, H], in place. The streams entering the layers `aux` go side by side into features
   // [B, T, aux, H]; the number of layers stands for the stream after the last one. `read`: what the first layer's
   // attention reads [B, T, its inputs], if that is not x, normed.
-  static void layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
+  static void layers(int threads, const Rows& rows, int64_t H, std::span<const Layer> layers, float eps,
                      const std::vector<int64_t>& aux, const void* read, void* x, void* features);
 };
 

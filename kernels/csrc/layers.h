@@ -161,7 +161,7 @@ void Kernels<E>::experts(int threads, const void* x, int64_t M, int64_t H, const
 }
 
 template <class E>
-void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
+void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, std::span<const Layer> layers, float eps,
                         const std::vector<int64_t>& aux, const void* read, void* x, void* features) {
   using X = Read<E>;  // what goes into products is written as they read it
   Pass pass(rows);

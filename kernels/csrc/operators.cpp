@@ -12,12 +12,9 @@ void use_threads(int64_t count) { own_threads = count; }
 
 // A packed weight, its scale and its bias.
 using Operands = std::tuple<Tensor, Maybe, Maybe>;
-// The layers of a pass: of each layer the weights that it has, in the order of `Layer`; three numbers of each: the bits
-// of those weights, the window, and the mode of the gate; keys, values.
-using Stack = std::tuple<Tensors, std::vector<int64_t>, Caches, Caches>;
 // A network: the embedding table, the inverse frequencies of the rotation [hd/2] or [2, hd/2], the factor of its sines
-// and cosines, the layers, eps of their norms.
-using Network = std::tuple<Tensor, Tensor, double, Stack, double>;
+// and cosines, the layers (see `stack`), eps of their norms.
+using Network = std::tuple<Tensor, Tensor, double, Tensor, double>;
 // An EAGLE-3 head: the norms of its embeddings and its features, and its network.
 using Head = std::tuple<Numbers, Numbers, Network>;
 
@@ -47,14 +44,15 @@ inline Weight weight(const Operands& of) {
   return weight(&packed, scale ? &*scale : nullptr, bias ? &*bias : nullptr);
 }
 inline int64_t head_size(const Tensor& angles) { return 2 * angles.size(-1); }  // or frequencies
+// Of a tensor [B, S, kv_heads, hd] or, in bytes, [B, blocks, kv_heads, bytes of a block].
 inline Cache cache(const Tensor& t) {
-  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.scalar_type() == ScalarType::Byte};
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.size(2), t.scalar_type() == ScalarType::Byte};
 }
 
-// x [B, T, ...], keys [B, S, kv_heads, hd] or, in bytes, [B, blocks, kv_heads, bytes of a block].
-inline Rows rows_in(const Tensor& x, int64_t heads, const Tensor& keys, const Numbers& cosine, const Numbers& sine,
+// x [B, T, ...].
+inline Rows rows_in(const Tensor& x, int64_t heads, const Cache& keys, const Numbers& cosine, const Numbers& sine,
                     const Longs& slots, const Flags& visible) {
-  return {x.size(0), x.size(1), heads, keys.size(2), head_size(cosine), visible.size(2), cosine.values, sine.values,
+  return {x.size(0), x.size(1), heads, keys.heads, head_size(cosine), visible.size(2), cosine.values, sine.values,
           slots.values, visible.values, cosine.dim() == 4 ? cosine.numel() / 2 : 0};
 }
 
@@ -80,9 +78,9 @@ Tensor attend(const Dense& qkv, const Numbers& cosine, const Numbers& sine, cons
               double eps, Tensor& k, Tensor& v, const Longs& slots, const Flags& visible, int64_t window,
               const Maybe& sinks) {
   const int64_t heads = qkv.size(2) / head_size(cosine) - 2 * k.size(2);
-  const Rows rows = rows_in(qkv, heads, k, cosine, sine, slots, visible);
-  Tensor out = empty({rows.B, rows.T, heads * rows.hd}, qkv.scalar_type());
   const Attending layer{floats(q_norm), floats(k_norm), float(eps), cache(k), cache(v), window, floats(sinks)};
+  const Rows rows = rows_in(qkv, heads, layer.k, cosine, sine, slots, visible);
+  Tensor out = empty({rows.B, rows.T, heads * rows.hd}, qkv.scalar_type());
   by_dtype(qkv, [&](auto kernels) { kernels.attend(threads(), rows, data(qkv), layer, out.mutable_data_ptr()); });
   return out;
 }
@@ -116,9 +114,13 @@ Tensor experts(const Dense& x, const Tensor& residual, const Operands& router, c
   return out;
 }
 
-std::vector<Layer> layers_of(const Stack& stack, double eps) {
-  const auto& [weights, parts, k, v] = stack;
-  std::vector<Layer> all;
+// The layers of a pass as bytes, read from tensors once: hundreds would take a twentieth of a step. These stay where they
+// are, and live longer. weights: those that each layer has, in the order of `Layer`. parts: three numbers of each layer:
+// the bits of its weights, its window, the mode of its gate. k, v: the keys and the values of each.
+Tensor stack(const Tensors& weights, const std::vector<int64_t>& parts, const Caches& k, const Caches& v, double eps) {
+  static_assert(std::is_trivially_copyable_v<Layer>);
+  Tensor all = empty({int64_t(k.all.size() * sizeof(Layer))}, ScalarType::Byte);
+  auto* layer = static_cast<Layer*>(all.mutable_data_ptr());
   const Tensor* next = weights.data();
   for (size_t l = 0; l < k.all.size(); l++) {
     int64_t has = parts[3 * l];
@@ -131,31 +133,31 @@ std::vector<Layer> layers_of(const Stack& stack, double eps) {
       const Tensor *numbers = take(), *scale = take(), *bias = take();
       return weight(numbers, scale, bias);
     };
-    all.push_back({norm(), packed(),
-                   {norm(), norm(), float(eps), cache(k.all[l]), cache(v.all[l]), parts[3 * l + 1], norm()},
-                   packed(), norm(), norm(), packed(), packed(), norm(), gate_of(parts[3 * l + 2]),
-                   mixture_of(packed(), parts[3 * l])});
+    layer[l] = {norm(), packed(),
+                {norm(), norm(), float(eps), cache(k.all[l]), cache(v.all[l]), parts[3 * l + 1], norm()},
+                packed(), norm(), norm(), packed(), packed(), norm(), gate_of(parts[3 * l + 2]),
+                mixture_of(packed(), parts[3 * l])};
   }
   return all;
 }
 
 // All layers on `stream` [B, T, H], in place -> those entering the layers `aux` (L: after all). read [B, T, inputs]:
 // what the first layer's attention reads, if that is not the stream, normed.
-Tensor run(Tensor& stream, const Numbers& cosine, const Numbers& sine, const Stack& stack, const Longs& slots,
+Tensor run(Tensor& stream, const Numbers& cosine, const Numbers& sine, const Tensor& stack, const Longs& slots,
            const Flags& visible, double eps, const std::vector<int64_t>& aux, const void* read) {
   const int64_t H = stream.size(2);
   Tensor features = empty({stream.size(0), stream.size(1), int64_t(aux.size()) * H}, stream.scalar_type());
-  const std::vector<Layer> all = layers_of(stack, eps);
+  const std::span all(static_cast<const Layer*>(data(stack)), stack.numel() / sizeof(Layer));
   by_dtype(stream, [&](auto kernels) {
     const int64_t heads = kernels.inputs(all[0].wo) / head_size(cosine);
-    const Rows rows = rows_in(stream, heads, std::get<2>(stack).all[0], cosine, sine, slots, visible);
+    const Rows rows = rows_in(stream, heads, all[0].attending.k, cosine, sine, slots, visible);
     kernels.layers(threads(), rows, H, all, eps, aux, read, stream.mutable_data_ptr(), features.mutable_data_ptr());
   });
   return features;
 }
 
 // Layers on x [B, T, H] -> the residual stream after all of them, and features: see `run`.
-std::tuple<Tensor, Tensor> layers(const Tensor& x, const Numbers& cosine, const Numbers& sine, const Stack& stack,
+std::tuple<Tensor, Tensor> layers(const Tensor& x, const Numbers& cosine, const Numbers& sine, const Tensor& stack,
                                   const Longs& slots, const Flags& visible, double eps,
                                   const std::vector<int64_t>& aux, const Maybe& read) {
   Tensor stream = copy(x);
@@ -342,7 +344,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 }  // namespace eagle
 
 #define ON_TENSORS(X) \
-  X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(layers) X(head) X(target) X(verify) \
+  X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(stack) X(layers) X(head) X(target) X(verify) \
   X(catch_up) X(grow) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
   X(join) X(follow) X(accept) X(commit) X(angles)
 #define OF_NUMBERS(X) X(layout) X(byte_blocks) X(use_threads)
