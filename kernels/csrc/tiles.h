@@ -32,6 +32,7 @@ struct Room {
 
  private:
   static void* take(size_t size) {
+    if (!size) return nullptr;
     if (!rooms.base || size > RoomStack::SIZE - rooms.used) return std::aligned_alloc(64, size);
     rooms.used += size;
     return rooms.base + rooms.used - size;

@@ -114,6 +114,26 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, 
         check_texts(ids(fast, prompts, sampling), [o.ids for o in plain], made)
 
 
+def test_a_pass_that_needs_more_room_than_a_thread_keeps():
+    """It computes what passes over fewer rows do, and so do those after it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 8192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    target = Transformer(ModelArgs(vocab_size=160, num_layers=2, max_seq_len=1024, **sizes)).bfloat16().eval()
+    backend = choose_backend("cpu")
+    backend.prepare(target)
+    tokens, slots, caches = torch.randint(160, (1, 700)), torch.arange(700), target.caches(1, 700)
+
+    def read(start: int, end: int) -> torch.Tensor:
+        visible = backend.visible_before(slots, torch.tensor([start]), end - start)
+        at = slots[None, start:end]
+        return target(tokens[:, start:end], at, at, visible, caches)[0]
+
+    with torch.no_grad(), backend.threads():
+        parts = [read(at, at + 100) for at in range(0, 700, 100)]
+        for _ in range(2):
+            same(read(0, 700), torch.cat(parts, 1))
+            same(read(600, 700), parts[-1])
+
+
 def test_what_the_kernels_cannot_take_is_left_alone():
     target, head = tiny(torch.float16)
     assert not choose_backend("cpu").prepare(target, head)
