@@ -234,7 +234,7 @@ class Tuner:
             return self._ahead.popleft()
         group = (count, noisy, *map(id, requests))
         if group != self._group:
-            self._group, self._held = group, 0
+            self._group, self._held, self._probed = group, 0, (None, 0.0)
         current = self._current.get((count, noisy))
         self._plain += current is None
         if self._held:
@@ -242,9 +242,10 @@ class Tuner:
             return current
         speeds, seconds = self.speeds(requests, count, noisy)
         probed, expected = self._probed
+        self._probed = None, 0.0
         if seconds.get(probed, expected) < FASTER * expected:  # trees are not what they were
             self._ahead.extend(kind for kind in speeds for _ in range(PROBE))
-        self._probed = None, 0.0
+            return self._ahead.popleft()
         best = max(speeds, key=speeds.__getitem__)
         if (count, noisy) not in self._current or speeds[best] > MARGIN * speeds[current]:
             current = best
