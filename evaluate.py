@@ -27,9 +27,8 @@ from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, check_folder, command, count, positive, seed, within
-from common.errors import InputError
-from common.torchrun import is_first, several
-from drafters import METHODS, add_flags, grows
+from common.torchrun import is_first
+from drafters import METHODS, add_flags
 
 
 def parser() -> Options:
@@ -52,8 +51,6 @@ def parser() -> Options:
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
     add("--limit", type=positive, metavar="N", help="only the first N questions of each set")
-    add("--calibrate", action="store_true",
-        help="first measure the acceptance of the head's trees on these questions, into its calibration.json")
     add("--temperature", type=temperatures, default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
@@ -90,10 +87,6 @@ def run(o) -> int:
     Raises InputError, ValueError, OSError or RuntimeError. If it is stopped, it prints the table so far.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
-    if o.calibrate and several():
-        raise InputError("--calibrate: trees are measured by one process; start it without torchrun")
-    if o.calibrate and not any(map(grows, methods)):
-        raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
     from evaluation.answers import check_evaluation, read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation

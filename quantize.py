@@ -28,13 +28,23 @@ from common.cli import Options, check_replaceable, command, note
 from common.errors import InputError, counted
 from common.files import read_text
 from common.threads import use_threads
-from engine.calibrate import PROMPTS
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme
 from sampling.options import Sampling
+
+PROMPTS = (  # whose answers are the text to calibrate on
+    "Explain how rain forms, step by step.",
+    "Write a short story about a lighthouse keeper and a lost dog.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 60 miles in 90 minutes. What is its average speed in miles per hour?",
+    "Summarize the causes of the French Revolution in three sentences.",
+    "Give me five tips for learning a new language.",
+    "Translate to French: The weather is nice today and we are going to the park.",
+    "What are the differences between a virus and a bacterium?",
+)
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together

@@ -61,6 +61,46 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
+    levels: int = 0  # that were grown for it
+
+
+class Prices(NamedTuple):
+    """What drafting costs, in tokens: those that decoding would emit in the same time. What is expected to
+    bring less is not drafted.
+
+    A node brings trust * exp(score) tokens, at most 1: it is accepted so often. Those of several texts are
+    added. Values are read back, so this is for CPUs.
+
+    level: of one more level. nodes [T-1]: of the first drafted node, of a second beside it, and so on.
+    trust [B]: drafts of each text that are accepted over those that their scores promise; 0: it is ignored.
+    """
+
+    level: float
+    nodes: Tensor
+    trust: Tensor
+
+    def _bring(self, scores: Tensor) -> Tensor:
+        """Return the tokens that the best node of each text brings, the second, ... [n]. scores [B, n]."""
+        ranked = scores.sort(descending=True).values.exp()
+        return (self.trust[:, None] * ranked).clamp(max=1).sum(0)
+
+    def rows(self, scores: Tensor, most: int) -> int:
+        """Return how many of the newest nodes [B, n] to expand, at most `most`; 0: no further level pays.
+
+        A node must bring twice what one costs, as its children bring less. They are taken to bring half of
+        what it does.
+        """
+        expanded = self._bring(scores)[:most]
+        expanded = expanded[expanded >= 2 * self.nodes[0]]
+        return len(expanded) if float(expanded.sum()) / 2 >= self.level else 0
+
+    def worth(self, scores: Tensor) -> int:
+        """Return how many of the best candidates [B, C] to keep: those for which the sum brings most over its
+        cost.
+        """
+        brings = self._bring(scores)[: len(self.nodes)]
+        gains = (brings - self.nodes[: len(brings)]).cumsum(0).tolist()
+        return max(range(len(gains) + 1), key=lambda n: gains[n - 1] if n else 0.0)
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -105,15 +145,14 @@ class Growth:
         self.size = k
 
     def extend(self, scores: Tensor, tokens: Tensor) -> None:
-        """Record the beam's children: log-probabilities given their parent and token ids, both [B, k, k]."""
-        B, k, _ = tokens.shape
+        """Record the beam's children: log-probabilities given their parent and token ids, both [B, R, k]."""
         self.tokens.append(tokens.flatten(1))
-        self.scores.append((self.beam_scores[..., None] + scores).flatten(1))  # [B, k*k]
-        self.parents.append(self.beam_flat[..., None].expand(B, k, k).flatten(1))
+        self.scores.append((self.beam_scores[..., None] + scores).flatten(1))  # [B, R*k]
+        self.parents.append(self.beam_flat[..., None].expand_as(tokens).flatten(1))
 
     @property
     def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The newest children's scores and tokens [B, k*k], what the beam sees, and the candidates before."""
+        """The newest children's scores and tokens [B, R*k], what the beam sees, and the candidates before."""
         return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
 
     @property
@@ -130,32 +169,43 @@ class Growth:
 
     def advance(self) -> Tensor:
         """Make the k best of the newest children the beam. Returns the beam row each came from [B, k]."""
-        B, k = self.beam_tokens.shape
+        B, k = self.beam_tokens.shape[0], self.shape.width
         scores, index = self.scores[-1].topk(k, dim=-1)
         row, tokens = index // k, self.tokens[-1].gather(1, index)
         itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
         sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
         return self.set_beam(scores, tokens, self.size + index, sees, row)
 
-    def prune(self, root: Tensor) -> Tree:
-        """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B]."""
-        return best_below(root, *self.candidates, self.shape.nodes, self.shape.depth + 1)
+    def narrow(self, rows: int) -> None:
+        """Keep the first `rows` nodes of the beam."""
+        seen = self.beam_sees.shape[-1] - self.beam_tokens.shape[1] + rows
+        self.beam_tokens, self.beam_scores = self.beam_tokens[:, :rows], self.beam_scores[:, :rows]
+        self.beam_flat, self.beam_sees = self.beam_flat[:, :rows], self.beam_sees[:, :rows, :seen]
+
+    def prune(self, root: Tensor, prices: Prices | None = None) -> Tree:
+        """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B], or those of
+        them that are worth their prices.
+        """
+        return best_below(root, *self.candidates, self.shape.nodes, self.shape.depth + 1, prices)
 
 
 def best_below(
-    root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int
+    root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
+    prices: Prices | None = None,
 ) -> Tree:
-    """The tree of the nodes - 1 most likely of C candidates below root [B].
+    """The tree of the nodes - 1 most likely of C candidates below root [B], or of those worth their prices.
 
     scores, tokens, parents [B, C]: see `Growth.candidates`; parents come before their children. levels: the
     most levels below the root.
     """
     # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps
     # the smaller index, the parent, first: the kept set always contains the ancestors of its members.
+    if prices is not None:
+        nodes = min(nodes, prices.worth(scores) + 1)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
     keep = best.sort(dim=-1).values
     above = parents.gather(1, keep).contiguous()
-    place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
+    place = torch.searchsorted(keep, above).clamp(max=max(keep.shape[1] - 1, 0))
     # A candidate of score -inf only fills the tree. If its parent is not kept, it stands below the root.
     parent = torch.where(keep.gather(1, place) == above, place + 1, 0)
     parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
@@ -164,8 +214,8 @@ def best_below(
     return Tree(tokens, parent, *link(parent, levels), scores)
 
 
-def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
-    """The `nodes` most likely nodes of two trees with one root, by their scores, as a tree.
+def join(one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
+    """The `nodes` most likely nodes of two trees with one root, or those worth their prices, as a tree.
 
     A path that both have counts once, with the better score. levels: the most levels below the root. A child
     never outscores its parent; of equals the parent comes first, and stays with its child.
@@ -187,7 +237,7 @@ def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
     joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
     parents = one.parent - 1, joined.gather(1, other.parent) - 1
     below = (torch.cat([x[:, 1:] for x in both], 1) for both in (scores, (one.tokens, other.tokens), parents))
-    return best_below(one.tokens[:, 0], *below, nodes, levels)
+    return best_below(one.tokens[:, 0], *below, nodes, levels, prices)
 
 
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,10 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.calibration import Calibration
 from checkpoint.families import SCALES, NameTable, family_of, mtp_names, parts_of, target_fields
 from checkpoint.folder import (
-    CALIBRATION,
     CONFIG,
     FORMAT,
     WEIGHTS,
@@ -92,9 +89,6 @@ def convert(
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
     with staging(out) as folder:
-        if kind and (file := source.path / CALIBRATION).exists():
-            Calibration.read(source.path)
-            shutil.copyfile(file, folder / CALIBRATION)
         tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder, added=added) else None
         if tokenizer:
             ends = unique_ids(config["stop_ids"], tokenizer.stop_ids)

@@ -7,7 +7,7 @@
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
     DIR/KIND/               heads of that target in the same format, a folder for each of HEADS (EAGLE-1 and
-                            EAGLE-2 share one), with calibration.json (`checkpoint.calibration`)
+                            EAGLE-2 share one)
 """
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from networks.medusa import HydraHeads, MedusaHeads
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-CALIBRATION = "calibration.json"  # beside a head's weights: acceptance lengths of its trees
 ADVICE = "convert the checkpoint again"
 # The network of each kind of draft head. Their layouts in other programs' files are in `checkpoint.heads`.
 HEADS = {

@@ -17,9 +17,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from checkpoint.calibration import Calibration
 from checkpoint.convert import convert
-from checkpoint.folder import CALIBRATION, WEIGHTS
+from checkpoint.folder import WEIGHTS
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, command
 from common.errors import InputError
@@ -62,10 +61,7 @@ def fetch(gguf: Path | None = None) -> None:
 
 
 def _is_current(head: Path) -> bool:
-    """Return True if a head loads, has the weights that `HEAD_SOURCE` is converted to, and a calibration.
-
-    Another calibration than the source's counts: evaluate.py --calibrate may have measured it.
-    """
+    """Return True if a head loads and has the weights that `HEAD_SOURCE` is converted to."""
     if not _loads(TARGET, head):
         return False
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +70,7 @@ def _is_current(head: Path) -> bool:
 
 
 def _loads(target: Path, head: Path | None = None) -> bool:
-    """Return True if the target loads, and the head if one is given: config, tensors, shapes, calibration.
+    """Return True if the target loads, and the head if one is given: config, tensors, shapes.
 
     The files are memory-mapped, so this reads next to nothing.
     """
@@ -82,7 +78,6 @@ def _loads(target: Path, head: Path | None = None) -> bool:
         model, _ = load_model(target)
         if head is not None:
             load_head(head, model)
-            return Calibration.read(head) is not None or not (HEAD_SOURCE / CALIBRATION).exists()
     except InputError:
         return False
     return True

@@ -41,8 +41,8 @@ class Method:
     """An entry of METHODS.
 
     module: builds the drafter. draft: the kind of checkpoint that it drafts with and --draft names; None: it
-    takes neither --draft nor --tree. grows: its head grows trees that can be measured (`engine.calibrate`),
-    and takes --draft-window.
+    takes neither --draft nor --tree. grows: its head grows trees of any size, and takes
+    --draft-window.
     """
 
     module: str
@@ -92,7 +92,7 @@ def methods_of(name: str) -> dict[str, Method]:
 
 
 def grows(name: str) -> bool:
-    """Return whether a method, or one of two, has a head whose trees can be measured."""
+    """Return whether a method, or one of two, has a head that grows trees of any size."""
     return any(method.grows for method in methods_of(name).values())
 
 
@@ -357,8 +357,7 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
 
     shared: further fields of `drafters.base.Setup`. Raises InputError if it cannot be built.
     """
-    from checkpoint.calibration import Calibration  # imports torch, as do the others
-    from drafters.base import Setup
+    from drafters.base import Setup  # imports torch, as does the next
     from drafters.mixed import Mixed
 
     parts = []
@@ -373,7 +372,4 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
         parts.append(part)
     if len(parts) < 2:
         return parts[0] if parts else None
-    for part in parts:
-        if part.folder and (known := Calibration.read(part.folder)):
-            part.confidence = known.confidence or part.confidence
     return Mixed(*parts)

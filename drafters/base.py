@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from checkpoint.calibration import Confidence
 from checkpoint.loading import load_head
 from common.errors import InputError
 from model import KVCaches, Transformer, buffer_bytes
@@ -153,8 +152,8 @@ class Drafter(nn.Module):
     all_layers: tuple[int, ...] = ()  # those of the features in the state, if it drafts beside another one
     reads = True  # its step reads the tokens committed before; if not, unread tokens add up
     per_sequence: tuple[str, ...] = ()  # its buffers with a row for each sequence, beside the caches
-    folder: Path | None = None  # of its network, if that may have a calibration.json
-    confidence = Confidence()  # of the scores of its trees
+    folder: Path | None = None  # of its network
+    sampled = 1.0  # factor of the scores of its trees at temperature 1
     grows = False  # it drafts trees of any size, see `HeadDrafter.with_tree`
     headless: Drafter | None = None  # the fallback drafter when the head is skipped
     may_pass = False  # it may have nothing to propose, see `has_guess`

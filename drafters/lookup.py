@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from drafters.base import Confidence, Drafter, Proposal, Setup, constants
+from drafters.base import Drafter, Proposal, Setup, constants
 from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
@@ -33,7 +33,7 @@ class Lookup(Drafter):
     """
 
     may_pass = True
-    confidence = Confidence((1.0, 0.0), (SAMPLED, 0.0))
+    sampled = SAMPLED
 
     def __init__(self, lengths: tuple[int, ...] = CHAINS, shortest: int = 2, longest: int = LONGEST):
         shape = chains(tuple(lengths))

@@ -1,19 +1,17 @@
 """Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
 
-`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Scores of different drafters are
-on different scales: a head has its softmax, lookup the length of a match. Each has a `Confidence`, which maps
-them to the probability of acceptance. `engine.calibrate` measures that of a head.
+`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. A score is the logarithm of how
+often a node is accepted: a head takes its softmax for that, lookup the length of a match.
 """
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Drafter, ExtraRows, Proposal, constants
+from drafters.base import Drafter, ExtraRows, Proposal
 from tree import AnyTree, Tree, TreeShape
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
@@ -42,7 +40,6 @@ class Mixed(Drafter):
         self.made_of = " ".join(part.made_of for part in parts)
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)
-        constants(self, believed=torch.tensor([dataclasses.astuple(part.confidence) for part in parts]))
 
     @property
     def headless(self) -> Drafter | None:
@@ -51,9 +48,7 @@ class Mixed(Drafter):
     def with_tree(self, shape: TreeShape) -> Mixed:
         """Return the same drafters, with another tree of the one that grows trees."""
         grown = self.grown
-        other = Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
-        other.believed = self.believed
-        return other
+        return Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
 
     @property
     def network(self) -> nn.Module | None:
@@ -69,14 +64,12 @@ class Mixed(Drafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         found = [part.propose(state, slots, noise) for part in self.parts]
-        greedy, sampling = self.believed[:, None].unbind(2)
-        between = state.temperature.clamp(0, 1)[:, None]
-        slope, shift = torch.lerp(greedy, sampling, between)[..., None].unbind(2)  # [parts, B, 1] each
-        trees = []
-        for i, (tree, *_) in enumerate(found):
+        trees, temperature = [], state.temperature.clamp(0, 1)[:, None]
+        for part, (tree, *_) in zip(self.parts, found):
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
-            trees.append(tree._replace(scores=(slope[i] * scores + shift[i]).clamp(max=0)))
-        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels)
+            trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
+        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, state.prices)
+        tree = tree._replace(levels=max(tree.levels for tree in trees))
         extra = next((proposal.extra for proposal in found if proposal.extra is not None), None)
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 

@@ -121,11 +121,19 @@ class NetworkDrafter(Drafter):
         scores, tokens = self._best(backend, last, noise, 0, k, level_logits)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
-        row_slots = own[:, None] + torch.arange(k, device=slots.device)
+        rows, drafted = torch.arange(k, device=slots.device), 0
         for level in range(shape.depth):
-            positions = (base + level)[:, None].expand(-1, k)
+            if state.prices is not None:
+                count = state.prices.rows(grown.beam_scores, k)
+                if not count:
+                    break
+                grown.narrow(count)
+                feature, rows = feature[:, :count], rows[:count]
+            positions = (base + level)[:, None].expand(-1, len(rows))
             visible = backend.visible_slots(slots, own, grown.beam_sees)
-            feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
+            own_slots = own[:, None] + drafted + rows
+            feature = self._rows(grown.beam_tokens, feature, positions, own_slots, visible)
+            drafted += len(rows)
             children = self._best(backend, feature, noise, level + 1, k, level_logits)
             if level + 1 < shape.depth:
                 feature = pick(feature, backend.extend(grown, *children, more=True))
@@ -183,7 +191,7 @@ class HeadDrafter(NetworkDrafter):
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
         other = type(self)(self.head, shape, self.coupled)
-        for name in ("rule", "folder", "method", "confidence", "kept", "caches"):
+        for name in ("rule", "folder", "method", "kept", "caches"):
             setattr(other, name, getattr(self, name))
         return other
 

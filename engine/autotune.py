@@ -1,319 +1,392 @@
-"""Which tree the next step drafts, or none: by the tokens a step emits over the seconds it takes.
+"""What the next step drafts: nothing, or a tree of which every level and every node is worth its price.
 
-Three things decide. `Calibration`: how often a head's drafts are accepted, by tree, measured once for a head.
-`Acceptance`: how much more or less is accepted of the current requests. `Times`: how long a step with each
-tree takes here and now, from real steps, a few at warm-up and then all that run. On our CPU kernels the
-choice never changes the text.
+The time that drafting takes would emit tokens elsewhere: that is its price. `Costs` knows how long steps take
+here and now: it tries them out, and then learns from all that run. `Acceptance` knows what the steps of a
+request bring. On our CPU kernels the choice never changes the text. Compiled steps draft trees of one size,
+or nothing.
 """
 from __future__ import annotations
 
 import copy
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from checkpoint.calibration import SHORT, Calibration
+import torch
+
 from engine.request import Request
-from tree import TreeShape
+from tree import Prices, TreeShape
 
-# Trees that are tried, smallest first.
-CANDIDATES = tuple(TreeShape(*numbers) for numbers in (
-    (2, 0, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2), (4, 2, 1), (6, 1, 3), (6, 2, 2), (8, 2, 3), (8, 3, 2),
-    (12, 3, 4), (16, 4, 4), (24, 5, 6), (40, 6, 8), (60, 7, 10),
-))
+# The largest trees: of greedy steps, and of those that sample, as noise is drawn for every level beforehand.
+LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 
-
-# -- the requests at hand ----------------------------------------------------------------------
+# -- what steps bring --------------------------------------------------------------------------
 
 MEMORY = 0.98  # weight of a step relative to the one after it
-PRIOR = 6.0  # steps of average text that a request begins with
+PRIOR = 6.0  # steps of the usual text that a request begins with
+LEAST = 0.5  # steps that stay known, whatever fades
+HOPED = 1.3  # tokens of a drafted step over those of plain ones in its time, before any has run
 
 
 class Ratio:
     """A ratio of two sums over steps, found / expected; old steps fade."""
 
-    def __init__(self, expected: float, found: float | None = None):
-        self.found, self.expected = expected if found is None else found, expected
+    def __init__(self, expected: float, found: float):
+        self.found, self.expected = found, expected
 
     def record(self, found: float, expected: float) -> None:
         """Add one step."""
         self.found = MEMORY * self.found + found
         self.expected = MEMORY * self.expected + expected
 
+    def fade(self) -> None:
+        """Let the steps so far count for less."""
+        if self.expected > LEAST:
+            self.record(0.0, 0.0)
+
     @property
     def value(self) -> float:
         return self.found / self.expected
 
 
+def over(ratios: Iterable[Ratio]) -> float:
+    """Return the ratio of several texts together."""
+    ratios = [*ratios]
+    return sum(r.found for r in ratios) / sum(r.expected for r in ratios)
+
+
 class Acceptance:
-    """Acceptance of one request. drafts: accepted drafts over those of an average text. alone: tokens of a
-    step without the head, which is more than one where prompt lookup drafts.
+    """What the steps of one request bring.
+
+    drafted, alone: tokens of steps with the head and without it, over those of plain steps in that time. More
+    than one alone where prompt lookup drafts. trust: accepted drafts over those that their scores promised.
     """
 
-    def __init__(self, drafts: float, ease: float):
-        self.drafts, self.alone = Ratio(PRIOR * drafts, PRIOR * drafts * ease), Ratio(PRIOR)
+    def __init__(self, drafted: float = HOPED, trust: float = 1.0):
+        self.drafted, self.alone = Ratio(PRIOR, PRIOR * drafted), Ratio(PRIOR, PRIOR)
+        self.trust = Ratio(PRIOR, PRIOR * trust)
 
 
-# -- the machine, and the choice ---------------------------------------------------------------
+# -- what steps take ---------------------------------------------------------------------------
 
-MARGIN = 1.03  # speed of another tree over the current one's that makes a change worth it
-LOOK, LOOK_PLAIN = 4, 8  # steps that a choice of a tree, of plain decoding holds
-STEADY = 64  # tokens of context between which tau is taken as constant
-PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
-FASTER = 0.8  # what these take over what was expected, below which all kinds are timed again
-FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doubled each time in vain
-TIMED = 20  # latest steps of a kind, whose lower quartile is its time
-FRESH = 48  # steps after which a time is corrected by what other kinds take now
-REHEARSED = 5  # steps of each kind at warm-up
-EASY = 1.8  # acceptance of an easy text, which large trees suit, over the average one
-HOPELESS = 0.8  # speed over the best one below which larger trees are not rehearsed
-
-
-class Timed(NamedTuple):
-    """Seconds of a step, and when it ran."""
-
-    when: int
-    seconds: float
+FLAT = 5  # nodes of the largest tree that is tried on one level
+TRIED, OFTEN = 5, 12  # steps of each trial: at least, and at most
+ENOUGH = 0.6  # seconds of trials after which no more are made than must be
+FIRST = 2  # the same where trials are the first steps of a text
+HOPELESS = 3.0  # seconds of a step over those of a plain one from which on larger trees are not tried
+LATE = 1.5  # seconds of a step over those expected that count at most: other programs take more
+DRAWN = 5.0  # steps that the assumption of `Costs` about nodes counts for
+RECENT = 0.96  # weight of a step's seconds relative to those of the one after it
+PLAIN = 0.3  # weight of a plain step
+STALE = 1.1  # pace over that when plain steps ran, from which on these are tried again
+FRESH = 16  # steps in which plain ones do not change, as far as is known
+GUESS = 0.25  # weight of a drafted step that did not run
 
 
-class Times:
-    """Seconds of real steps: by sequences in the step, whether it draws noise, the size of the context
-    (`size_of`), and the tree (None: plain).
+class Size(NamedTuple):
+    """Size of a drafted tree: its nodes, root included, and the levels grown after the first."""
+
+    nodes: int
+    levels: int
+
+
+class Trial(NamedTuple):
+    """A tree to be timed: of so many nodes, on all levels or on the first alone."""
+
+    nodes: int
+    deep: bool
+
+
+TRIALS = *(Trial(n, False) for n in (2, FLAT)), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
+Trials = dict[Trial | None, list[tuple[Size, float]]]  # size and seconds of each kind's steps; None: plain
+
+
+def low(steps: list[tuple[Size, float]]) -> float:
+    """Return the lower quartile of seconds: other programs delay some steps, none is too fast."""
+    return sorted(seconds for _, seconds in steps)[len(steps) // 4]
+
+
+class Costs:
+    """Seconds of steps over one number of sequences: of plain ones, and by the size of the tree.
+
+    A step with a tree takes `base`, and more for each level and each drafted node. Real steps tell how much
+    slower all this is now than when it was tried (`pace`), and how much slower nodes are, whose attention
+    grows with the text (`slower`): by least squares. As trees are small and alike, nodes are assumed to be
+    slower by as much as the rest, until steps say otherwise. Kinds of steps that do not run are assumed to
+    change as those that do.
     """
 
-    def __init__(self):
-        self.steps = 0
-        self._timed: dict[tuple[int, bool, int], dict[TreeShape | None, deque[Timed]]] = {}
-
-    def add(self, count: int, noisy: bool, shape: TreeShape | None, context: int, seconds: float) -> None:
-        """Record a step."""
-        of_size = self._timed.setdefault((count, noisy, size_of(context)), {})
-        of_size.setdefault(shape, deque(maxlen=TIMED)).append(Timed(self.steps, seconds))
+    def __init__(self, plain: float, base: float, level: float = 0.0, each: Iterable[float] = (0.0,)):
+        """each: seconds of the first drafted node, of the second, and so on."""
+        self.plain, self.tried = plain, plain  # now, and when it was tried
+        self.base, self.level, self.each = base, level, [*each]
+        self.upto = [0.0, *accumulate(self.each)]
+        self.drawn = DRAWN * self._nodes(FLAT) ** 2
+        self.sums = [0.0] * 5
+        self._learn(base + level, self._nodes(FLAT), base + level + self._nodes(FLAT))
+        self.drift, self.since = 1.0, 0  # of the pace since plain steps ran; the steps since then
 
     @property
-    def known(self) -> bool:
-        """True after the first timed step."""
-        return bool(self._timed)
+    def stale(self) -> bool:
+        """Whether steps have become so much slower or faster that a plain one should tell if it has, too."""
+        return not 1 / STALE < self.drift < STALE
 
-    def refresh(self) -> None:
-        """Take all times as of now."""
-        for timed in self._timed.values():
-            for shape in timed:
-                timed[shape] = deque((t._replace(when=self.steps) for t in timed[shape]), TIMED)
+    @classmethod
+    def of_trials(cls, trials: Trials) -> Costs:
+        """Return what trials show, of which there are at least plain ones and the first two of TRIALS.
 
-    def of(
-        self, count: int, noisy: bool, shapes: Iterable[TreeShape | None], context: int
-    ) -> dict[TreeShape | None, float]:
-        """Return the seconds of a step with each tree now, of those that have run.
-
-        A tree that has run at contexts of another size only is taken to differ as much as those of both.
+        A node of a larger tree is never cheaper than one of a smaller tree: that would be chance.
         """
-        size, shapes = size_of(context), [*shapes]
-        sizes = [s for n, drew, s in self._timed if (n, drew) == (count, noisy)]
-        nearest = sorted(sizes, key=lambda s: abs(s - size))[:2]
-        found = {s: self._now(self._timed[count, noisy, s], shapes) for s in nearest}
-        here = found.pop(size, {})
-        elsewhere = next(iter(found.values()), {})
-        ratios = [t / elsewhere[shape] for shape, t in here.items() if shape in elsewhere]
-        ratio = statistics.median_high(ratios) if ratios else 1.0
-        seconds = {shape: t * ratio for shape, t in elsewhere.items()} | here
-        guesses = {s: self._guess(count, s) for s in shapes if s not in seconds}
-        return seconds | {s: t for s, t in guesses.items() if t}
+        seconds = {kind: low(steps) for kind, steps in trials.items()}
+        plain, few, flat = (seconds[kind] for kind in (None, *TRIALS[:2]))
+        deep = [t for t in TRIALS if t.deep and t in trials]
+        rises = [(few, flat, FLAT - 2)]
+        rises += [(seconds[s], seconds[t], t.nodes - s.nodes) for s, t in pairwise(deep)]
+        node = sum(max(t - s, 0.0) for s, t, _ in rises[:2]) / sum(more for *_, more in rises[:2])
+        each = [node] * (FLAT - 1)
+        for s, t, more in rises[1:]:
+            each += [max((t - s) / more, each[-1])] * more
+        base = max((few + flat - node * FLAT) / 2, plain)
+        levels = trials[deep[0]][0][0].levels if deep else 0
+        level = max(seconds[deep[0]] - base - node * (FLAT - 1), 0.0) / levels if levels else base - plain
+        return cls(plain, base, level, each)
 
-    def _now(
-        self, timed: dict[TreeShape | None, deque[Timed]], shapes: list[TreeShape | None]
-    ) -> dict[TreeShape | None, float]:
-        """Return the seconds of steps of one size. Old times are taken to have changed as the fresh ones
-        have.
-        """
-        seconds, stale, changes = {}, [], []
-        for shape in timed.keys() & shapes:
-            fresh = [t.seconds for t in timed[shape] if t.when >= self.steps - FRESH]
-            old = [t.seconds for t in timed[shape] if t.when < self.steps - FRESH]
-            seconds[shape] = low(fresh or old)
-            if not fresh:
-                stale.append(shape)
-            elif old:
-                changes.append(seconds[shape] / low(old))
-        change = statistics.median_high(changes) if changes else 1.0
-        return seconds | {shape: seconds[shape] * change for shape in stale}
+    def towards(self, other: Costs, share: float, rows: float) -> Costs:
+        """Return costs between these and those of other numbers of sequences. rows: factor of nodes."""
+        def now(c: Costs) -> list[float]:
+            return [c.plain, c.pace * c.base, c.pace * c.level] + [c.slower * x * rows for x in c.each]
 
-    def _guess(self, count: int, shape: TreeShape | None) -> float | None:
-        """Guess the seconds of a step that has not run, if it has with other numbers of sequences.
+        plain, base, level, *each = (one + (two - one) * share for one, two in zip(now(self), now(other)))
+        return Costs(plain, base, level, each)
 
-        Between steps with fewer and with more sequences they are interpolated. Else they are those with few
-        sequences, and the cost of additional rows there.
-        """
-        found = [(n, s, low([t.seconds for t in timed]))
-                 for (n, *_), of_size in self._timed.items() for s, timed in of_size.items()]
-        by_count = minima((n, seconds) for n, s, seconds in found if s == shape)
-        if not by_count:
-            return None
-        few, rows = min(by_count), shape.nodes if shape else 1
-        if few <= count <= max(by_count):
-            return between(by_count, count)
-        by_rows = minima((s.nodes if s else 1, seconds) for n, s, seconds in found if n == few)
-        alone = max(seconds for n, s, seconds in found if n == few and s == shape)
-        return alone + between(by_rows, rows * count // few) - between(by_rows, rows)
+    def _nodes(self, count: int) -> float:
+        """Return what so many nodes, root included, took when they were tried."""
+        known = len(self.each)
+        return self.upto[count - 1] if count <= known else self.upto[-1] + (count - 1 - known) * self.each[-1]
+
+    def of(self, size: Size, head: bool) -> float:
+        """Return the seconds of a step now. head: it runs."""
+        rest = self.pace * (self.base + self.level * size.levels) if head else self.plain
+        return rest + self.slower * self._nodes(size.nodes)
+
+    def over_plain(self, size: Size, head: bool = True) -> float:
+        """Return the same over those of a plain step."""
+        return self.of(size, head) / self.plain
+
+    def prices(self, speed: float, shape: TreeShape, trust: list[float]) -> Prices:
+        """Return prices where `speed` tokens are emitted in the time of a plain step."""
+        rate = speed / self.plain
+        nodes = [rate * self.slower * node for node in self.each[: shape.nodes - 1]]
+        nodes += [math.inf] * (shape.nodes - 1 - len(nodes))
+        return Prices(rate * self.pace * self.level, torch.tensor(nodes), torch.tensor(trust))
+
+    def add(self, size: Size, head: bool, seconds: float) -> None:
+        """Learn from a step."""
+        seconds, nodes = min(seconds, LATE * self.of(size, head)), self._nodes(size.nodes)
+        before = self.pace
+        if head:
+            self._learn(self.base + self.level * size.levels, nodes, seconds)
+            self.since += 1
+            self.plain *= self.pace / before if self.since > FRESH else 1.0
+            self.drift *= self.pace / before
+        else:
+            self.since = 0
+            self.plain += PLAIN * (seconds - self.slower * nodes - self.plain)
+            self.drift += PLAIN * (1 - self.drift)
+            self._learn(GUESS * self.base, 0.0, GUESS * self.base * self.plain / self.tried)
+
+    def _learn(self, rest: float, nodes: float, seconds: float) -> None:
+        """Set pace and slower so that pace * rest + slower * nodes is near the seconds of the last steps."""
+        new = rest * rest, rest * nodes, nodes * nodes, rest * seconds, nodes * seconds
+        self.sums = [RECENT * old + x for old, x in zip(self.sums, new)]
+        a, b, c, x, y = self.sums
+        a, b, c = a + self.drawn, b - self.drawn, c + self.drawn
+        self.pace = self.slower = x / self.sums[0]
+        if (area := a * c - b * b) > 1e-9 * a * c:
+            self.pace, self.slower = (c * x - b * y) / area, (a * y - b * x) / area
+            self.slower = max(self.slower, self.pace / 2)
 
 
-def low(seconds: list[float]) -> float:
-    """Return the lower quartile: other programs delay some steps, none is too fast."""
-    return sorted(seconds)[len(seconds) // 4]
+# -- the choice --------------------------------------------------------------------------------
+
+MARGIN = 1.03  # speed over the current one's that makes drafting, or not drafting, worth a change
+LOOK, LOOK_PLAIN = 4, 8  # steps that a choice to draft, or to decode plainly, holds
+PROBE = 2  # steps of the other kind: plain ones whose times are stale, or drafts that may be accepted again
+FIRST_REST, LONGEST_REST = 48, 1024  # plain steps before that; doubled each time in vain
 
 
-def size_of(context: int) -> int:
-    """Return the size of a context: 0 up to 362 tokens, and one more each time that it doubles."""
-    return max(0, round(math.log2(max(context, 1) / 256)))
+class Choice(NamedTuple):
+    """The tree of a step: its size, the largest one if it is cut by prices."""
 
-
-def minima(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """Return the least value of each key."""
-    found: dict[int, float] = {}
-    for key, value in pairs:
-        found[key] = min(value, found.get(key, math.inf))
-    return found
-
-
-def between(known: dict[int, float], at: int) -> float:
-    """Interpolate between the nearest known sizes, linearly, and beyond them; never below the least."""
-    sizes = sorted(known)
-    if len(sizes) == 1:
-        return known[sizes[0]]
-    high = next((n for n in sizes[1:] if n >= at), sizes[-1])
-    low = sizes[sizes.index(high) - 1]
-    return max(known[low] + (known[high] - known[low]) * (at - low) / (high - low), min(known.values()))
+    shape: TreeShape
+    prices: Prices | None = None
 
 
 class Tuner:
-    """Chooses the tree of each step, None for a step without the head.
+    """Chooses what each step drafts, None for a step without the head.
 
-    calibration: of the head. shapes: trees to choose among, smallest first. It keeps what it learns of the
-    machine and of the average request; what it learns of a request stays in `Request.acceptance`.
+    shapes: of the trees of greedy steps and of those that sample. cuts: they are cut by prices. It keeps what
+    it learns of the machine and of the usual request; what it learns of a request stays in
+    `Request.acceptance`.
     """
 
-    def __init__(self, calibration: Calibration, shapes: Iterable[TreeShape]):
-        self.calibration, self.times = calibration, Times()
-        self.live = True  # steps are timed as they run, and times become stale
-        self.shapes = tuple(shape for shape in shapes if shape in calibration.taus[0.0])
-        usual = statistics.fmean(calibration.ease)
-        self._usual = {noisy: Ratio(PRIOR, PRIOR * usual) for noisy in (False, True)}
-        self._current: dict[tuple[int, bool], TreeShape | None] = {}
-        self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
+    def __init__(self, shapes: tuple[TreeShape, TreeShape] = LIMITS, cuts: bool = True):
+        self.shapes, self.cuts = shapes, cuts
+        self.live = True  # steps are timed as they run
+        self.usual = {noisy: Acceptance() for noisy in (False, True)}
+        self._costs: dict[tuple[int, bool], Costs] = {}  # by sequences, and whether noise is drawn
+        self._trials: dict[tuple[int, bool], Trials] = {}
+        self._ahead: deque[Trial | None] = deque()  # trials of the next steps
+        self._trying: list[Trial | None] = []  # that of the step that runs
+        self._rehearsing = False
+        self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
+        self._choice: Choice | None = None
         self._held, self._plain, self._rest = 0, 0, FIRST_REST
-        self._probed: tuple = None, 0.0  # a tree, and the seconds that it was to take
         self._group: tuple = ()
 
-    def tau(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
-        """Tokens per step of a request whose drafts are accepted `ease` times as often as on average."""
-        if shape is None:
-            return 1.0
-        tau = self.calibration.tau(shape, temperature, context // STEADY * STEADY)
-        return min(1 + ease * (tau - 1), shape.window)
-
     def begin(self, request: Request) -> None:
-        """Give a new request the acceptance of an average one."""
-        noisy = request.sampling.temperature > 0
-        middle = self.shapes[len(self.shapes) // 2]
-        # Above 0, as the acceptance of requests is relative to it: of a poor head no draft may be accepted.
-        usual = max(self.tau(middle, request.sampling.temperature, SHORT) - 1, 0.01)
-        request.acceptance = Acceptance(usual, self._usual[noisy].value)
+        """Give a new request the acceptance of the usual one."""
+        usual = self.usual[request.sampling.temperature > 0]
+        request.acceptance = Acceptance(usual.drafted.value, usual.trust.value)
 
-    def next(self, requests: list[Request], count: int) -> TreeShape | None:
-        """Choose for the next step over `count` rows of the batch, which decodes these requests."""
-        self.times.steps += 1
-        if self._ahead:
-            return self._ahead.popleft()
+    def next(self, requests: list[Request], count: int) -> Choice | None:
+        """Choose for the next step over `count` rows of the batch, the first of which decode these requests.
+        """
         noisy = any(r.sampling.temperature > 0 for r in requests)
-        if not self.times.known:  # without `rehearse`
+        shape, key = self.shapes[noisy], (count, noisy)
+        if not self._costs and not self._ahead:  # without `rehearse`
             if not self.live:
-                return self.shapes[0]
-            self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(PROBE))
-            return self._ahead.popleft()
-        group = (count, noisy, *map(id, requests))
+                return Choice(shape)
+            self._ahead.extend(kind for kind in (None, *self._kinds(shape)) for _ in range(FIRST))
+        self._trying = [self._ahead.popleft()] if self._ahead else []
+        if self._trying:
+            return self._of_trial(self._trying[0], shape, count)
+        group = (*key, *map(id, requests))
         if group != self._group:
-            self._group, self._held, self._probed = group, 0, (None, 0.0)
-        current = self._current.get((count, noisy))
-        self._plain += current is None
+            self._group, self._held = group, 0
+        drafts = self._drafts.get(key)
+        self._plain += drafts is False
         if self._held:
             self._held -= 1
-            return current
-        speeds, seconds = self.speeds(requests, count, noisy)
-        probed, expected = self._probed
-        self._probed = None, 0.0
-        if seconds.get(probed, expected) < FASTER * expected:  # trees are not what they were
-            self._ahead.extend(kind for kind in speeds for _ in range(PROBE))
-            return self._ahead.popleft()
-        best = max(speeds, key=speeds.__getitem__)
-        if (count, noisy) not in self._current or speeds[best] > MARGIN * speeds[current]:
-            current = best
-        self._current[count, noisy] = current
-        self._held = (LOOK_PLAIN if current is None else LOOK) - 1
-        if current:
+            return self._choice
+        drafted = over(r.acceptance.drafted for r in requests)
+        alone = over(r.acceptance.alone for r in requests)
+        margin = 1.0 if drafts is None else 1 / MARGIN if drafts else MARGIN
+        drafts = self._drafts[key] = drafted > margin * alone
+        self._held, least = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
+        if drafts:
             self._plain, self._rest = 0, FIRST_REST
-        elif self._plain > self._rest and len(speeds) > 1:
+            if self.costs(*key).stale:
+                drafts, self._held = False, PROBE - 1
+        elif self._plain > self._rest:
             self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
-            current = max((shape for shape in speeds if shape), key=speeds.__getitem__)
-            self._ahead, self._held = deque([current] * (PROBE - 1)), 0  # then choose anew
-            self._probed = current, seconds[current]
-        return current
+            drafts, self._held, least = True, PROBE - 1, 1.0
+        self._choice = Choice(shape) if drafts else None
+        if drafts and self.cuts:
+            trust = [max(r.acceptance.trust.value, least) for r in requests] + [0.0] * (count - len(requests))
+            speed = max(drafted, alone) * len(requests)
+            self._choice = Choice(shape, self.costs(*key).prices(speed, shape, trust))
+        return self._choice
 
-    def speeds(
-        self, requests: list[Request], count: int, noisy: bool
-    ) -> tuple[dict[TreeShape | None, float], dict[TreeShape | None, float]]:
-        """Return by tree the expected tokens per second of each request, and the seconds of a step."""
-        context = max(r.length for r in requests)
-        temperature = statistics.fmean(r.sampling.temperature for r in requests)
-        drafts = [r.acceptance.drafts for r in requests]
-        ease = sum(d.found for d in drafts) / sum(d.expected for d in drafts)
-        seconds = self.times.of(count, noisy, (None, *self.shapes), context)
-        speeds = {s: self.tau(s, temperature, context, ease) / t for s, t in seconds.items()}
-        speeds[None] *= statistics.fmean(r.acceptance.alone.value for r in requests)
-        return speeds, seconds
+    def _kinds(self, shape: TreeShape) -> list[Trial]:
+        """Return the trees that are tried."""
+        return [*TRIALS] if self.cuts else [Trial(shape.nodes, True)]
 
-    def record(self, request: Request, shape: TreeShape | None, emitted: int) -> None:
-        """Record the tokens that a step with this tree emitted for a request."""
-        if shape is None:
-            request.acceptance.alone.record(emitted, 1.0)
-        elif shape in self.shapes:
-            usual = self.tau(shape, request.sampling.temperature, request.length) - 1
-            request.acceptance.drafts.record(emitted - 1, usual)
-            self._usual[request.sampling.temperature > 0].record(emitted - 1, usual)
+    def _of_trial(self, trial: Trial | None, shape: TreeShape, count: int) -> Choice | None:
+        if trial is None or not self.cuts:
+            return trial and Choice(shape)
+        nodes = torch.full((shape.nodes - 1,), math.inf)
+        nodes[: trial.nodes - 1] = -1.0
+        return Choice(shape, Prices(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
+
+    # -- learning -----------------------------------------------------------------------------
+
+    def costs(self, count: int, noisy: bool) -> Costs:
+        """Return those of steps over so many sequences; where none has run, between or beyond the nearest."""
+        key = count, noisy
+        if key not in self._costs:
+            known = {n: c for (n, noise), c in self._costs.items() if noise == noisy}
+            known = known or {n: c for (n, _), c in self._costs.items()}
+            few = max((n for n in known if n <= count), default=min(known))
+            many = min((n for n in known if n >= count), default=few)
+            share, rows = ((count - few) / (many - few), 1.0) if many > few else (0.0, count / few)
+            self._costs[key] = known[few].towards(known[many], share, rows)
+        return self._costs[key]
+
+    def took(self, count: int, noisy: bool, size: Size, head: bool) -> float | None:
+        """Return what such a step takes over a plain one; None as long as that is tried."""
+        known = self._costs and not self._trying
+        return self.costs(count, noisy).over_plain(size, head) if known else None
+
+    def add(self, count: int, noisy: bool, size: Size, head: bool, seconds: float) -> None:
+        """Learn the seconds of a step."""
+        if self._trying:
+            trials = self._trials.setdefault((count, noisy), {})
+            trials.setdefault(self._trying[0], []).append((size, seconds))
+            if not self._ahead and not self._rehearsing:
+                self._finish()
+        elif self._costs:
+            self.costs(count, noisy).add(size, head, seconds)
+
+    def record(
+        self, request: Request, head: bool, emitted: int, took: float | None, promised: float | None
+    ) -> None:
+        """Record the tokens that a step emitted for a request. took: see `took`. promised: accepted drafts by
+        their scores; None: they are not known.
+        """
+        for of in (request.acceptance, self.usual[request.sampling.temperature > 0]):
+            if promised is not None:
+                of.trust.record(emitted - 1, promised)
+            if took is not None:
+                (of.drafted if head else of.alone).record(emitted, took)
+        if not head:  # texts change
+            request.acceptance.drafted.fade()
+            request.acceptance.trust.fade()
 
     def rehearse(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
-        """Time a few steps of each kind, smallest trees first; larger ones only while they may pay.
+        """Try steps of each kind, smallest trees first; larger ones only while they may pay.
 
-        run: runs a step over `count` rows of the batch, at a short context, with the tree that `next` gives.
+        run: runs a step over `count` rows of the batch, at a short context, with what `next` chooses.
         """
-        usual, kinds, best = copy.deepcopy(self._usual), [], 0.0
-        for turn in range(REHEARSED - 1):  # in turns: a machine that is slow for a while is slow for all
-            for shape in kinds if turn else (None, *self.shapes):
-                for _ in range(1 if turn else 2):  # at first twice: one slow step does not end this
-                    self._ahead = deque([shape])
+        usual, kinds, trials = copy.deepcopy(self.usual), [], self._trials.setdefault((count, noisy), {})
+        self._rehearsing = True
+        for turn in range(OFTEN):  # in turns: a machine that is slow for a while is slow for all
+            spent = sum(seconds for steps in trials.values() for _, seconds in steps)
+            if turn >= TRIED and spent > ENOUGH:
+                break
+            for kind in kinds if turn else (None, *self._kinds(self.shapes[noisy])):
+                for _ in range(1 if turn else 2):
+                    self._ahead = deque([kind])
                     run()
                 if turn:
                     continue
-                kinds.append(shape)
-                if not (seconds := self.times.of(count, noisy, (shape,), SHORT)):
-                    return  # sequences so short that no step is needed
-                speed = self.tau(shape, float(noisy), SHORT, EASY) / seconds[shape]
-                if speed < HOPELESS * best:
+                if kind not in trials:
+                    break  # sequences so short that no step is needed
+                kinds.append(kind)
+                if kind and kind.nodes > FLAT and low(trials[kind]) > HOPELESS * low(trials[None]):
                     break
-                best = max(best, speed)
-        self.times.refresh()
-        self._current.clear()  # it may have gone
-        self._usual = usual
+        self._rehearsing, self.usual = False, usual
+        self._finish()
+
+    def _finish(self) -> None:
+        """Make costs of what was tried."""
+        for key, trials in self._trials.items():
+            if not self.cuts and len(trials) > 1:
+                self._costs[key] = Costs(*map(low, trials.values()))
+            elif trials.keys() >= {None, *TRIALS[:2]}:
+                self._costs[key] = Costs.of_trials(trials)
+        self._trials, self._trying = {}, []
+        self._ahead.clear()
+        self._drafts.clear()
 
     def explain(self, count: int, noisy: bool) -> str:
-        """Return a line about the tree of an average request, and the time of a step with it."""
-        seconds = self.times.of(count, noisy, (None, *self.shapes), SHORT)
-        if len(seconds) < 2:
-            return "plain decoding (no step with a tree was timed)"
-        speeds = {s: self.tau(s, float(noisy), SHORT) / t for s, t in seconds.items()}
-        shape = max((s for s in seconds if s), key=speeds.__getitem__)
-        ratio = seconds[shape] / seconds[None]
-        what = f"just timed: a step with {shape.name} takes {ratio:.2f} x a plain one"
-        drafts = speeds[shape] > speeds[None]
-        return f"tree {shape.name} ({what})" if drafts else f"plain decoding ({what})"
+        """Return a line about what is drafted, and the time of a step with a tree."""
+        shape = self.shapes[noisy]
+        what = f"trees of up to {shape.nodes} nodes" if self.cuts else f"tree {shape.name}"
+        if not self._costs:
+            return f"{what}, as they pay (no step with one was timed)"
+        size = Size(FLAT, 1) if self.cuts else Size(shape.nodes, shape.depth)
+        ratio = f"{self.costs(count, noisy).over_plain(size):.2f} x"
+        return f"{what}, as they pay (just timed: a step with {size.nodes} nodes takes {ratio} a plain one)"

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from drafters.base import Drafter
-from engine.autotune import Tuner
+from engine.autotune import Choice, Size, Tuner
 from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask, step_counts
 from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Request, Score
@@ -39,7 +39,7 @@ from tokens.grammar import Guide
 from tokens.ids import common_prefix
 from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
-from tree import AnyTree, PathTree, TreeShape
+from tree import AnyTree, PathTree, Tree, TreeShape
 
 DRAFTED, PLAIN, READING = range(3)  # groups: decoding with drafts, decoding without as asked for, reading
 WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
@@ -51,8 +51,10 @@ class Pending(NamedTuple):
     requests: list[Request | None]  # by row; None: of no interest
     emission: Emission
     shape: TreeShape | PathTree | AnyTree | None = None  # None: a pass over prompts
-    choice: TreeShape | None = None  # of the tuner
     drafts: list[Draft] | None = None
+    head: bool = False  # it has drafted, as the tuner chose
+    took: float | None = None  # of the tuner
+    promised: list[float] | None = None  # by request: accepted drafts, by their scores
 
 
 class Engine:
@@ -423,6 +425,7 @@ class Engine:
             self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
         modes = self._modes[group]
         choice, drafter = self._choose(group, rows, span, requests)
+        rows.state.prices, shape = choice and choice.prices, drafter.shape
         began = time.perf_counter()
         guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
@@ -434,10 +437,18 @@ class Engine:
             scored = [None] * len(requests) if score is None else score[offset:].tolist()
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
-        self._pending.append(Pending(requests, emission, drafter.shape, choice, drafts))
-        if self.tuner and group == DRAFTED and self.lag == 0:  # else the step is only launched by now
-            emission.wait()
-            self.tuner.times.add(count, modes.noisy, choice, context, time.perf_counter() - began)
+        took = promised = None
+        if choice and choice.prices:
+            shape = shape_of(tree, shape)
+            promised = tree.scores[:, 1:].exp().sum(1).tolist()
+        if self.tuner and group == DRAFTED:
+            of = count, modes.noisy, Size(tree.tokens.shape[1], tree.levels), choice is not None
+            took = self.tuner.took(*of)
+            if self.lag == 0:  # else the step is only launched by now
+                emission.wait()
+                self.tuner.add(*of, time.perf_counter() - began)
+        done = Pending(requests, emission, shape, drafts, choice is not None, took, promised)
+        self._pending.append(done)
 
     @contextlib.contextmanager
     def _held_still(self, rows: Rows, group: int) -> Iterator[None]:
@@ -460,23 +471,23 @@ class Engine:
 
     def _choose(
         self, group: int, rows: Rows, span: torch.Tensor, requests: list[Request]
-    ) -> tuple[TreeShape | None, Drafter]:
-        """Choose the tree of the next step (None: without the head), and the drafter that grows it."""
+    ) -> tuple[Choice | None, Drafter]:
+        """Choose the tree of the next step (None: without the tuner's), and the drafter that grows it."""
         passes = self.passes
-        shape, drafter = None, passes.plain if group == PLAIN else self.drafter
+        choice, drafter = None, passes.plain if group == PLAIN else self.drafter
         if group == DRAFTED and self._asks and not rows.drafter(self.drafter).has_guess(rows.state, span):
             drafter = passes.plain
         elif self.tuner and group == DRAFTED:
-            shape = self.tuner.next(requests, rows.count)
+            choice = self.tuner.next(requests, rows.count)
             headless = passes.headless
             guesses = headless is not None and self._guesses and headless.has_guess(rows.state, span)
-            if shape:
-                drafter = (passes.trees if guesses or not headless else passes.alone)[shape]
+            if choice:
+                drafter = (passes.trees if guesses or not headless else passes.alone)[choice.shape]
             else:
                 drafter = headless if guesses else passes.plain
         if passes.unread:
             self._keep_up(rows, span, drafter, requests)
-        return shape, drafter
+        return choice, drafter
 
     def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
         """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
@@ -500,14 +511,17 @@ class Engine:
             for i, (request, emitted) in enumerate(zip(done.requests, arrived(done.emission, logprobs))):
                 if request and request.here:
                     draft = done.drafts[i] if done.drafts and request.watch else None
-                    events.append(self._event(request, emitted, done, draft))
+                    events.append(self._event(request, emitted, done, i, draft))
         return events
 
-    def _event(self, request: Request, emitted: Emitted, done: Pending, draft: Draft | None) -> Event:
-        """Add what a pass emitted to a request, which leaves if that ends it."""
+    def _event(
+        self, request: Request, emitted: Emitted, done: Pending, row: int, draft: Draft | None
+    ) -> Event:
+        """Add what a pass emitted to a request, which leaves if that ends it. row: its row in the pass."""
         now, shape = time.perf_counter(), done.shape
         if self.tuner and shape and not request.plain:
-            self.tuner.record(request, done.choice, len(emitted.ids))
+            promised = done.promised and done.promised[row]
+            self.tuner.record(request, done.head, len(emitted.ids), done.took, promised)
         if request.guide:
             request.guide.take(emitted.ids)
             request.error = request.guide.error
@@ -609,6 +623,14 @@ class Engine:
                             x = passes.prefill(passes.rows(first, count), span, size, rare)
                             if (first, count) == (0, 1):  # as `_score_prompt`
                                 passes.logits(x)
+
+
+def shape_of(tree: Tree, largest: TreeShape | AnyTree) -> TreeShape | AnyTree:
+    """Return the size of a tree that prices have cut."""
+    nodes = tree.tokens.shape[1]
+    if isinstance(largest, TreeShape) and nodes > 1:
+        return TreeShape(nodes, tree.levels, largest.width)
+    return AnyTree(nodes, largest.window - 1)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

@@ -13,7 +13,7 @@ from model import rows_of
 from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
-from tree import Tree
+from tree import Prices, Tree
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 
@@ -39,8 +39,10 @@ class State(nn.Module):
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
 
-    backend: computes the parts of its steps.
+    backend: computes the parts of its steps. prices: of what the next step drafts; None: it is free.
     """
+
+    prices: Prices | None = None
 
     def __init__(
         self, batch: int, slots: int, window: int, *, feature_width: int = 0, stop_ids: Iterable[int] = (),

@@ -1,7 +1,6 @@
 """Loaded targets, and the engines that are made of them."""
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,20 +9,17 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.calibration import Calibration
 from checkpoint.convert import converted_folder, default_folder
-from checkpoint.folder import CALIBRATION, check_length, is_converted, read_config
+from checkpoint.folder import check_length, is_converted, read_config
 from checkpoint.loading import load_model, shares_of, weigh
 from checkpoint.source import resolve_source
 from common.errors import InputError
 from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from drafters.base import Drafter
 from drafters.network import HeadDrafter
-from engine.autotune import CANDIDATES, Tuner
-from engine.calibrate import PROMPTS, USUAL, calibrate
+from engine.autotune import LIMITS, Tuner
 from engine.engine import Engine
 from engine.memory import free_memory
-from engine.prompt import Prompt, encode
 from engine.runtime import Runtime
 from kernels.backend import TORCH, TorchBackend, backend_of
 from kernels.choose import choose_backend
@@ -239,11 +235,10 @@ class Target:
             return build(Drafting("lookup"))
 
     def _tuner(self, drafter: Drafter | None, drafting: Drafting) -> Tuner | None:
-        """Make what chooses among trees; None: the drafter's own tree is drafted.
+        """Make what chooses trees; None: the drafter's own tree is drafted.
 
-        Trees are chosen with --tree auto, and without --tree on a CPU where no step is compiled: there a tree
-        costs a few trial steps. Several ranks draft one tree: each measures other times, and would choose
-        another.
+        They are chosen with --tree auto, and without --tree on a CPU where no step is compiled. Several ranks
+        draft one tree: each measures other times, and would choose another.
         """
         free = not (self.model.embed.weight.is_cuda or self._compiles)
         if self.model.ranks is not None:
@@ -254,55 +249,15 @@ class Target:
         grower = _grower(drafter)
         if not wanted or grower is None:
             return None
-        calibration = Calibration.read(grower.folder)
-        if calibration is None:
-            if self.tokenizer is None:
-                if drafting.tree is None:
-                    return None
-                raise InputError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
-            self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
-            try:
-                prompts = [encode(self.tokenizer, prompt) for prompt in PROMPTS]
-                calibration = calibrate(
-                    self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
-                )
-            except InputError as e:
-                if drafting.tree is not None:
-                    raise
-                self.say(f"{e}; until then the default tree is drafted")
-                return None
-            with contextlib.suppress(OSError):  # measured again next time
-                calibration.write(grower.folder)
-        widest = grower.head.args.draft_vocab_size
-        shapes = CANDIDATES if free else CANDIDATES[-3:]  # each is compiled
-        tuner = Tuner(calibration, [shape for shape in shapes if shape.width <= widest])
-        return tuner if tuner.shapes else None
-
-    def calibrate(self, drafting: Drafting, prompts: list[Prompt], tokens: int = 128) -> Path:
-        """Measure the acceptance of a head's trees in answers of `tokens` tokens to prompts.
-
-        Writes calibration.json into the head's folder, and returns its path. Raises InputError, one line, if
-        the method has no head that grows a tree, prompts and answers are too long or too short, or it cannot
-        be written.
-        """
-        longest = self.model.args.max_seq_len
-        drafter = self._drafter(drafting, longest)
-        grower = _grower(drafter)
-        if grower is None:
-            raise InputError(f"--calibrate: {drafting.method} has no head whose trees could be measured")
-        ids = [encode(self.tokenizer, prompt) for prompt in prompts]
-        fitting = [prompt for prompt in ids if len(prompt) + tokens < longest]
-        if not fitting:
-            raise InputError(f"--calibrate: no prompt and its answer fit in the model's {longest} tokens")
-        found = calibrate(self.model, grower, fitting, self.config["stop_ids"], tokens, self.say)
-        try:
-            found.write(grower.folder)
-        except OSError as e:
-            raise InputError(f"{grower.folder}: {CALIBRATION} cannot be written ({e})") from None
-        return grower.folder / CALIBRATION
+        if not free:
+            return Tuner((grower.shape, grower.shape), cuts=False)
+        deepest = LIMITS[0].depth if grower.deepest is None else grower.deepest
+        return Tuner(tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in LIMITS))
 
 
 def _grower(drafter: Drafter | None) -> HeadDrafter | None:
-    """Return the drafter, maybe one of two, that grows trees with a head, deep enough to be calibrated."""
+    """Return the drafter, maybe one of two, that grows trees with a head, as large ones as are tried."""
     grower = drafter and drafter.grown
-    return grower if grower and (grower.deepest is None or grower.deepest >= USUAL.depth) else None
+    if grower is None or grower.head.args.draft_vocab_size < LIMITS[0].width:
+        return None
+    return grower if grower.deepest is None or grower.deepest >= 2 else None

@@ -15,7 +15,7 @@ from checkpoint.convert import converted_folder
 from checkpoint.folder import known_config
 from common.errors import counted
 from common.files import digest, write_text
-from drafters import Drafting, grows
+from drafters import Drafting
 from engine.runtime import Runtime
 from engine.target import check_draft, converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
@@ -59,10 +59,6 @@ class Evaluation:
         check_options(Path(o.out), options)
         draftings = {name: converted(o.checkpoint, drafting, say)[1] for name, drafting in draftings.items()}
         target = load_target(o.checkpoint, runtime, say, ranks)
-        if o.calibrate:
-            prompts = [question["turns"][0] for group in sets.values() for question in group]
-            for drafting in (d for d in draftings.values() if grows(d.method)):
-                say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
         weight, exact = target.model.embed.weight, backend_of(target.model).row_invariant
         self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)

@@ -22,7 +22,7 @@ import tree
 from kernels.float8 import Float8Caches
 from kernels.tp import Part
 from model import KVCaches, last_seen
-from tree import Growth, Tree
+from tree import Growth, Prices, Tree
 
 
 class Sight(NamedTuple):
@@ -134,15 +134,15 @@ class TorchBackend:
         """Draft the tree of a `drafters.network.NetworkDrafter`; arguments as for its `propose`."""
         last = drafter.catch_up(state, slots)
         grown = drafter.grow(last, state, slots, drafter.draft_noise(noise), drafter.shape)
-        return self.prune(grown, state.root())
+        return self.prune(grown, state.root(), state.prices)._replace(levels=len(grown.scores) - 1)
 
-    def prune(self, growth: Growth, root: Tensor) -> Tree:
+    def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
         """Keep the best candidates below root [B], as `Growth.prune`."""
-        return growth.prune(root)
+        return growth.prune(root, prices)
 
-    def join(self, one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
+    def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
         """Join two trees, as `tree.join`."""
-        return tree.join(one, other, nodes, levels)
+        return tree.join(one, other, nodes, levels, prices)
 
     def follow(self, lookup, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return what followed earlier matches, as `drafters.lookup.Lookup.follow`."""

@@ -19,7 +19,9 @@ from kernels import packed
 from kernels.backend import TorchBackend
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
-from tree import Growth, Tree
+from tree import Growth, Prices, Tree
+
+FREE = 0.0, None, None  # for operators: no prices
 
 
 class Layout(NamedTuple):
@@ -110,10 +112,10 @@ class CpuBackend(TorchBackend):
         return self.ops.rank(logits, noise, k, names)
 
     def advance(self, growth: Growth) -> Tensor:
-        return growth.set_beam(*self.ops.advance(*growth.newest))
+        return growth.set_beam(*self.ops.advance(*growth.newest, growth.shape.width))
 
-    def prune(self, growth: Growth, root: Tensor) -> Tree:
-        return Tree(*self.ops.prune(*growth.candidates, root, growth.shape.nodes))
+    def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
+        return Tree(*self.ops.prune(*growth.candidates, root, growth.shape.nodes, *prices or FREE))
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
@@ -129,9 +131,9 @@ class CpuBackend(TorchBackend):
             return target.verify(nodes, state.length, len(slots), caches, aux_layers)
         return super().verify(target, nodes, state, slots, caches, aux_layers)
 
-    def join(self, one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
+    def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
-        return Tree(*self.ops.join(*fields, nodes))
+        return Tree(*self.ops.join(*fields, nodes, *prices or FREE))
 
     def follow(self, lookup, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         tables = lookup.chain, lookup.ahead, lookup.first, lookup.further

@@ -289,8 +289,8 @@ class PackedEagle3Head(Eagle3Head):
         sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
         scoring = self.norm.scale, *self.lm_head.operands, self.lm_head.columns
         return ops.grow(
-            last, *text, kept.first(state.length), *sizes, *scoring, noise if drafter.coupled else None,
-            self.draft_ids, *own,
+            last, *text, kept.first(state.length), *sizes, *state.prices or (0.0, None, None), *scoring,
+            noise if drafter.coupled else None, self.draft_ids, *own,
         )
 
 

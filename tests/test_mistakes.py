@@ -57,7 +57,6 @@ MISTAKES = (
     ("serve", "--host a..b", "--host a..b --port 8000: "),
     ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
     ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
-    ("evaluate", "--calibrate --speculate lookup", "no head that grows trees"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),
     ("train", "--out TEXT", "--out TEXT: not a folder that can be written to"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, check_exact, read_config
+from checkpoint.folder import CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_head, load_model
 from checkpoint.source import resolve_source
@@ -41,7 +41,7 @@ from training.writing import Collector
 LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
 MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
-WRITTEN = CONFIG, WEIGHTS, "README.md", CALIBRATION  # to OUT
+WRITTEN = CONFIG, WEIGHTS, "README.md"  # to OUT
 
 
 class Session:
@@ -212,13 +212,8 @@ class Session:
     # -- export ----------------------------------------------------------------------------------------------
 
     def export(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
-        """Write the head, its calibration and its model card to OUT."""
-        o, kind, calibration = self.o, TRAINED[self.o.kind], None
-        if trainer.validator:
-            try:
-                calibration = trainer.validator.calibration(head, note)
-            except InputError as e:
-                note(f"{self.out}: gets no {CALIBRATION} ({e})")
+        """Write the head and its model card to OUT."""
+        o, kind = self.o, TRAINED[self.o.kind]
         args = head.args
         # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
         wide = isinstance(head, BlockHead) or args.norm_before_residual or args.recycle_normed
@@ -233,8 +228,6 @@ class Session:
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
                        command=shlex.join(["python", "train.py", *self.command]), speculate=kind.speculate)
-            if calibration:
-                calibration.write(folder)
         # Not into the target's folder, whose own head may be the better one.
         converted = f"{o.out.rstrip('/')}-converted"
         where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"

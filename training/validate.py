@@ -1,14 +1,9 @@
 """The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from checkpoint.calibration import Calibration
-from common.errors import InputError
 from drafters.base import Drafter
 from drafters.block import block_drafter
 from drafters.eagle import Eagle
-from engine.calibrate import USUAL, calibrate
 from engine.engine import Engine
 from model import Transformer
 from networks.head import Head
@@ -45,13 +40,6 @@ class Validator:
         )
         lengths = [n for r in engine.generate(self.prompts, Sampling(TOKENS)) for n in r.accept_lengths]
         return sum(lengths) / len(lengths) if lengths else None
-
-    def calibration(self, head: Head, say: Callable[[str], None]) -> Calibration:
-        """Measure how many tokens every tree of the head gets accepted. Raises InputError as `calibrate`."""
-        drafter = drafter_of(self._twin(head), PAPER_TREE)
-        if drafter.deepest is not None and drafter.deepest < USUAL.depth:
-            raise InputError(f"its trees are less deep than {USUAL.name}, which others are compared with")
-        return calibrate(self.target, drafter, self.prompts, self.stop_ids, TOKENS, say)
 
     def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)

@@ -246,12 +246,14 @@ Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, cons
 }
 
 // The tree of T nodes that an EAGLE-3 head grows below the root, which stands at length [B] of text [B, S], on `depth`
-// levels of `width` nodes: drafters/network.py: grow. last [B, 1, H]: see `catch_up`. first [B]: where the drafted rows
+// levels of `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see `catch_up`. first [B]: where the drafted rows
 // begin, of n live slots. score_norm, ...: of the head's scores, normed rows times a weight; noise [B, > depth, V] at all ids;
 // names [Vd]: the ids that the head knows.
-TreeFields grow(const Tensor& last, const Longs& text, const Longs& length, const Longs& first, int64_t n, int64_t T,
-                int64_t depth, int64_t width, const Numbers& score_norm, const Operands& scoring, int64_t columns,
-                const Maybe& noise, const Longs& names, const Head& of) {
+std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& text, const Longs& length, const Longs& first,
+                                     int64_t n, int64_t T, int64_t depth, int64_t width, const PriceList& list,
+                                     const Numbers& score_norm, const Operands& scoring, int64_t columns,
+                                     const Maybe& noise, const Longs& names, const Head& of) {
+  const Prices prices(list);
   const int64_t B = last.size(0), count = width + depth * width * width, Vd = names.size(0);
   const double eps = std::get<4>(std::get<2>(of));
   const Numbers scores({B, count}), of_root({B, 1});  // of all candidates
@@ -269,7 +271,7 @@ TreeFields grow(const Tensor& last, const Longs& text, const Longs& length, cons
   };
   // The beam: at first the root alone, which has no row among the drafted ones.
   Tensor feature = last, beam_scores = of_root, beam_flat = above, sees = Flags({B, 1, 0});
-  for (int64_t level = 0, size = 0;; level++) {
+  for (int64_t level = 0, size = 0, drafted = 0;; level++) {
     const int64_t rows = feature.size(1), more = rows * width;
     const Tensor logits = linear(rms_norm(feature, score_norm, eps), scoring, {}, columns, FLOAT32);
     const auto [likely, ids] = rank(logits, noise_at(level), width, names);
@@ -281,15 +283,16 @@ TreeFields grow(const Tensor& last, const Longs& text, const Longs& length, cons
         scores[to] = children[b * more + i] = before[from] + likely[b * more + i];
         tokens[to] = ids[b * more + i], parents[to] = flat[from];
       }
-    if (level == depth) break;
-    const auto [best, token, places, now, row] = advance(children, ids, sees, size);
-    const Longs positions({B, width}), slots({B, width});
-    for (int64_t i = 0; i < B * width; i++)
-      positions[i] = length[i / width] + level, slots[i] = first[i / width] + level * width + i % width;
+    size += more;
+    const int64_t next = level == depth ? 0 : prices ? prices.rows(children, width) : width;
+    if (!next) return {pruned(scores, tokens, parents, root, T, size, prices), level};
+    const auto [best, token, places, now, row] = advance(children, ids, sees, size - more, next);
+    const Longs positions({B, next}), slots({B, next});
+    for (int64_t i = 0; i < B * next; i++)
+      positions[i] = length[i / next] + level, slots[i] = first[i / next] + drafted + i % next;
     feature = head(token, picked(feature, row), positions, slots, see(first, now, n), of);
-    beam_scores = best, beam_flat = places, sees = now, size += more;
+    beam_scores = best, beam_flat = places, sees = now, drafted += next;
   }
-  return prune(scores, tokens, parents, root, T);
 }
 
 // Copy entries `source` [B, W] of every cache to `target` [B, W]. A row's are read before any is written. hd: the

@@ -7,12 +7,61 @@
 
 namespace eagle {
 
-// The k best children of a beam, whose scores and tokens are [B, R * k] and which saw [B, R, seen], become the next:
+// What drafting costs, and whether a step has prices. See tree.py: Prices.
+using PriceList = std::tuple<double, Maybe, Maybe>;
+struct Prices {
+  const double level;
+  const float *nodes, *trust;
+
+  Prices(const PriceList& list) : level(std::get<0>(list)), nodes(floats(std::get<1>(list))),
+                                  trust(floats(std::get<2>(list))) {}
+  explicit operator bool() const { return nodes; }
+
+  // Of B texts together, that their nodes of these scores are accepted. score(b).
+  template <class Score>
+  double chance(int64_t B, const Score& score) const {
+    double sum = 0;
+    for (int64_t b = 0; b < B; b++) sum += std::min(1.0, double(trust[b]) * std::exp(double(score(b))));
+    return sum;
+  }
+
+  // How many of the best nodes are worth their prices, at most `most`. score(b, i): of the i-th best of a text.
+  template <class Score>
+  int64_t worth(int64_t B, int64_t most, const Score& score) const {
+    double gain = 0, highest = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < most; i++) {
+      gain += chance(B, [&](int64_t b) { return score(b, i); }) - nodes[i];
+      if (gain > highest) highest = gain, count = i + 1;
+    }
+    return count;
+  }
+
+  // How many of the newest nodes, whose scores are [B, count], are worth expanding, at most k; 0: no level is.
+  int64_t rows(const Numbers& scores, int64_t k) const {
+    const int64_t B = scores.size(0), count = scores.size(1);
+    std::vector<float> ranked(&scores[0], &scores[B * count]);
+    for (int64_t b = 0; b < B; b++) {
+      const auto first = ranked.begin() + b * count;
+      std::partial_sort(first, first + k, first + count, std::greater<>());
+    }
+    double all = 0;
+    int64_t rows = 0;
+    for (; rows < k; rows++) {
+      const double each = chance(B, [&](int64_t b) { return ranked[b * count + rows]; });
+      if (each < 2 * nodes[0]) break;
+      all += each;
+    }
+    return all / 2 < level ? 0 : rows;
+  }
+};
+
+// The k best children of a beam, whose scores and tokens are [B, R * width] and which saw [B, R, seen], become the next:
 // scores, tokens, places among all candidates [B, k], what they see [B, k, seen + k], the row each came from [B, k].
 // `size` candidates came before the children.
 std::tuple<Numbers, Longs, Longs, Flags, Longs> advance(const Numbers& scores, const Longs& tokens, const Flags& sees,
-                                                        int64_t size) {
-  const int64_t B = sees.size(0), R = sees.size(1), seen = sees.size(2), count = scores.size(1), k = count / R;
+                                                        int64_t size, int64_t k) {
+  const int64_t B = sees.size(0), R = sees.size(1), seen = sees.size(2), count = scores.size(1), width = count / R;
   const Numbers best({B, k});
   const Longs token({B, k}), flat({B, k}), row({B, k});
   const Flags now({B, k, seen + k});
@@ -22,9 +71,9 @@ std::tuple<Numbers, Longs, Longs, Flags, Longs> advance(const Numbers& scores, c
     std::partial_sort(order.begin(), order.begin() + k, order.end());
     for (int64_t i = 0; i < k; i++) {
       const int64_t at = b * k + i, child = order[i].id;
-      best[at] = order[i].value, token[at] = tokens[b * count + child], flat[at] = size + child, row[at] = child / k;
+      best[at] = order[i].value, token[at] = tokens[b * count + child], flat[at] = size + child, row[at] = child / width;
       bool* mine = &now[at * (seen + k)];
-      std::memcpy(mine, &sees[(b * R + child / k) * seen], seen);
+      std::memcpy(mine, &sees[(b * R + child / width) * seen], seen);
       std::memset(mine + seen, 0, k);
       mine[seen + i] = true;
     }
@@ -69,49 +118,63 @@ struct TreeOut {  // B trees of T nodes
   }
 };
 
-// The n first places by score, the larger and of equals the first, in ascending order. score(place).
+using Order = std::vector<int64_t>;  // places of a text's candidates
+// For each of B texts the places of its best of `size` candidates, in ascending order: n, or as many as are worth their
+// prices. score(b, place); of equals the first is better.
 template <class Score>
-void best_places(std::vector<int64_t>& order, int64_t n, const Score& score) {
-  std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int64_t i, int64_t j) {
-    const uint32_t x = ordered(score(i) + 0.0f), y = ordered(score(j) + 0.0f);  // -0 as 0
-    return x != y ? x > y : i < j;
-  });
-  std::sort(order.begin(), order.begin() + n);
+std::vector<Order> best_places(int64_t B, int64_t size, int64_t n, const Prices& prices, const Score& score) {
+  std::vector<Order> all(B, Order(size));
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t i = 0; i < size; i++) all[b][i] = i;
+    std::partial_sort(all[b].begin(), all[b].begin() + n, all[b].end(), [&](int64_t i, int64_t j) {
+      const uint32_t x = ordered(score(b, i) + 0.0f), y = ordered(score(b, j) + 0.0f);  // -0 as 0
+      return x != y ? x > y : i < j;
+    });
+  }
+  if (prices) n = prices.worth(B, n, [&](int64_t b, int64_t i) { return score(b, all[b][i]); });
+  for (Order& order : all) order.resize(n), std::sort(order.begin(), order.end());
+  return all;
 }
 
-// The tree of the T - 1 best of candidates below root [B]. scores, tokens, parents [B, count].
-TreeFields prune(const Numbers& scores, const Longs& tokens, const Longs& parents, const Longs& root, int64_t T) {
+// The tree of the T - 1 best of candidates below root [B], or of those worth their prices. scores, tokens, parents
+// [B, count], of which there are `size`.
+TreeFields pruned(const Numbers& scores, const Longs& tokens, const Longs& parents, const Longs& root, int64_t T,
+                  int64_t size, const Prices& prices) {
   const int64_t B = scores.size(0), count = scores.size(1);
-  TreeOut tree(B, T);
-  std::vector<int64_t> order(count);
+  const auto best = best_places(B, size, std::min(T - 1, size), prices,
+                                [&](int64_t b, int64_t i) { return scores[b * count + i]; });
+  TreeOut tree(B, best[0].size() + 1);
   for (int64_t b = 0; b < B; b++) {
-    for (int64_t i = 0; i < count; i++) order[i] = i;
-    best_places(order, T - 1, [&](int64_t i) { return scores[b * count + i]; });
+    const Order& order = best[b];
     tree.put(b, 0, root[b], 0, 0);
-    for (int64_t i = 1; i < T; i++) {
+    for (int64_t i = 1; i < tree.T; i++) {
       const int64_t from = b * count + order[i - 1], above = parents[from];
-      const auto place = std::lower_bound(order.begin(), order.begin() + T - 1, above) - order.begin();
+      const auto place = std::lower_bound(order.begin(), order.end(), above) - order.begin();
       tree.put(b, i, tokens[from], above < 0 ? 0 : place + 1, scores[from]);
     }
   }
   return tree.fields();
 }
+TreeFields prune(const Numbers& scores, const Longs& tokens, const Longs& parents, const Longs& root, int64_t T,
+                 const PriceList& prices) {
+  return pruned(scores, tokens, parents, root, T, scores.size(1), prices);
+}
 
-// The tree of the T most likely nodes of two with one root. See tree.py: join.
+// The tree of the T most likely nodes of two with one root, or of those worth their prices. See tree.py: join.
 TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, const Longs& more, const Longs& above,
-                const Numbers& others, int64_t T) {
+                const Numbers& others, int64_t T, const PriceList& prices) {
   struct Node {  // of two trees
     int64_t token, parent;  // parent: a place among all nodes, 0 the root
     float score;
   };
   const int64_t B = token.size(0), one = token.size(1), other = more.size(1), count = one + other - 1;
-  TreeOut tree(B, T);
-  std::vector<Node> nodes(count);
-  std::vector<int64_t> place(other), order(count - 1);  // place: where a node of the other stands among all
-  std::vector<char> same(other * one);                  // [other, one] whether their paths are equal
+  std::vector<Node> nodes(B * count);
+  std::vector<int64_t> place(other);    // where a node of the other stands among all
+  std::vector<char> same(other * one);  // [other, one] whether their paths are equal
   for (int64_t b = 0; b < B; b++) {
     const int64_t first = b * one, second = b * other;
-    for (int64_t i = 0; i < one; i++) nodes[i] = {token[first + i], parent[first + i], score[first + i]};
+    Node* all = &nodes[b * count];
+    for (int64_t i = 0; i < one; i++) all[i] = {token[first + i], parent[first + i], score[first + i]};
     std::fill(same.begin(), same.end(), 0);
     same[0] = 1, place[0] = 0;
     for (int64_t i = 1; i < other; i++) {
@@ -120,22 +183,26 @@ TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, c
       for (int64_t j = 1; j < one; j++) {
         if (mine != token[first + j] || !same[over * one + parent[first + j]]) continue;
         same[i * one + j] = 1;
-        nodes[j].score = std::max(nodes[j].score, others[second + i]);
+        all[j].score = std::max(all[j].score, others[second + i]);
         if (!place[i]) place[i] = j;
       }
       // What both have counts once.
-      nodes[one + i - 1] = {mine, place[over], place[i] ? LEAST : others[second + i]};
+      all[one + i - 1] = {mine, place[over], place[i] ? LEAST : others[second + i]};
       if (!place[i]) place[i] = one + i - 1;
     }
-    for (int64_t i = 0; i < count - 1; i++) order[i] = i + 1;
-    best_places(order, T - 1, [&](int64_t i) { return nodes[i].score; });
+  }
+  const auto best = best_places(B, count - 1, std::min(T, count) - 1, prices,
+                                [&](int64_t b, int64_t i) { return nodes[b * count + i + 1].score; });
+  TreeOut tree(B, best[0].size() + 1);
+  for (int64_t b = 0; b < B; b++) {
+    const Order& order = best[b];
     const auto kept = [&](int64_t node) {  // its place in the tree; the root's if it is not in it
-      const auto at = std::lower_bound(order.begin(), order.begin() + T - 1, node);
-      return at == order.begin() + T - 1 || *at != node ? 0 : at - order.begin() + 1;
+      const auto at = std::lower_bound(order.begin(), order.end(), node - 1);
+      return at == order.end() || *at != node - 1 ? 0 : at - order.begin() + 1;
     };
-    tree.put(b, 0, token[first], 0, 0);
-    for (int64_t i = 1; i < T; i++) {
-      const Node& node = nodes[order[i - 1]];
+    tree.put(b, 0, token[b * one], 0, 0);
+    for (int64_t i = 1; i < tree.T; i++) {
+      const Node& node = nodes[b * count + order[i - 1] + 1];
       tree.put(b, i, node.token, kept(node.parent), node.score);
     }
   }

@@ -77,7 +77,7 @@ class CudaBackend(TorchBackend):
         growth.scores, growth.tokens, growth.parents = ([x] for x in candidates)
         return growth.set_beam(best, ids, flat, sees, row)
 
-    def prune(self, growth: Growth, root: Tensor) -> Tree:
+    def prune(self, growth: Growth, root: Tensor, prices: None = None) -> Tree:
         return Tree(*growing.prune(*growth.candidates, root, growth.shape.nodes, growth.shape.depth + 1))
 
     def gumbel(self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:

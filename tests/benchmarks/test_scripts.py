@@ -1,7 +1,6 @@
 """Every script runs on a small model and writes what its table shows. Speeds are not tested."""
 import importlib
 import json
-import shutil
 
 import batches
 import bench
@@ -10,26 +9,16 @@ import hugging_face
 import pytest
 import torch
 
-from checkpoint.calibration import TEMPERATURES, Calibration
 from checkpoint.loading import load_model
-from tree import TreeShape
 
 pytestmark = pytest.mark.kernels
 TEXTS = "--checkpoint TARGET --max-new-tokens 12 --questions SETS"
 
 
-@pytest.fixture(scope="module")
-def calibrated(golden, tmp_path_factory):
-    """A copy of the golden target whose head has a calibration of one tree."""
-    folder = shutil.copytree(golden, tmp_path_factory.mktemp("benchmarks") / "target", dirs_exist_ok=True)
-    Calibration({t: {TreeShape(3, 1, 1): 1.8} for t in TEMPERATURES}, (1.0,)).write(folder / "eagle3")
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def place(calibrated, tmp_path, monkeypatch):
+def place(golden, tmp_path, monkeypatch):
     """The folder that scripts run in, with TARGET and two questions in SETS. The memory is not measured."""
-    (tmp_path / "TARGET").symlink_to(calibrated)
+    (tmp_path / "TARGET").symlink_to(golden)
     (tmp_path / "SETS").mkdir()
     (tmp_path / "SETS/q.jsonl").write_text('{"turns": ["what is 3?"]}\n{"turns": ["and 4 and 5?"]}\n')
     monkeypatch.chdir(tmp_path)

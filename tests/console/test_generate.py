@@ -109,13 +109,9 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
     assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
 
 
-@pytest.mark.slow
-def test_auto_tree_is_measured_once(cli, golden, tmp_path):
-    shutil.copytree(golden, tmp_path / "t", ignore=shutil.ignore_patterns("calibration.json"))
-    common = "--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello"
-    first, again = (cli(*common, "--max-new-tokens", 20) for _ in range(2))
-    assert again.out == first.out and ["is measured now" in x.err for x in (first, again)] == [True, False]
-    assert (tmp_path / "t" / "eagle3" / "calibration.json").is_file()
+def test_auto_tree_says_what_it_drafts(cli):
+    done = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "--max-new-tokens", 20)
+    assert "trees of up to 32 nodes, as they pay (just timed: a step with 5 nodes takes" in done.err
 
 
 def test_raw_system_and_template_reach_the_model(cli, llm):

@@ -5,12 +5,10 @@ import pytest
 from helpers.decoding import load
 from helpers.refusals import refused
 
-from checkpoint.calibration import Calibration, Confidence
 from common.errors import InputError
 from drafters import Drafting
-from engine.autotune import Times
+from engine.autotune import Tuner
 from sampling.options import Sampling
-from tree import TreeShape
 
 
 @pytest.fixture
@@ -54,15 +52,12 @@ def test_a_damaged_head_ends_no_start(folder, file):
 
 def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder, monkeypatch):
     """Both kinds of steps occur, and the text is that of plain decoding. All steps seem to take the same."""
-    add = Times.add
-    monkeypatch.setattr(Times, "add", lambda times, *step: add(times, *step[:-1], 1.0))
+    add = Tuner.add
+    monkeypatch.setattr(Tuner, "add", lambda tuner, *step: add(tuner, *step[:-1], 1.0))
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
     sampling = Sampling(60)
-    taus, known = {t: {TreeShape(8, 2, 3): 2.0} for t in (0.0, 1.0)}, Confidence((0.9, -0.1), (0.8, -0.2))
-    Calibration(taus, (1.0,), confidence=known).write(folder / "eagle3")
     engines = [load(folder, method, compile=False).engine for method in ("none", "auto")]
     assert [engine.drafter.method for engine in engines] == ["none", "lookup+eagle3"]
-    assert engines[1].drafter.grown.confidence == known
     plain, auto = (engine.generate(prompts, sampling) for engine in engines)
     assert [one.ids for one in plain] == [other.ids for other in auto]
     kinds = {name for request in auto for name in request.trees}

@@ -1,94 +1,208 @@
-"""The choice of the tree: by tokens a step over seconds a step, both as they are now."""
+"""What is drafted: as much as brings more than its time would bring elsewhere, as both are now."""
 import random
 
 import pytest
+import torch
 
-from checkpoint.calibration import TEMPERATURES, Calibration
-from engine.autotune import FIRST_REST, FRESH, REHEARSED, Times, Tuner
+from engine.autotune import (
+    FIRST_REST,
+    FLAT,
+    HOPELESS,
+    LIMITS,
+    TRIALS,
+    TRIED,
+    Choice,
+    Costs,
+    Ratio,
+    Size,
+    Tuner,
+)
 from engine.request import Request
 from sampling.options import Sampling
-from tree import TreeShape
-
-SMALL, MIDDLE, LARGE, HUGE = TreeShape(4, 1, 2), TreeShape(8, 2, 4), TreeShape(24, 5, 6), TreeShape(60, 7, 10)
-TAUS = {SMALL: 1.6, MIDDLE: 2.2, LARGE: 2.8}
-FAST = {None: 10e-3, SMALL: 11e-3, MIDDLE: 13e-3, LARGE: 40e-3}
-SLOW = {None: 10e-3, SMALL: 19e-3, MIDDLE: 26e-3, LARGE: 60e-3}
-
-
-def rehearsed(seconds: dict, noisy: bool, taus: dict = TAUS) -> tuple[Tuner, list]:
-    """A tuner that has timed the trees, and which it ran."""
-    tuner, ran = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (0.6, 1.0, 1.4)), taus), []
-
-    def run() -> None:
-        ran.append(tuner.next([], 1))
-        tuner.times.add(1, noisy, ran[-1], 1, seconds[ran[-1]])
-
-    tuner.rehearse(1, noisy, run)
-    return tuner, ran
 
 
 class Machine:
-    """Decodes one simulated request: a step takes `seconds[shape]`, and `ease` scales what is accepted."""
+    """Decodes one simulated request.
 
-    def __init__(self, tuner: Tuner, temperature: float = 0.0):
+    A step takes `plain` seconds; drafts take `head`, and more for each level and each node. The best guess is
+    accepted as often as it says, times `ease`.
+    """
+
+    def __init__(self, tuner: Tuner, temperature: float = 0.0, **seconds):
         self.tuner, self.draw, self.noisy = tuner, random.Random(0), temperature > 0
         self.request = Request([1] * 20, Sampling(temperature=temperature))
-        tuner.begin(self.request)
+        self.tuner.begin(self.request)
+        self.seconds = {"plain": 10.0, "head": 1.0, "level": 0.5, "node": 0.3} | seconds
+        self.ease = 1.0
 
-    def run(self, seconds: dict, ease: float, steps: int) -> list:
-        """The trees of some steps."""
-        taken = []
-        for _ in range(steps):
-            shape = self.tuner.next([self.request], 1)
-            self.tuner.times.add(1, self.noisy, shape, self.request.length, seconds[shape])
-            mean = 0.0 if shape is None else ease * (TAUS[shape] - 1)
-            emitted = 1 + int(mean) + (self.draw.random() < mean % 1)
-            self.tuner.record(self.request, shape, emitted)
-            self.request.ids += [0] * emitted
-            taken.append(shape)
-        return taken
+    def drafted(self, choice: Choice, chance: float) -> tuple[Size, list[float]]:
+        """The size of the tree, and the chances of its first path: each node's best child is that likely."""
+        (shape, prices), k = choice, choice.shape.width
+        scores = [torch.tensor([[chance, *((1 - chance) / 9 for _ in range(k - 1))]]).log()]
+        while len(scores) <= shape.depth and prices.rows(scores[-1], k):
+            scores.append(scores[-1][..., :1] + scores[0])
+        kept = prices.worth(torch.cat(scores, 1))
+        best = sorted(((s, not n) for row in scores for n, s in enumerate(row[0].tolist())), reverse=True)
+        return Size(kept + 1, len(scores) - 1), [chance] * sum(first for _, first in best[:kept])
+
+    def step(self) -> Size | None:
+        """One step; returns the size of its tree."""
+        choice = self.tuner.next([self.request], 1)
+        s, emitted, chance = self.seconds, 1, self.draw.choice((0.4, 0.95))
+        size, path = self.drafted(choice, chance) if choice else (Size(1, 0), [])
+        for chance in path:
+            if self.draw.random() > self.ease * chance:
+                break
+            emitted += 1
+        seconds = s["plain"] + (size.nodes - 1) * s["node"]
+        if choice:
+            seconds += s["head"] + size.levels * s["level"]
+        of = 1, self.noisy, size, choice is not None
+        took = self.tuner.took(*of)
+        self.tuner.add(*of, seconds * self.draw.uniform(0.95, 1.05))
+        promised = choice and sum(chance ** (i + 1) for i, chance in enumerate(path))
+        self.tuner.record(self.request, choice is not None, emitted, took, promised)
+        self.request.ids += [0] * emitted
+        return choice and size
+
+    def run(self, steps: int) -> list[Size | None]:
+        return [self.step() for _ in range(steps)]
+
+
+def rehearsed(temperature: float = 0.0, **seconds) -> Machine:
+    """A machine on which each kind of step has been tried."""
+    machine = Machine(Tuner(), temperature, **seconds)
+    machine.tuner.rehearse(1, temperature > 0, machine.step)
+    machine.tuner.begin(machine.request)
+    return machine
+
+
+SLOW = {"head": 9.0, "level": 5.0, "node": 5.0}  # drafting does not pay
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("phases", [
-    # Seconds of steps, ease of the text, steps; of how many at the end most are of which kind.
-    [(FAST, 1.0, 200, 190, MIDDLE)], [(SLOW, 1.0, 200, 190, None)],
-    [(FAST | {MIDDLE: 20e-3}, 1.0, 200, 190, SMALL)], [(dict.fromkeys(FAST, 0.01), 1.0, 200, 190, LARGE)],
-    [(FAST | {LARGE: 16e-3}, 1.6, 150, 130, LARGE)],  # an easy text
-    [(FAST, 0.0, 60, 10, None), (FAST, 1.3, 6 * FIRST_REST, 20, MIDDLE)],  # a hard one that becomes easy
-    # Other work makes trees slower than plain steps, and later no longer.
-    [(FAST, 1.0, 60, 50, MIDDLE), (SLOW, 1.0, 100, 80, None), (FAST, 1.0, 8 * FIRST_REST, 40, MIDDLE)],
-], ids=("middle", "plain", "small", "large", "easy", "hard", "slower"))
-def test_the_fastest_kind_is_taken(phases, temperature):
-    machine = Machine(rehearsed(phases[0][0], temperature > 0)[0], temperature)
-    for seconds, ease, steps, last, best in phases:
-        taken = machine.run(seconds, ease, steps)[-last:]
-        assert taken.count(best) > 0.75 * last, {kind: taken.count(kind) for kind in seconds}
+    # Seconds of a step's parts, ease of the text, steps; of how many at the end most are drafted, or not.
+    [({}, 1.0, 200, 190, True)], [(SLOW, 1.0, 200, 180, False)], [({}, 0.0, 100, 40, False)],
+    [({}, 0.0, 60, 10, False), ({}, 1.0, 6 * FIRST_REST, 20, True)],  # a hard text that becomes easy
+    # Other work makes drafting slower than plain steps, and later no longer.
+    [({}, 1.0, 60, 50, True), (SLOW, 1.0, 300, 80, False), ({}, 1.0, 12 * FIRST_REST, 40, True)],
+], ids=("pays", "slow", "never", "hard", "slower"))
+def test_the_faster_kind_is_taken(phases, temperature):
+    machine = rehearsed(temperature, **phases[0][0])
+    usual = Machine(machine.tuner).seconds
+    for seconds, machine.ease, steps, last, drafts in phases:
+        machine.seconds = usual | seconds
+        taken = machine.run(steps)[-last:]
+        assert sum((size is not None) == drafts for size in taken) > 0.7 * last
+
+
+def test_a_tree_is_as_large_as_pays():
+    """Larger where nodes and levels cost less, where the text is easier, and where a guess is surer."""
+    def mean(at: int, **seconds) -> float:
+        sizes = [size for size in rehearsed(**seconds).run(300) if size]
+        return sum(size[at] for size in sizes) / len(sizes)
+
+    cheap, usual, dear = (mean(0, node=x) for x in (0.05, 0.3, 1.5))
+    assert cheap > usual + 1 > dear + 1.5
+    assert mean(1) > mean(1, level=2.0) + 1
+    costs = rehearsed().tuner.costs(1, False)
+    hard, easy = (costs.prices(1.5, LIMITS[0], [trust]) for trust in (0.3, 1.0))
+    scores = torch.tensor([[0.5, 0.2, 0.1, 0.04]]).log()
+    assert hard.worth(scores) < easy.worth(scores) and hard.rows(scores, 4) < easy.rows(scores, 4)
+    assert easy.worth(scores - 2) < easy.worth(scores)
 
 
 def test_drafts_that_are_never_accepted_are_tried_ever_less():
     """In a text, and in the next one."""
-    first = Machine(rehearsed(FAST, False)[0])
-    tried = [steps - first.run(FAST, 0.0, steps).count(None) for steps in (30, 70, 500, 500, 500)]
-    assert 12 >= tried[2] >= tried[-1]
+    first = rehearsed()
+    first.ease = 0.0
+    tried = [steps - first.run(steps).count(None) for steps in (30, 70, 500, 500, 500)]
+    assert tried[0] < 30 and 12 >= tried[2] >= tried[-1]
     second = Machine(first.tuner)
-    assert 30 - second.run(FAST, 0.0, 30).count(None) < tried[0]
+    second.ease = 0.0
+    assert 30 - second.run(30).count(None) < tried[0]
 
 
-def test_large_trees_are_not_rehearsed_where_they_cannot_pay():
-    _, ran = rehearsed(SLOW | {LARGE: 1.0, HUGE: 2.0}, False, TAUS | {HUGE: 3.0})
-    assert set(ran) == {None, SMALL, MIDDLE, LARGE} and len(ran) == 4 * REHEARSED
+def test_costs_are_those_of_real_steps():
+    """What was tried; everything or nodes alone slower than then; single steps that are late."""
+    def took(size: Size, nodes: float = 1.0) -> float:
+        return 11 + 0.5 * size.levels + nodes * 0.3 * (size.nodes - 1)
+
+    sizes = {kind: Size(kind.nodes, 7 * kind.deep) for kind in TRIALS}
+    costs = Costs.of_trials({None: [(Size(1, 0), 10.0)]} | {k: [(s, took(s))] for k, s in sizes.items()})
+    some = [Size(n, n // 3) for n in range(1, 12)] * 40
+    assert [costs.of(size, True) for size in some] == pytest.approx([*map(took, some)])
+    assert costs.of(Size(40, 2), True) == pytest.approx(took(Size(40, 2)))  # larger than any that was tried
+    for slower, nodes in ((2.0, 1.0), (1.0, 3.0)):
+        for i, size in enumerate(some):
+            costs.add(size, True, slower * took(size, nodes) * (20 if i % 80 == 7 else 1))
+        expected = [slower * took(size, nodes) for size in some]
+        assert [costs.of(size, True) for size in some] == pytest.approx(expected, rel=0.12)
+    plain = costs.of(Size(1, 0), False)
+    for _ in range(60):
+        costs.add(Size(1, 0), False, 1.3 * plain)
+    assert costs.of(Size(1, 0), False) == pytest.approx(1.3 * plain, rel=0.01)
 
 
-def test_times_that_are_old_or_of_other_contexts_and_batches():
-    times = Times()
-    for shape, seconds in ((None, 1.0), (SMALL, 2.0)):  # four rows for two: a row more is a third
-        times.add(2, False, shape, 10, seconds)
-    guess = times.of(4, True, (None, SMALL), 10)
-    assert guess == {None: pytest.approx(4 / 3), SMALL: pytest.approx(10 / 3)}
-    times.steps += FRESH + 1
-    times.add(2, False, None, 10, 3.0)
-    assert times.of(2, False, (None, SMALL), 10) == {None: 3.0, SMALL: 6.0}
-    times.add(2, False, SMALL, 4000, 9.0)  # at a much longer context, where no plain step has run
-    assert times.of(2, False, (None, SMALL), 4000) == {None: 4.5, SMALL: 9.0}
-    assert times.of(2, False, (None, SMALL), 10) == {None: 3.0, SMALL: 6.0}  # which it does not change
+def test_other_numbers_of_sequences():
+    """Between those that ran, and beyond."""
+    tuner = Tuner()
+    for count in (2, 6):
+        size = Size(FLAT, 1)
+        tuner._costs[count, False] = Costs(10.0 * count, 12.0 * count, 1.0 * count, [0.5 * count] * 31)
+    for count, noisy in ((4, False), (4, True)):
+        assert tuner.costs(count, noisy).of(size, True) == pytest.approx(15.0 * count)
+    more = tuner.costs(12, False)
+    assert [more.of(s, True) for s in (Size(1, 0), size)] == pytest.approx([72, 72 + 6 + 24])
+
+
+def test_several_texts_pay_together():
+    """Two texts pay twice the price of a node; one that is held still pays nothing."""
+    tuner = rehearsed().tuner
+    requests = [Request([1] * 20, Sampling()) for _ in range(2)]
+    for request in requests:
+        tuner.begin(request)
+    tuner._costs[3, False] = tuner.costs(1, False)
+    both, one = (tuner.next(some, 3).prices for some in (requests, requests[:1]))
+    assert both.nodes[:30].tolist() == pytest.approx((2 * one.nodes[:30]).tolist())
+    assert one.trust[0] > 0 and one.trust.tolist()[1:] == [0, 0] and both.trust[2] == 0
+
+
+def test_large_trees_are_not_tried_where_they_cannot_pay():
+    ran = []
+    machine = Machine(Tuner(), node=4.0)
+    machine.tuner.rehearse(1, False, lambda: ran.append(machine.step()))
+    largest = next(kind for kind in TRIALS if 10 + 4.0 * kind.nodes > HOPELESS * 10)
+    assert max(size.nodes for size in ran if size) == largest.nodes
+    assert len(ran) == (TRIALS.index(largest) + 2) * (TRIED + 1)  # the first time twice
+
+
+def test_a_compiled_tree_is_drafted_while_it_pays():
+    """One size, and no prices."""
+    shape = LIMITS[1]
+    tuner, request = Tuner((shape, shape), cuts=False), Request([1] * 20, Sampling())
+    kinds = []
+
+    def step(emitted: int = 1) -> None:
+        choice = tuner.next([request], 1)
+        kinds.append(choice)
+        of = 1, False, Size(shape.nodes if choice else 1, shape.depth if choice else 0), choice is not None
+        took = tuner.took(*of)
+        tuner.add(*of, 15.0 if choice else 10.0)
+        tuner.record(request, choice is not None, emitted if choice else 1, took, None)
+
+    tuner.begin(request)
+    tuner.rehearse(1, False, step)
+    assert {*kinds} == {None, Choice(shape)} and "tree 32/3/4, as they pay" in tuner.explain(1, False)
+    for emitted, drafts in ((3, True), (1, False)):
+        for _ in range(100):
+            step(emitted)
+        assert (kinds[-1] is not None) == drafts
+
+
+def test_what_fades_is_not_forgotten():
+    ratio = Ratio(6.0, 3.0)
+    for _ in range(100_000):
+        ratio.fade()
+    assert ratio.value == pytest.approx(0.5)

@@ -21,9 +21,8 @@ from helpers.decoding import (
 )
 from helpers.drafters import make_drafter
 
-from checkpoint.calibration import TEMPERATURES, Calibration
 from engine import passes
-from engine.autotune import Tuner
+from engine.autotune import Choice, Tuner
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape
@@ -162,10 +161,9 @@ def test_others_decode_while_a_prompt_is_read(models):
 
 
 def tuner_of(*shapes, choose) -> Tuner:
-    """A tuner that takes whatever `choose(requests, count)` says, whatever this machine needs for it."""
-    taus = {shape: 1 + shape.depth / 2 for shape in shapes}
-    tuner = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (1.0,)), shapes)
-    tuner.next = choose
+    """A tuner that takes whatever tree `choose(requests, count)` says, whatever this machine needs for it."""
+    tuner = Tuner(shapes, cuts=False)
+    tuner.next = lambda *step: (shape := choose(*step)) and Choice(shape)
     return tuner
 
 

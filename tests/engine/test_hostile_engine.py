@@ -4,21 +4,19 @@ import random
 import pytest
 from helpers.decoding import ids, plain, prompts
 
-from checkpoint.calibration import TEMPERATURES, Calibration
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
-from engine.autotune import Tuner
+from engine.autotune import LIMITS, Choice, Tuner
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape
 
-SMALL, LARGE = TreeShape(8, 2, 3), TreeShape(24, 5, 6)
+SMALL = TreeShape(8, 2, 3)
 
 
 def tuned(models, drafter=None, max_seq_len=300, **options) -> Engine:
-    taus = {SMALL: 2.0, LARGE: 2.5}
-    options["tuner"] = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (0.6, 1.0, 1.4)), taus)
+    options["tuner"] = Tuner()
     drafter = drafter or Eagle(models[1], SMALL)
     return Engine(models[0], drafter, max_seq_len=max_seq_len, compile=False, **options)
 
@@ -52,7 +50,8 @@ def test_caches_of_few_tokens(models, kind, room):
 def test_ctrl_c_anywhere(models, seed):
     """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
     draw = random.Random(seed)
-    texts, batch, kinds = prompts(8, seed=3, longest=90), draw.choice((1, 3)), (SMALL, LARGE, None, None)
+    texts, batch = prompts(8, seed=3, longest=90), draw.choice((1, 3))
+    kinds = *map(Choice, LIMITS), None, None
     how = [Sampling(40, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
     drafter = Mixed(Lookup(shortest=1), Eagle(models[1], SMALL))

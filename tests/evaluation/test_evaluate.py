@@ -6,10 +6,8 @@ from argparse import Namespace
 import pytest
 
 import evaluate
-from checkpoint.calibration import Calibration
 from evaluation import session
 from evaluation.answers import Answer
-from tree import TreeShape
 
 pytestmark = pytest.mark.slow
 ONE = ({"question_id": 81, "category": "c", "turns": ["what is 3?", "and 4?"]}, {"turns": ["say 5"]})
@@ -88,15 +86,3 @@ def test_a_text_that_differs_fails_the_run(run, capsys):
     assert "eagle3 leaves the plain text" in printed.err and "token 2" in printed.err
     (difference,) = json.loads((broken / "differences.json").read_text())
     assert difference["tie"] is False and difference["gap"] > difference["bound"]
-
-
-def test_calibrating_a_head(run, golden, tmp_path, capsys):
-    """On the questions' own answers; --tree auto reads what is written."""
-    shutil.copytree(golden, tmp_path / "t")
-    plan = "--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--calibrate", "--temperature", 0
-    assert run.go(plan=plan, out=tmp_path / "out") == 0
-    head = tmp_path / "t" / "eagle3"
-    assert f"wrote {head / 'calibration.json'}" in capsys.readouterr().err
-    known = Calibration.read(head)
-    taus = known.taus[0.0]
-    assert len(known.ease) <= 3 and taus[TreeShape(60, 7, 10)] > taus[TreeShape(2, 0, 1)]

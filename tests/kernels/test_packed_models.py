@@ -18,7 +18,7 @@ from model import MLP, ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
 from sampling.options import Sampling
-from tree import TreeShape
+from tree import Prices, TreeShape
 
 pytestmark = pytest.mark.kernels
 
@@ -172,11 +172,14 @@ def test_a_mixture(mode):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sampled", (False, True))
+@pytest.mark.parametrize("price", (None, 0.02, 0.12, 1.0))
 @pytest.mark.parametrize("of_head, reach", (
     ({}, 0), ({"num_layers": 3}, 0), ({}, 6), ({"feature_norm": "each"}, 0), ({"recycle_normed": True}, 0),
 ))
-def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
-    """The bits of its parts one after the other, after texts of several lengths. One variant is not."""
+def test_a_heads_tree_is_two_operators(dtype, sampled, price, of_head, reach):
+    """The bits of its parts one after the other, after texts of several lengths, whatever drafts cost. One
+    variant is not.
+    """
     target, head = tiny(dtype, of_head=of_head)
     choose_backend("cpu").prepare(target, head)
     assert head.at_once != head.args.recycle_normed
@@ -185,6 +188,8 @@ def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
     state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
     noise = torch.randn(3, 5, 160) if sampled else None
+    if price:
+        state.prices = Prices(2 * price, torch.linspace(price, 2 * price, 10), torch.tensor([2.0, 4.0, 0.0]))
     found = []
     for draft in (target.backend.draft, partial(TorchBackend.draft, target.backend)):
         torch.manual_seed(0)
@@ -194,5 +199,6 @@ def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
             buffer.normal_()
         tree = draft(drafter, state, torch.arange(34), noise)
         found.append([*tree, *drafter.caches.buffers()])
-    assert found[0][0].shape == (3, 11)
+    nodes, levels = found[0][0].shape[1], found[0][5]
+    assert (nodes, levels) == (11, 2) if not price or price < 0.1 else nodes < (10 if price < 1 else 3)
     same(*found)
