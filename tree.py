@@ -61,15 +61,15 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
-    levels: int = 0  # that were grown for it
+    levels: Tensor | None = None  # [] how many have been grown after the first; None: as always
 
 
 class Prices(NamedTuple):
-    """What drafting costs, in tokens: those that decoding would emit in the same time. What is expected to
-    bring less is not drafted.
+    """The prices of drafts, in tokens: those that decoding would emit in the same time. Levels and nodes that
+    are expected to bring less are not drafted.
 
-    A node brings trust * exp(score) tokens, at most 1: it is accepted so often. Those of several texts are
-    added. Values are read back, so this is for CPUs.
+    A node brings trust * exp(score) tokens, at most 1: its chance to be accepted. The n-th best nodes of all
+    texts share a price. Values are read back, so this is for CPUs.
 
     level: of one more level. nodes [T-1]: of the first drafted node, of a second beside it, and so on.
     trust [B]: drafts of each text that are accepted over those that their scores promise; 0: it is ignored.
@@ -95,8 +95,7 @@ class Prices(NamedTuple):
         return len(expanded) if float(expanded.sum()) / 2 >= self.level else 0
 
     def worth(self, scores: Tensor) -> int:
-        """Return how many of the best candidates [B, C] to keep: those for which the sum brings most over its
-        cost.
+        """Return how many of the best candidates [B, C] to keep: together they bring most beyond their price.
         """
         brings = self._bring(scores)[: len(self.nodes)]
         gains = (brings - self.nodes[: len(brings)]).cumsum(0).tolist()

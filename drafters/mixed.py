@@ -69,7 +69,7 @@ class Mixed(Drafter):
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
         tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, state.prices)
-        tree = tree._replace(levels=max(tree.levels for tree in trees))
+        tree = tree._replace(levels=next((tree.levels for tree in trees if tree.levels is not None), None))
         extra = next((proposal.extra for proposal in found if proposal.extra is not None), None)
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 

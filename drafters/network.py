@@ -121,19 +121,19 @@ class NetworkDrafter(Drafter):
         scores, tokens = self._best(backend, last, noise, 0, k, level_logits)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
-        rows, drafted = torch.arange(k, device=slots.device), 0
+        row_slots, rows, drafted = own[:, None] + torch.arange(k, device=slots.device), k, 0
         for level in range(shape.depth):
             if state.prices is not None:
-                count = state.prices.rows(grown.beam_scores, k)
-                if not count:
+                rows = state.prices.rows(grown.beam_scores, k)
+                if not rows:
                     break
-                grown.narrow(count)
-                feature, rows = feature[:, :count], rows[:count]
-            positions = (base + level)[:, None].expand(-1, len(rows))
+                grown.narrow(rows)
+                feature = feature[:, :rows]
+            positions = (base + level)[:, None].expand(-1, rows)
             visible = backend.visible_slots(slots, own, grown.beam_sees)
-            own_slots = own[:, None] + drafted + rows
+            own_slots = row_slots[:, :rows] + drafted
             feature = self._rows(grown.beam_tokens, feature, positions, own_slots, visible)
-            drafted += len(rows)
+            drafted += rows
             children = self._best(backend, feature, noise, level + 1, k, level_logits)
             if level + 1 < shape.depth:
                 feature = pick(feature, backend.extend(grown, *children, more=True))

@@ -1,4 +1,4 @@
-"""What the next step drafts: nothing, or a tree of which every level and every node is worth its price.
+"""The choice of a step's drafts: none, or a tree whose levels and nodes are all worth their prices.
 
 The time that drafting takes would emit tokens elsewhere: that is its price. `Costs` knows how long steps take
 here and now: it tries them out, and then learns from all that run. `Acceptance` knows what the steps of a
@@ -58,9 +58,9 @@ def over(ratios: Iterable[Ratio]) -> float:
 
 
 class Acceptance:
-    """What the steps of one request bring.
+    """Tokens that the steps of one request bring.
 
-    drafted, alone: tokens of steps with the head and without it, over those of plain steps in that time. More
+    drafted, alone: those of steps with the head and without it, over those of plain steps in that time. More
     than one alone where prompt lookup drafts. trust: accepted drafts over those that their scores promised.
     """
 
@@ -75,13 +75,13 @@ FLAT = 5  # nodes of the largest tree that is tried on one level
 TRIED, OFTEN = 5, 12  # steps of each trial: at least, and at most
 ENOUGH = 0.6  # seconds of trials after which no more are made than must be
 FIRST = 2  # the same where trials are the first steps of a text
-HOPELESS = 3.0  # seconds of a step over those of a plain one from which on larger trees are not tried
+HOPELESS = 3.0  # seconds of a step over those of a plain one; if a step takes more, no larger tree is tried
 LATE = 1.5  # seconds of a step over those expected that count at most: other programs take more
 DRAWN = 5.0  # steps that the assumption of `Costs` about nodes counts for
 RECENT = 0.96  # weight of a step's seconds relative to those of the one after it
 PLAIN = 0.3  # weight of a plain step
-STALE = 1.1  # pace over that when plain steps ran, from which on these are tried again
-FRESH = 16  # steps in which plain ones do not change, as far as is known
+STALE = 1.1  # pace over that when plain steps ran; if it is more, these are tried again
+FRESH = 16  # steps that plain ones are taken not to change in
 GUESS = 0.25  # weight of a drafted step that did not run
 
 
@@ -93,7 +93,7 @@ class Size(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A tree to be timed: of so many nodes, on all levels or on the first alone."""
+    """A tree to be timed: its nodes, root included, and whether all levels are grown, or the first alone."""
 
     nodes: int
     deep: bool
@@ -130,12 +130,12 @@ class Costs:
 
     @property
     def stale(self) -> bool:
-        """Whether steps have become so much slower or faster that a plain one should tell if it has, too."""
+        """True if steps have become slower or faster, and no plain one has shown yet if it has, too."""
         return not 1 / STALE < self.drift < STALE
 
     @classmethod
     def of_trials(cls, trials: Trials) -> Costs:
-        """Return what trials show, of which there are at least plain ones and the first two of TRIALS.
+        """Make them of trials: plain ones, the first two of TRIALS, and more.
 
         A node of a larger tree is never cheaper than one of a smaller tree: that would be chance.
         """
@@ -162,7 +162,7 @@ class Costs:
         return Costs(plain, base, level, each)
 
     def _nodes(self, count: int) -> float:
-        """Return what so many nodes, root included, took when they were tried."""
+        """Return the seconds that nodes took when they were tried. count: with the root, which takes none."""
         known = len(self.each)
         return self.upto[count - 1] if count <= known else self.upto[-1] + (count - 1 - known) * self.each[-1]
 
@@ -252,8 +252,7 @@ class Tuner:
         request.acceptance = Acceptance(usual.drafted.value, usual.trust.value)
 
     def next(self, requests: list[Request], count: int) -> Choice | None:
-        """Choose for the next step over `count` rows of the batch, the first of which decode these requests.
-        """
+        """Choose for the next step over `count` rows of the batch. These requests are in the first ones."""
         noisy = any(r.sampling.temperature > 0 for r in requests)
         shape, key = self.shapes[noisy], (count, noisy)
         if not self._costs and not self._ahead:  # without `rehearse`
@@ -304,7 +303,7 @@ class Tuner:
     # -- learning -----------------------------------------------------------------------------
 
     def costs(self, count: int, noisy: bool) -> Costs:
-        """Return those of steps over so many sequences; where none has run, between or beyond the nearest."""
+        """Return those of steps over `count` sequences; if none has run, between or beyond the nearest."""
         key = count, noisy
         if key not in self._costs:
             known = {n: c for (n, noise), c in self._costs.items() if noise == noisy}

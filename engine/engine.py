@@ -439,10 +439,10 @@ class Engine:
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
         took = promised = None
         if choice and choice.prices:
-            shape = shape_of(tree, shape)
+            shape = cut(shape, size_of(tree))
             promised = tree.scores[:, 1:].exp().sum(1).tolist()
         if self.tuner and group == DRAFTED:
-            of = count, modes.noisy, Size(tree.tokens.shape[1], tree.levels), choice is not None
+            of = count, modes.noisy, size_of(tree), choice is not None
             took = self.tuner.took(*of)
             if self.lag == 0:  # else the step is only launched by now
                 emission.wait()
@@ -625,12 +625,16 @@ class Engine:
                                 passes.logits(x)
 
 
-def shape_of(tree: Tree, largest: TreeShape | AnyTree) -> TreeShape | AnyTree:
-    """Return the size of a tree that prices have cut."""
-    nodes = tree.tokens.shape[1]
-    if isinstance(largest, TreeShape) and nodes > 1:
-        return TreeShape(nodes, tree.levels, largest.width)
-    return AnyTree(nodes, largest.window - 1)
+def size_of(tree: Tree) -> Size:
+    """Return the size of a drafted tree."""
+    return Size(tree.tokens.shape[1], 0 if tree.levels is None else int(tree.levels))
+
+
+def cut(largest: TreeShape | AnyTree, size: Size) -> TreeShape | AnyTree:
+    """Return the shape of a tree that prices have cut to this size."""
+    if isinstance(largest, TreeShape) and size.nodes > 1:
+        return TreeShape(*size, largest.width)
+    return AnyTree(size.nodes, largest.window - 1)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

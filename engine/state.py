@@ -42,8 +42,6 @@ class State(nn.Module):
     backend: computes the parts of its steps. prices: of what the next step drafts; None: it is free.
     """
 
-    prices: Prices | None = None
-
     def __init__(
         self, batch: int, slots: int, window: int, *, feature_width: int = 0, stop_ids: Iterable[int] = (),
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", room: int = 0,
@@ -54,6 +52,7 @@ class State(nn.Module):
         """
         super().__init__()
         self.window, self.backend = window, backend
+        self.prices: Prices | None = None
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
             """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But operators

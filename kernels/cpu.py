@@ -120,7 +120,8 @@ class CpuBackend(TorchBackend):
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
         if isinstance(head, packed.PackedEagle3Head) and head.at_once:
-            return Tree(*head.draft(drafter, state, slots, noise))
+            drafted = Tree(*head.draft(drafter, state, slots, noise))
+            return drafted if state.prices else drafted._replace(levels=None)
         return super().draft(drafter, state, slots, noise)
 
     def verify(
