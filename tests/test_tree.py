@@ -68,7 +68,7 @@ def test_impossible_shapes_are_refused(kind, arguments, words):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_worth_its_price(seed):
-    """Of all numbers of nodes that which gains most; nodes that bring twice their price are expanded."""
+    """The number of nodes that gains most is kept; those that bring twice their price are expanded."""
     draw = torch.Generator().manual_seed(seed)
     scores, nodes = -3 * torch.rand(2, 12, generator=draw), 0.3 * torch.rand(9, generator=draw)
     prices = Prices(0.3, nodes, torch.tensor([1.5, 0.5]))
@@ -80,7 +80,8 @@ def test_what_is_worth_its_price(seed):
     expanded = [x for x in brings[:4] if x >= 2 * nodes[0]]
     assert prices.rows(scores, 4) == (len(expanded) if sum(expanded) / 2 >= 0.3 else 0)
     root, parents = torch.tensor([7, 8]), torch.full((2, 12), -1)
-    assert best_below(root, scores, parents, parents, 10, 1, prices).tokens.shape[1] == prices.worth(scores) + 1
+    kept = best_below(root, scores, parents, parents, 10, 1, prices)
+    assert kept.tokens.shape[1] == prices.worth(scores) + 1
     for beyond in Prices(9.0, nodes + 9, prices.trust), prices._replace(trust=torch.zeros(2)):
         assert beyond.worth(scores) == beyond.rows(scores, 4) == 0
         assert best_below(root, scores, parents, parents, 10, 1, beyond).tokens.tolist() == [[7], [8]]
