@@ -1,8 +1,9 @@
 """The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked.
 
 Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1
-nodes are drafted. Everything is batched over B sequences, every shape depends on `TreeShape` alone, nothing
-reads a value back to the host, and the loops of a step run over levels, not over nodes.
+nodes are drafted. Everything is batched over B sequences, and the loops of a step run over levels, not over
+nodes. Unless `Prices` cut a tree, every shape depends on `TreeShape` alone, and nothing reads a value back to
+the host.
 """
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
-    levels: Tensor | None = None  # [] how many have been grown after the first; None: as always
+    levels: Tensor | None = None  # [] levels grown after the first, if prices cut the tree
 
 
 class Prices(NamedTuple):
@@ -72,15 +73,16 @@ class Prices(NamedTuple):
     texts share a price. Values are read back, so this is for CPUs.
 
     level: of one more level. nodes [T-1]: of the first drafted node, of a second beside it, and so on.
-    trust [B]: drafts of each text that are accepted over those that their scores promise; 0: it is ignored.
+    trust [B]: accepted drafts of each text over the sum of exp(score) of its drafts; 0: a row that decodes
+    nothing.
     """
 
     level: float
     nodes: Tensor
     trust: Tensor
 
-    def _bring(self, scores: Tensor) -> Tensor:
-        """Return the tokens that the best node of each text brings, the second, ... [n]. scores [B, n]."""
+    def _chances(self, scores: Tensor) -> Tensor:
+        """Return what the best nodes of all texts bring, the second best, and so on [n]. scores [B, n]."""
         ranked = scores.sort(descending=True).values.exp()
         return (self.trust[:, None] * ranked).clamp(max=1).sum(0)
 
@@ -90,16 +92,19 @@ class Prices(NamedTuple):
         A node must bring twice what one costs, as its children bring less. They are taken to bring half of
         what it does.
         """
-        expanded = self._bring(scores)[:most]
+        expanded = self._chances(scores)[:most]
         expanded = expanded[expanded >= 2 * self.nodes[0]]
         return len(expanded) if float(expanded.sum()) / 2 >= self.level else 0
 
     def worth(self, scores: Tensor) -> int:
         """Return how many of the best candidates [B, C] to keep: together they bring most beyond their price.
         """
-        brings = self._bring(scores)[: len(self.nodes)]
+        brings = self._chances(scores)[: len(self.nodes)]
         gains = (brings - self.nodes[: len(brings)]).cumsum(0).tolist()
         return max(range(len(gains) + 1), key=lambda n: gains[n - 1] if n else 0.0)
+
+
+FREE = 0.0, None, None  # no prices, for operators
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -127,9 +132,9 @@ def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 class Growth:
     """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): k nodes, each with k children.
 
-    Candidates are kept in flat order: the k children of the root, then k*k per level, beam row by beam row.
-    `beam_*` describe the k nodes to expand next: token, cumulative log-probability, and which drafted rows
-    each sees.
+    Candidates are kept in flat order: the k children of the root, then those of each level, beam row by beam
+    row: k*k, or fewer after `narrow`. `beam_*` describe the k nodes to expand next: token, cumulative
+    log-probability, and which drafted rows each sees.
     """
 
     def __init__(self, shape: TreeShape, scores: Tensor, tokens: Tensor):

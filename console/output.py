@@ -54,6 +54,9 @@ def show(events: Iterable[Event], tokenizer: Tokenizer | None) -> None:
         print(flush=True)
 
 
+SHOWN = 5  # kinds of trees that are named
+
+
 def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
     """Return the text of a request, or its token ids where there is no tokenizer."""
     return request.text if tokenizer else ",".join(map(str, request.ids))
@@ -118,8 +121,11 @@ def figures(requests: list[Request], engine: Engine, full: bool) -> str:
     )
     if not full:
         return line
-    used = sum((r.trees for r in requests), Counter()).most_common()
-    trees = ", ".join(f"{n} x {name}" for name, n in used)
+    used = sum((r.trees for r in requests), Counter())
+    common = dict(used.most_common(SHOWN))
+    if others := used.total() - sum(common.values()):
+        common["others"] = others
+    trees = ", ".join(f"{n} x {name}" for name, n in common.items())
     lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.passes.fallbacks]
     counts = Counter(lengths if drafts else ())

@@ -368,7 +368,7 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
             part = importlib.import_module(method.module).build(setup)
         except ValueError as e:  # sizes that cannot be
             raise InputError(str(e)) from None
-        part.method, part.folder = name, folder
+        part.method = name
         parts.append(part)
     if len(parts) < 2:
         return parts[0] if parts else None

@@ -140,8 +140,8 @@ def newest(state, rows: int) -> Tensor:
 class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 
-    A drafter declares its needs in the attributes below. `shape`: size of its trees, the same at every step;
-    `static`: the tree itself, if its form is known beforehand.
+    A drafter declares its needs in the attributes below. `shape`: size of its trees, the largest one where
+    prices cut them; `static`: the tree itself, if its form is known beforehand.
     """
 
     method = "none"  # of --speculate
@@ -152,7 +152,6 @@ class Drafter(nn.Module):
     all_layers: tuple[int, ...] = ()  # those of the features in the state, if it drafts beside another one
     reads = True  # its step reads the tokens committed before; if not, unread tokens add up
     per_sequence: tuple[str, ...] = ()  # its buffers with a row for each sequence, beside the caches
-    folder: Path | None = None  # of its network
     sampled = 1.0  # factor of the scores of its trees at temperature 1
     grows = False  # it drafts trees of any size, see `HeadDrafter.with_tree`
     headless: Drafter | None = None  # the fallback drafter when the head is skipped

@@ -63,14 +63,16 @@ class Mixed(Drafter):
         return max(self.shape.nodes + max(extra, 0), *own)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        found = [part.propose(state, slots, noise) for part in self.parts]
-        trees, temperature = [], state.temperature.clamp(0, 1)[:, None]
-        for part, (tree, *_) in zip(self.parts, found):
+        prices, temperature = state.prices, state.temperature.clamp(0, 1)[:, None]
+        trees, extra, levels = [], None, None
+        for part in self.parts:
+            state.prices = prices if part is self.grown else None  # they are of its levels
+            tree, _, more = part.propose(state, slots, noise)
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
-        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, state.prices)
-        tree = tree._replace(levels=next((tree.levels for tree in trees if tree.levels is not None), None))
-        extra = next((proposal.extra for proposal in found if proposal.extra is not None), None)
+            extra, levels = extra or more, levels if tree.levels is None else tree.levels
+        state.prices = prices
+        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, prices)._replace(levels=levels)
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 
     def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:

@@ -191,7 +191,7 @@ class HeadDrafter(NetworkDrafter):
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
         other = type(self)(self.head, shape, self.coupled)
-        for name in ("rule", "folder", "method", "kept", "caches"):
+        for name in ("rule", "method", "kept", "caches"):
             setattr(other, name, getattr(self, name))
         return other
 

@@ -26,8 +26,8 @@ LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 
 MEMORY = 0.98  # weight of a step relative to the one after it
 PRIOR = 6.0  # steps of the usual text that a request begins with
-LEAST = 0.5  # steps that stay known, whatever fades
-HOPED = 1.3  # tokens of a drafted step over those of plain ones in its time, before any has run
+HOPED = 1.3  # `Acceptance.drafted` before any step has run
+DOUBT = 0.05  # of a step without drafts that trust gets nearer to 1: texts change
 
 
 class Ratio:
@@ -40,11 +40,6 @@ class Ratio:
         """Add one step."""
         self.found = MEMORY * self.found + found
         self.expected = MEMORY * self.expected + expected
-
-    def fade(self) -> None:
-        """Let the steps so far count for less."""
-        if self.expected > LEAST:
-            self.record(0.0, 0.0)
 
     @property
     def value(self) -> float:
@@ -60,29 +55,46 @@ def over(ratios: Iterable[Ratio]) -> float:
 class Acceptance:
     """Tokens that the steps of one request bring.
 
-    drafted, alone: those of steps with the head and without it, over those of plain steps in that time. More
-    than one alone where prompt lookup drafts. trust: accepted drafts over those that their scores promised.
+    drafted, alone: emitted in the time of a plain step by steps with the head, and by those without it; alone
+    that is more than one where prompt lookup drafts. trust: accepted drafts over those that their scores
+    promised.
     """
 
-    def __init__(self, drafted: float = HOPED, trust: float = 1.0):
-        self.drafted, self.alone = Ratio(PRIOR, PRIOR * drafted), Ratio(PRIOR, PRIOR)
+    def __init__(self, drafted: float = HOPED, alone: float = 1.0, trust: float = 1.0):
+        self.drafted, self.alone = Ratio(PRIOR, PRIOR * drafted), Ratio(PRIOR, PRIOR * alone)
         self.trust = Ratio(PRIOR, PRIOR * trust)
+
+    def next(self) -> Acceptance:
+        """Return that of the next request, before it has run."""
+        return Acceptance(self.drafted.value, self.alone.value, self.trust.value)
+
+    def record(self, head: bool, emitted: int, took: float | None, promised: float | None) -> None:
+        """Add a step. See `Tuner.record`."""
+        if promised:
+            self.trust.record(emitted - 1, promised)
+        else:
+            self.trust.record(DOUBT, DOUBT)
+        if took is not None:
+            (self.drafted if head else self.alone).record(emitted, took)
+            if not head:
+                self.drafted.record(DOUBT * self.drafted.value, DOUBT)
 
 
 # -- what steps take ---------------------------------------------------------------------------
 
 FLAT = 5  # nodes of the largest tree that is tried on one level
-TRIED, OFTEN = 5, 12  # steps of each trial: at least, and at most
+TURNS, MOST_TURNS = 5, 12  # steps of each trial: at least, and at most
 ENOUGH = 0.6  # seconds of trials after which no more are made than must be
 FIRST = 2  # the same where trials are the first steps of a text
 HOPELESS = 3.0  # seconds of a step over those of a plain one; if a step takes more, no larger tree is tried
 LATE = 1.5  # seconds of a step over those expected that count at most: other programs take more
 DRAWN = 5.0  # steps that the assumption of `Costs` about nodes counts for
+CHEAPEST = 0.002  # seconds of a level or a node over those of a plain step: at least, as all has a price
 RECENT = 0.96  # weight of a step's seconds relative to those of the one after it
 PLAIN = 0.3  # weight of a plain step
 STALE = 1.1  # pace over that when plain steps ran; if it is more, these are tried again
-FRESH = 16  # steps that plain ones are taken not to change in
-GUESS = 0.25  # weight of a drafted step that did not run
+FRESH = 16  # drafted steps after a plain one in which its time is taken not to have changed
+GUESS = 0.25  # of a drafted step that did not run: its seconds are guessed
 
 
 class Size(NamedTuple):
@@ -96,11 +108,12 @@ class Trial(NamedTuple):
     """A tree to be timed: its nodes, root included, and whether all levels are grown, or the first alone."""
 
     nodes: int
-    deep: bool
+    deep: bool = False
 
 
-TRIALS = *(Trial(n, False) for n in (2, FLAT)), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
-Trials = dict[Trial | None, list[tuple[Size, float]]]  # size and seconds of each kind's steps; None: plain
+PLAINLY = Trial(1)
+TRIALS = PLAINLY, Trial(2), Trial(FLAT), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
+Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each kind's steps
 
 
 def low(steps: list[tuple[Size, float]]) -> float:
@@ -120,13 +133,13 @@ class Costs:
 
     def __init__(self, plain: float, base: float, level: float = 0.0, each: Iterable[float] = (0.0,)):
         """each: seconds of the first drafted node, of the second, and so on."""
-        self.plain, self.tried = plain, plain  # now, and when it was tried
+        self.plain, self.plain_then = plain, plain  # now, and when it was tried
         self.base, self.level, self.each = base, level, [*each]
         self.upto = [0.0, *accumulate(self.each)]
         self.drawn = DRAWN * self._nodes(FLAT) ** 2
         self.sums = [0.0] * 5
         self._learn(base + level, self._nodes(FLAT), base + level + self._nodes(FLAT))
-        self.drift, self.since = 1.0, 0  # of the pace since plain steps ran; the steps since then
+        self.drift, self.since = 1.0, 0  # change of the pace since plain steps ran; the steps since then
 
     @property
     def stale(self) -> bool:
@@ -135,23 +148,24 @@ class Costs:
 
     @classmethod
     def of_trials(cls, trials: Trials) -> Costs:
-        """Make them of trials: plain ones, the first two of TRIALS, and more.
+        """Make them of trials: the first three of TRIALS, and more.
 
         A node of a larger tree is never cheaper than one of a smaller tree: that would be chance.
         """
         seconds = {kind: low(steps) for kind, steps in trials.items()}
-        plain, few, flat = (seconds[kind] for kind in (None, *TRIALS[:2]))
+        plain, few, flat = (seconds[kind] for kind in TRIALS[:3])
         deep = [t for t in TRIALS if t.deep and t in trials]
         rises = [(few, flat, FLAT - 2)]
         rises += [(seconds[s], seconds[t], t.nodes - s.nodes) for s, t in pairwise(deep)]
-        node = sum(max(t - s, 0.0) for s, t, _ in rises[:2]) / sum(more for *_, more in rises[:2])
+        least = CHEAPEST * plain
+        node = max(sum(t - s for s, t, _ in rises[:2]) / sum(more for *_, more in rises[:2]), least)
         each = [node] * (FLAT - 1)
         for s, t, more in rises[1:]:
             each += [max((t - s) / more, each[-1])] * more
         base = max((few + flat - node * FLAT) / 2, plain)
         levels = trials[deep[0]][0][0].levels if deep else 0
-        level = max(seconds[deep[0]] - base - node * (FLAT - 1), 0.0) / levels if levels else base - plain
-        return cls(plain, base, level, each)
+        level = (seconds[deep[0]] - base - node * (FLAT - 1)) / levels if levels else base - plain
+        return cls(plain, base, max(level, least), each)
 
     def towards(self, other: Costs, share: float, rows: float) -> Costs:
         """Return costs between these and those of other numbers of sequences. rows: factor of nodes."""
@@ -193,9 +207,10 @@ class Costs:
             self.drift *= self.pace / before
         else:
             self.since = 0
-            self.plain += PLAIN * (seconds - self.slower * nodes - self.plain)
+            alone = max(seconds - self.slower * nodes, self.plain / 2)
+            self.plain += PLAIN * (alone - self.plain)
             self.drift += PLAIN * (1 - self.drift)
-            self._learn(GUESS * self.base, 0.0, GUESS * self.base * self.plain / self.tried)
+            self._learn(GUESS * self.base, 0.0, GUESS * self.base * self.plain / self.plain_then)
 
     def _learn(self, rest: float, nodes: float, seconds: float) -> None:
         """Set pace and slower so that pace * rest + slower * nodes is near the seconds of the last steps."""
@@ -234,13 +249,13 @@ class Tuner:
 
     def __init__(self, shapes: tuple[TreeShape, TreeShape] = LIMITS, cuts: bool = True):
         self.shapes, self.cuts = shapes, cuts
+        self.kinds = TRIALS if cuts else (PLAINLY, Trial(shapes[0].nodes, True))
         self.live = True  # steps are timed as they run
         self.usual = {noisy: Acceptance() for noisy in (False, True)}
         self._costs: dict[tuple[int, bool], Costs] = {}  # by sequences, and whether noise is drawn
         self._trials: dict[tuple[int, bool], Trials] = {}
-        self._ahead: deque[Trial | None] = deque()  # trials of the next steps
-        self._trying: list[Trial | None] = []  # that of the step that runs
-        self._rehearsing = False
+        self._ahead: deque[Trial] = deque()  # trials of the next steps
+        self._trying: Trial | None = None  # that of the step that runs
         self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
         self._choice: Choice | None = None
         self._held, self._plain, self._rest = 0, 0, FIRST_REST
@@ -248,20 +263,21 @@ class Tuner:
 
     def begin(self, request: Request) -> None:
         """Give a new request the acceptance of the usual one."""
-        usual = self.usual[request.sampling.temperature > 0]
-        request.acceptance = Acceptance(usual.drafted.value, usual.trust.value)
+        request.acceptance = self.usual[request.sampling.temperature > 0].next()
 
     def next(self, requests: list[Request], count: int) -> Choice | None:
         """Choose for the next step over `count` rows of the batch. These requests are in the first ones."""
         noisy = any(r.sampling.temperature > 0 for r in requests)
         shape, key = self.shapes[noisy], (count, noisy)
+        if self._trials and not self._ahead:
+            self._finish()
         if not self._costs and not self._ahead:  # without `rehearse`
             if not self.live:
                 return Choice(shape)
-            self._ahead.extend(kind for kind in (None, *self._kinds(shape)) for _ in range(FIRST))
-        self._trying = [self._ahead.popleft()] if self._ahead else []
+            self._ahead.extend(kind for kind in self.kinds for _ in range(FIRST))
+        self._trying = self._ahead.popleft() if self._ahead else None
         if self._trying:
-            return self._of_trial(self._trying[0], shape, count)
+            return self._of_trial(self._trying, shape, count)
         group = (*key, *map(id, requests))
         if group != self._group:
             self._group, self._held = group, 0
@@ -289,13 +305,11 @@ class Tuner:
             self._choice = Choice(shape, self.costs(*key).prices(speed, shape, trust))
         return self._choice
 
-    def _kinds(self, shape: TreeShape) -> list[Trial]:
-        """Return the trees that are tried."""
-        return [*TRIALS] if self.cuts else [Trial(shape.nodes, True)]
-
-    def _of_trial(self, trial: Trial | None, shape: TreeShape, count: int) -> Choice | None:
-        if trial is None or not self.cuts:
-            return trial and Choice(shape)
+    def _of_trial(self, trial: Trial, shape: TreeShape, count: int) -> Choice | None:
+        if trial == PLAINLY:
+            return None
+        if not self.cuts:
+            return Choice(shape)
         nodes = torch.full((shape.nodes - 1,), math.inf)
         nodes[: trial.nodes - 1] = -1.0
         return Choice(shape, Prices(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
@@ -323,60 +337,55 @@ class Tuner:
         """Learn the seconds of a step."""
         if self._trying:
             trials = self._trials.setdefault((count, noisy), {})
-            trials.setdefault(self._trying[0], []).append((size, seconds))
-            if not self._ahead and not self._rehearsing:
-                self._finish()
+            trials.setdefault(self._trying, []).append((size, seconds))
         elif self._costs:
             self.costs(count, noisy).add(size, head, seconds)
 
     def record(
         self, request: Request, head: bool, emitted: int, took: float | None, promised: float | None
     ) -> None:
-        """Record the tokens that a step emitted for a request. took: see `took`. promised: accepted drafts by
-        their scores; None: they are not known.
+        """Record the tokens that a step emitted for a request.
+
+        took: see `took`. promised: the sum of exp(score) of its drafts; None: they have no scores.
         """
-        for of in (request.acceptance, self.usual[request.sampling.temperature > 0]):
-            if promised is not None:
-                of.trust.record(emitted - 1, promised)
-            if took is not None:
-                (of.drafted if head else of.alone).record(emitted, took)
-        if not head:  # texts change
-            request.acceptance.drafted.fade()
-            request.acceptance.trust.fade()
+        for acceptance in (request.acceptance, self.usual[request.sampling.temperature > 0]):
+            acceptance.record(head, emitted, took, promised)
 
     def rehearse(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
         """Try steps of each kind, smallest trees first; larger ones only while they may pay.
 
         run: runs a step over `count` rows of the batch, at a short context, with what `next` chooses.
         """
-        usual, kinds, trials = copy.deepcopy(self.usual), [], self._trials.setdefault((count, noisy), {})
-        self._rehearsing = True
-        for turn in range(OFTEN):  # in turns: a machine that is slow for a while is slow for all
-            spent = sum(seconds for steps in trials.values() for _, seconds in steps)
-            if turn >= TRIED and spent > ENOUGH:
-                break
-            for kind in kinds if turn else (None, *self._kinds(self.shapes[noisy])):
-                for _ in range(1 if turn else 2):
-                    self._ahead = deque([kind])
-                    run()
-                if turn:
-                    continue
-                if kind not in trials:
-                    break  # sequences so short that no step is needed
-                kinds.append(kind)
-                if kind and kind.nodes > FLAT and low(trials[kind]) > HOPELESS * low(trials[None]):
+        usual, kinds, key = copy.deepcopy(self.usual), [], (count, noisy)
+        trials = self._trials[key] = {}
+        try:
+            for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
+                spent = sum(seconds for steps in trials.values() for _, seconds in steps)
+                if turn >= TURNS and spent > ENOUGH:
                     break
-        self._rehearsing, self.usual = False, usual
-        self._finish()
+                for kind in kinds if turn else self.kinds:
+                    for _ in range(1 if turn else 2):
+                        self._ahead = deque([kind])
+                        run()
+                    if turn:
+                        continue
+                    if kind not in trials:
+                        break  # sequences so short that no step is needed
+                    kinds.append(kind)
+                    if kind.nodes > FLAT and low(trials[kind]) > HOPELESS * low(trials[PLAINLY]):
+                        break
+        finally:
+            self.usual = usual
+            self._finish()
 
     def _finish(self) -> None:
         """Make costs of what was tried."""
         for key, trials in self._trials.items():
-            if not self.cuts and len(trials) > 1:
-                self._costs[key] = Costs(*map(low, trials.values()))
-            elif trials.keys() >= {None, *TRIALS[:2]}:
+            if self.cuts and trials.keys() >= {*self.kinds[:3]}:
                 self._costs[key] = Costs.of_trials(trials)
-        self._trials, self._trying = {}, []
+            elif not self.cuts and trials.keys() == {*self.kinds}:
+                self._costs[key] = Costs(*(low(trials[kind]) for kind in self.kinds))
+        self._trials, self._trying = {}, None
         self._ahead.clear()
         self._drafts.clear()
 

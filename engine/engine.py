@@ -52,9 +52,9 @@ class Pending(NamedTuple):
     emission: Emission
     shape: TreeShape | PathTree | AnyTree | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
-    head: bool = False  # it has drafted, as the tuner chose
-    took: float | None = None  # of the tuner
-    promised: list[float] | None = None  # by request: accepted drafts, by their scores
+    head: bool = False  # the tuner chose a step with the head
+    took: float | None = None  # see `Tuner.took`
+    promised: list[float] | None = None  # by request: the sum of exp(score) of its drafts
 
 
 class Engine:
@@ -425,7 +425,7 @@ class Engine:
             self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
         modes = self._modes[group]
         choice, drafter = self._choose(group, rows, span, requests)
-        rows.state.prices, shape = choice and choice.prices, drafter.shape
+        rows.state.prices = choice.prices if choice else None
         began = time.perf_counter()
         guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
@@ -437,12 +437,12 @@ class Engine:
             scored = [None] * len(requests) if score is None else score[offset:].tolist()
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
-        took = promised = None
+        size, shape, took, promised = size_of(tree), drafter.shape, None, None
         if choice and choice.prices:
-            shape = cut(shape, size_of(tree))
-            promised = tree.scores[:, 1:].exp().sum(1).tolist()
+            shape = cut(shape, size)
+            promised = tree.scores[offset:, 1:].exp().sum(1).tolist()
         if self.tuner and group == DRAFTED:
-            of = count, modes.noisy, size_of(tree), choice is not None
+            of = count, modes.noisy, size, choice is not None
             took = self.tuner.took(*of)
             if self.lag == 0:  # else the step is only launched by now
                 emission.wait()

@@ -64,7 +64,7 @@ def verify(
     tree, distribution, extra = drafter.propose(state, slots, noise)
     tree, distribution = agreed(target, tree, distribution)
 
-    T, nodes = drafter.shape.nodes, (tree.tokens, tree.depth, tree.ancestors)
+    T, nodes = tree.tokens.shape[1], (tree.tokens, tree.depth, tree.ancestors)
     if extra is not None:
         tokens, depth, sees = nodes
         nodes = (

@@ -19,9 +19,7 @@ from kernels import packed
 from kernels.backend import TorchBackend
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
-from tree import Growth, Prices, Tree
-
-FREE = 0.0, None, None  # for operators: no prices
+from tree import FREE, Growth, Prices, Tree
 
 
 class Layout(NamedTuple):

@@ -26,6 +26,7 @@ from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
 from networks.hybrid import SharedExperts
+from tree import FREE
 
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the others, by the activation of gates
@@ -289,7 +290,7 @@ class PackedEagle3Head(Eagle3Head):
         sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
         scoring = self.norm.scale, *self.lm_head.operands, self.lm_head.columns
         return ops.grow(
-            last, *text, kept.first(state.length), *sizes, *state.prices or (0.0, None, None), *scoring,
+            last, *text, kept.first(state.length), *sizes, *state.prices or FREE, *scoring,
             noise if drafter.coupled else None, self.draft_ids, *own,
         )
 

@@ -7,14 +7,15 @@
 
 namespace eagle {
 
-// What drafting costs, and whether a step has prices. See tree.py: Prices.
+// The prices of drafts, if there are any. See tree.py: Prices.
 using PriceList = std::tuple<double, Maybe, Maybe>;
 struct Prices {
   const double level;
   const float *nodes, *trust;
+  const int64_t count;  // of nodes
 
   Prices(const PriceList& list) : level(std::get<0>(list)), nodes(floats(std::get<1>(list))),
-                                  trust(floats(std::get<2>(list))) {}
+                                  trust(floats(std::get<2>(list))), count(nodes ? std::get<1>(list)->numel() : 0) {}
   explicit operator bool() const { return nodes; }
 
   // Of B texts together, that their nodes of these scores are accepted. score(b).
@@ -29,12 +30,12 @@ struct Prices {
   template <class Score>
   int64_t worth(int64_t B, int64_t most, const Score& score) const {
     double gain = 0, highest = 0;
-    int64_t count = 0;
-    for (int64_t i = 0; i < most; i++) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < std::min(most, count); i++) {
       gain += chance(B, [&](int64_t b) { return score(b, i); }) - nodes[i];
-      if (gain > highest) highest = gain, count = i + 1;
+      if (gain > highest) highest = gain, kept = i + 1;
     }
-    return count;
+    return kept;
   }
 
   // How many of the newest nodes, whose scores are [B, count], are worth expanding, at most k; 0: no level is.

@@ -9,11 +9,12 @@ from engine.autotune import (
     FLAT,
     HOPELESS,
     LIMITS,
+    PLAINLY,
     TRIALS,
-    TRIED,
+    TURNS,
+    Acceptance,
     Choice,
     Costs,
-    Ratio,
     Size,
     Tuner,
 )
@@ -130,7 +131,8 @@ def test_costs_are_those_of_real_steps():
         return 11 + 0.5 * size.levels + nodes * 0.3 * (size.nodes - 1)
 
     sizes = {kind: Size(kind.nodes, 7 * kind.deep) for kind in TRIALS}
-    costs = Costs.of_trials({None: [(Size(1, 0), 10.0)]} | {k: [(s, took(s))] for k, s in sizes.items()})
+    trials = {kind: [(size, took(size))] for kind, size in sizes.items()}
+    costs = Costs.of_trials(trials | {PLAINLY: [(Size(1, 0), 10.0)]})
     some = [Size(n, n // 3) for n in range(1, 12)] * 40
     assert [costs.of(size, True) for size in some] == pytest.approx([*map(took, some)])
     assert costs.of(Size(40, 2), True) == pytest.approx(took(Size(40, 2)))  # larger than any that was tried
@@ -175,7 +177,7 @@ def test_large_trees_are_not_tried_where_they_cannot_pay():
     machine.tuner.rehearse(1, False, lambda: ran.append(machine.step()))
     largest = next(kind for kind in TRIALS if 10 + 4.0 * kind.nodes > HOPELESS * 10)
     assert max(size.nodes for size in ran if size) == largest.nodes
-    assert len(ran) == (TRIALS.index(largest) + 2) * (TRIED + 1)  # the first time twice
+    assert len(ran) == (TRIALS.index(largest) + 1) * (TURNS + 1)  # the first time twice
 
 
 def test_a_compiled_tree_is_drafted_while_it_pays():
@@ -201,8 +203,26 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
         assert (kinds[-1] is not None) == drafts
 
 
-def test_what_fades_is_not_forgotten():
-    ratio = Ratio(6.0, 3.0)
-    for _ in range(100_000):
-        ratio.fade()
-    assert ratio.value == pytest.approx(0.5)
+@pytest.mark.parametrize("head", (False, True))
+def test_without_drafts_trust_returns(head):
+    """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
+    acceptance = Acceptance(0.7, 1.0, 0.2)
+    for _ in range(3000):
+        acceptance.record(head, 1, 1.0, 0.0 if head else None)
+    assert acceptance.trust.value == pytest.approx(1, abs=0.01)
+    assert acceptance.drafted.value == pytest.approx(1.0 if head else 0.7)
+
+
+def test_a_rehearsal_that_is_interrupted():
+    """The next one is whole, and steps without one are tried and then chosen."""
+    machine, left = Machine(Tuner()), iter(range(7))
+
+    def run() -> None:
+        machine.step()
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        machine.tuner.rehearse(1, False, run)
+    machine.run(2 * len(TRIALS) + 1)
+    assert machine.tuner._costs.keys() == {(1, False)} and not machine.tuner._trials

@@ -10,7 +10,7 @@ from engine.state import State
 from kernels.backend import TORCH
 from model import ModelArgs
 from sampling.noise import seed_keys
-from tree import Growth, Tree, TreeShape
+from tree import Growth, Prices, Tree, TreeShape
 
 pytestmark = pytest.mark.kernels
 
@@ -90,8 +90,16 @@ def test_gumbel_noise(both):
     assert torch.equal(both(call("gumbel"), key, positions, temperature, 500)[1], found[..., :500])
 
 
+def prices(seed: int, nodes: int, texts: int) -> Prices:
+    """Random ones: some below nothing, then some infinite. The first text decodes nothing."""
+    each = random(nodes - 1, seed=seed).abs() / 4
+    each[nodes // 2 :], each[: seed % 3] = float("inf"), -1.0
+    return Prices(0.1, each, torch.arange(texts) / 2)
+
+
+@pytest.mark.parametrize("priced", (False, True))
 @pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
-def test_prune_and_accept(both, shape):
+def test_prune_and_accept(both, shape, priced):
     """Random growths, with equal scores among them."""
     def grow(backend, seed: int) -> tuple[Tree, Tensor, Tensor]:
         B, k, draw = 3, shape.width, iter(range(1000 * seed, 1000 * (seed + 1)))
@@ -104,8 +112,9 @@ def test_prune_and_accept(both, shape):
             if level:
                 growth.advance()
             growth.extend(*children(B, k, k))
-        drafted = backend.prune(growth, integers(6, (B,), next(draw)))
-        chosen = integers(6, (B, shape.nodes), next(draw))
+        price = prices(seed, shape.nodes, B) if priced else None
+        drafted = backend.prune(growth, integers(6, (B,), next(draw)), price)
+        chosen = integers(6, drafted.tokens.shape, next(draw))
         return drafted, *backend.accept(drafted, chosen, shape.window)
 
     for seed in range(8):
@@ -113,15 +122,17 @@ def test_prune_and_accept(both, shape):
         same([*found, *found_taken], [*tree, *taken])
 
 
+@pytest.mark.parametrize("priced", (False, True))
 @pytest.mark.parametrize("nodes", (2, 10, 20))
-def test_join(both, nodes):
+def test_join(both, nodes, priced):
     """Random trees of few tokens, with equal scores and scores of -inf among them."""
     for seed in range(8):
         one, other = (random_tree(12, 4, 1000 * s + seed) for s in (1, 2))
         one = one._replace(scores=one.scores.mul(3).round())
         other = other._replace(scores=other.scores.mul(3).round())
         other.scores[other.scores < -4] = float("-inf")
-        defined, found = both(call("join"), one, other, nodes, 4)
+        price = prices(seed, nodes, len(one.tokens)) if priced else None
+        defined, found = both(call("join"), one, other, nodes, 4, price)
         same(found, defined)
 
 
