@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-seq-len", type=positive, default=512, help="tokens of a question and its answer (default 512)")
     add("--temperature", type=float, default=0.0, help="default 0")
     add("--speculate", choices=[name for name in METHODS if name != "none"], default="eagle3")
-    add("--tree", metavar="T,D,K", help="default: by measurement, for every number of texts")
+    add("--tree", metavar="T,D,K", help="default: what pays at each step")
     add("--transformers", metavar="DIR", help="the unquantised target, which transformers decodes too")
     add("--isa", help="of the kernels (default: the best)")
     return bench.run(p, action, argv)

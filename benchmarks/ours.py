@@ -75,7 +75,7 @@ class Model:
     ) -> Runner:
         """Return a decoder of up to `batch` prompts at a time.
 
-        tree: by default, the trees chosen by measurement. draft, window: see --draft and --draft-window.
+        tree: by default, what pays at each step. draft, window: see --draft and --draft-window.
         Without `stops` no id ends a text.
         """
         target = self.target if stops else replace(self.target, config=self.target.config | {"stop_ids": []})

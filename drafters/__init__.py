@@ -132,7 +132,7 @@ def add_drafting(p: Options, default: str = "none"):
     add("--draft",
         help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
-        help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file of"
+        help="auto (what pays; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file of"
              " paths: a static tree")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
@@ -158,7 +158,7 @@ NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portabl
 def default_tree(
     device: str, quantised: bool = False, isa: str | None = None, batch: int = 1
 ) -> TreeShape:
-    """Return the tree used where none is given and none is chosen by measurement.
+    """Return the tree used where none is given and none is chosen at each step.
 
     A GPU verifies 60 rows in the time of one: the paper's tree, or, for several sequences, the largest whose
     rows together are no more than GPU_ROWS. On a CPU time grows with the rows, and every level costs a pass
@@ -220,7 +220,7 @@ def _heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[
 class Drafting:
     """Options of drafting and acceptance.
 
-    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", as large as pays
     (`engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
     `default_tree`. Raises InputError on bad values.
     """

@@ -93,7 +93,7 @@ CHEAPEST = 0.002  # seconds of a level or a node over those of a plain step: at 
 RECENT = 0.96  # weight of a step's seconds relative to those of the one after it
 PLAIN = 0.3  # weight of a plain step
 STALE = 1.1  # pace over that when plain steps ran; if it is more, these are tried again
-FRESH = 16  # drafted steps after a plain one in which its time is taken not to have changed
+FRESH = 16  # drafted steps after a plain one that tell nothing about its time
 GUESS = 0.25  # of a drafted step that did not run: its seconds are guessed
 
 
