@@ -62,7 +62,6 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
-    levels: Tensor | None = None  # [] levels grown after the first, if prices cut the tree
 
 
 class Prices(NamedTuple):

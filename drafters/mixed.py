@@ -64,15 +64,17 @@ class Mixed(Drafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         prices, temperature = state.prices, state.temperature.clamp(0, 1)[:, None]
-        trees, extra, levels = [], None, None
+        trees, extra, levels = [], None, 0
         for part in self.parts:
-            state.prices = prices if part is self.grown else None  # they are of its levels
+            if prices is not None:  # a graph must change nothing but tensors
+                state.prices = prices if part is self.grown else None
             tree, _, more = part.propose(state, slots, noise)
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
-            extra, levels = extra or more, levels if tree.levels is None else tree.levels
-        state.prices = prices
-        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, prices)._replace(levels=levels)
+            extra, levels = extra or more, state.levels if part is self.grown else levels
+        if prices is not None:
+            state.prices, state.levels = prices, levels
+        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, prices)
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 
     def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:

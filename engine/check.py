@@ -115,8 +115,7 @@ def _steps(s: Sizes, captured: bool) -> Iterator[Case]:
             for x, kept in zip(buffers, first):
                 x.copy_(kept)
             tree, path = passes.step(rows, span, passes.drafter, MODES)
-            out = *tree, path, state.tokens, state.length, state.out, state.n_new
-            found += [x.clone() for x in out if x is not None]
+            found += [x.clone() for x in (*tree, path, state.tokens, state.length, state.out, state.n_new)]
             passes.run(rows, ("scribble",), partial(scribble, passes.device))
             if passes.on_cuda:
                 torch.cuda.empty_cache()

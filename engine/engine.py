@@ -39,7 +39,7 @@ from tokens.grammar import Guide
 from tokens.ids import common_prefix
 from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
-from tree import AnyTree, PathTree, Tree, TreeShape
+from tree import AnyTree, PathTree, TreeShape
 
 DRAFTED, PLAIN, READING = range(3)  # groups: decoding with drafts, decoding without as asked for, reading
 WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
@@ -437,7 +437,8 @@ class Engine:
             scored = [None] * len(requests) if score is None else score[offset:].tolist()
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
-        size, shape, took, promised = size_of(tree), drafter.shape, None, None
+        shape, took, promised = drafter.shape, None, None
+        size = Size(tree.tokens.shape[1], rows.state.levels if rows.state.prices else 0)
         if choice and choice.prices:
             shape = cut(shape, size)
             promised = tree.scores[offset:, 1:].exp().sum(1).tolist()
@@ -623,11 +624,6 @@ class Engine:
                             x = passes.prefill(passes.rows(first, count), span, size, rare)
                             if (first, count) == (0, 1):  # as `_score_prompt`
                                 passes.logits(x)
-
-
-def size_of(tree: Tree) -> Size:
-    """Return the size of a drafted tree."""
-    return Size(tree.tokens.shape[1], 0 if tree.levels is None else int(tree.levels))
 
 
 def cut(largest: TreeShape | AnyTree, size: Size) -> TreeShape | AnyTree:

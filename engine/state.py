@@ -39,7 +39,8 @@ class State(nn.Module):
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
 
-    backend: computes the parts of its steps. prices: of what the next step drafts; None: it is free.
+    backend: computes the parts of its steps. prices: of the next step's drafts; None: its tree is not cut.
+    levels: those that the head has grown after the first, if it was.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class State(nn.Module):
         super().__init__()
         self.window, self.backend = window, backend
         self.prices: Prices | None = None
+        self.levels = 0
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
             """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But operators

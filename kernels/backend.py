@@ -134,10 +134,9 @@ class TorchBackend:
         """Draft the tree of a `drafters.network.NetworkDrafter`; arguments as for its `propose`."""
         last = drafter.catch_up(state, slots)
         grown = drafter.grow(last, state, slots, drafter.draft_noise(noise), drafter.shape)
-        drafted = self.prune(grown, state.root(), state.prices)
-        if state.prices is None:
-            return drafted
-        return drafted._replace(levels=torch.tensor(len(grown.scores) - 1))
+        if state.prices is not None:  # a graph must change nothing but tensors
+            state.levels = len(grown.scores) - 1
+        return self.prune(grown, state.root(), state.prices)
 
     def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
         """Keep the best candidates below root [B], as `Growth.prune`."""

@@ -118,8 +118,8 @@ class CpuBackend(TorchBackend):
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
         if isinstance(head, packed.PackedEagle3Head) and head.at_once:
-            drafted = Tree(*head.draft(drafter, state, slots, noise))
-            return drafted if state.prices else drafted._replace(levels=None)
+            *fields, state.levels = head.draft(drafter, state, slots, noise)
+            return Tree(*fields)
         return super().draft(drafter, state, slots, noise)
 
     def verify(

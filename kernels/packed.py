@@ -278,7 +278,7 @@ class PackedEagle3Head(Eagle3Head):
         return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *_network(self, caches)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the fields of the tree that `TorchBackend.draft` grows with this head."""
+        """Return the fields of the tree that `TorchBackend.draft` grows with this head, and its levels."""
         ops, shape, kept, fc = self.backend.ops, drafter.shape, drafter.kept, self.fc
         text, own = (state.tokens, state.length), self._pass(drafter.caches)
         if kept.reach or self.fc_norms or not isinstance(fc, PackedLinear):

@@ -249,10 +249,10 @@ Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, cons
 // levels of `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see `catch_up`. first [B]: where the drafted rows
 // begin, of n live slots. score_norm, ...: of the head's scores, normed rows times a weight; noise [B, > depth, V] at all ids;
 // names [Vd]: the ids that the head knows.
-std::tuple<TreeFields, Longs> grow(const Tensor& last, const Longs& text, const Longs& length, const Longs& first,
-                                   int64_t n, int64_t T, int64_t depth, int64_t width, const PriceList& list,
-                                   const Numbers& score_norm, const Operands& scoring, int64_t columns,
-                                   const Maybe& noise, const Longs& names, const Head& of) {
+std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& text, const Longs& length, const Longs& first,
+                                     int64_t n, int64_t T, int64_t depth, int64_t width, const PriceList& list,
+                                     const Numbers& score_norm, const Operands& scoring, int64_t columns,
+                                     const Maybe& noise, const Longs& names, const Head& of) {
   const Prices prices(list);
   const int64_t B = last.size(0), count = width + depth * width * width, Vd = names.size(0);
   const double eps = std::get<4>(std::get<2>(of));
@@ -285,11 +285,7 @@ std::tuple<TreeFields, Longs> grow(const Tensor& last, const Longs& text, const 
       }
     size += more;
     const int64_t next = level == depth ? 0 : prices ? prices.rows(children, width) : width;
-    if (!next) {
-      const Longs levels(std::vector<int64_t>{});
-      levels[0] = level;
-      return {pruned(scores, tokens, parents, root, T, size, prices), levels};
-    }
+    if (!next) return {pruned(scores, tokens, parents, root, T, size, prices), level};
     const auto [best, token, places, now, row] = advance(children, ids, sees, size - more, next);
     const Longs positions({B, next}), slots({B, next});
     for (int64_t i = 0; i < B * next; i++)
