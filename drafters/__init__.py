@@ -304,8 +304,10 @@ class Drafting:
         if self.draft:
             raise InputError(f"--speculate auto: --draft {self.draft}: is no head; name one, or"
                              " --speculate draft-model for a smaller model")
+        given = (("--tree", self.tree), ("--draft-window", self.window))
+        unused = "".join(f"; {flag} is for heads" for flag, value in given if value)
         say(f"--speculate auto: no head in {checkpoint}; the text drafts where it repeats itself (prompt"
-            " lookup)")
+            f" lookup){unused}")
         return replace(self, method="lookup", tree=None, window=0, chosen=True)
 
     @property

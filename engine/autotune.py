@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -27,7 +27,7 @@ LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 MEMORY = 0.98  # weight of a step relative to the one after it
 PRIOR = 6.0  # steps of the usual text that a request begins with
 HOPED = 1.3  # `Acceptance.drafted` before any step has run
-DOUBT = 0.05  # of a step without drafts that trust gets nearer to 1: texts change
+DOUBT = 0.03  # of a step without drafts that trust gets nearer to 1: texts change
 
 
 class Ratio:
@@ -83,8 +83,8 @@ class Acceptance:
 # -- what steps take ---------------------------------------------------------------------------
 
 FLAT = 5  # nodes of the largest tree that is tried on one level
-TURNS, MOST_TURNS = 5, 12  # steps of each trial: at least, and at most
-ENOUGH = 0.6  # seconds of trials after which no more are made than must be
+TURNS, MOST_TURNS = 2, 12  # how often each kind is tried: at least, and at most
+ENOUGH, LONG = 0.6, 3.0  # seconds of trials after which none is repeated; no larger tree is tried
 FIRST = 2  # the same where trials are the first steps of a text
 HOPELESS = 3.0  # seconds of a step over those of a plain one; if a step takes more, no larger tree is tried
 LATE = 1.5  # seconds of a step over those expected that count at most: other programs take more
@@ -119,6 +119,11 @@ Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each kind'
 def low(steps: list[tuple[Size, float]]) -> float:
     """Return the lower quartile of seconds: other programs delay some steps, none is too fast."""
     return sorted(seconds for _, seconds in steps)[len(steps) // 4]
+
+
+def _spent(trials: Trials) -> float:
+    """Return the seconds of all trials."""
+    return sum(seconds for steps in trials.values() for _, seconds in steps)
 
 
 class Costs:
@@ -220,16 +225,16 @@ class Costs:
         a, b, c = a + self.drawn, b - self.drawn, c + self.drawn
         self.pace = self.slower = x / self.sums[0]
         if (area := a * c - b * b) > 1e-9 * a * c:
-            self.pace, self.slower = (c * x - b * y) / area, (a * y - b * x) / area
-            self.slower = max(self.slower, self.pace / 2)
+            self.pace = max((c * x - b * y) / area, self.pace / 2)
+            self.slower = max((a * y - b * x) / area, self.pace / 2)
 
 
 # -- the choice --------------------------------------------------------------------------------
 
 MARGIN = 1.03  # speed over the current one's that makes drafting, or not drafting, worth a change
 LOOK, LOOK_PLAIN = 4, 8  # steps that a choice to draft, or to decode plainly, holds
-PROBE = 2  # steps of the other kind: plain ones whose times are stale, or drafts that may be accepted again
-FIRST_REST, LONGEST_REST = 48, 1024  # plain steps before that; doubled each time in vain
+PROBE = 3  # steps of the other kind: plain ones whose times are stale, or drafts that may be accepted again
+FIRST_REST, LONGEST_REST = 48, 256  # plain steps before that; doubled each time in vain
 
 
 class Choice(NamedTuple):
@@ -251,7 +256,7 @@ class Tuner:
         self.shapes, self.cuts = shapes, cuts
         self.kinds = TRIALS if cuts else (PLAINLY, Trial(shapes[0].nodes, True))
         self.live = True  # steps are timed as they run
-        self.usual = {noisy: Acceptance() for noisy in (False, True)}
+        self.usual: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
         self._costs: dict[tuple[int, bool], Costs] = {}  # by sequences, and whether noise is drawn
         self._trials: dict[tuple[int, bool], Trials] = {}
         self._ahead: deque[Trial] = deque()  # trials of the next steps
@@ -263,7 +268,7 @@ class Tuner:
 
     def begin(self, request: Request) -> None:
         """Give a new request the acceptance of the usual one."""
-        request.acceptance = self.usual[request.sampling.temperature > 0].next()
+        request.acceptance = self.usual[round(request.sampling.temperature, 1)].next()
 
     def next(self, requests: list[Request], count: int) -> Choice | None:
         """Choose for the next step over `count` rows of the batch. These requests are in the first ones."""
@@ -281,6 +286,8 @@ class Tuner:
         group = (*key, *map(id, requests))
         if group != self._group:
             self._group, self._held = group, 0
+            if count == 1:  # another text: drafts may be accepted again
+                self._plain = self._rest = FIRST_REST
         drafts = self._drafts.get(key)
         self._plain += drafts is False
         if self._held:
@@ -295,7 +302,7 @@ class Tuner:
             self._plain, self._rest = 0, FIRST_REST
             if self.costs(*key).stale:
                 drafts, self._held = False, PROBE - 1
-        elif self._plain > self._rest:
+        elif self._plain >= self._rest:
             self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
             drafts, self._held, least = True, PROBE - 1, 1.0
         self._choice = Choice(shape) if drafts else None
@@ -348,7 +355,7 @@ class Tuner:
 
         took: see `took`. promised: the sum of exp(score) of its drafts; None: they have no scores.
         """
-        for acceptance in (request.acceptance, self.usual[request.sampling.temperature > 0]):
+        for acceptance in (request.acceptance, self.usual[round(request.sampling.temperature, 1)]):
             acceptance.record(head, emitted, took, promised)
 
     def rehearse(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
@@ -357,11 +364,12 @@ class Tuner:
         run: runs a step over `count` rows of the batch, at a short context, with what `next` chooses.
         """
         usual, kinds, key = copy.deepcopy(self.usual), [], (count, noisy)
+        if key in self._costs:
+            return
         trials = self._trials[key] = {}
         try:
             for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
-                spent = sum(seconds for steps in trials.values() for _, seconds in steps)
-                if turn >= TURNS and spent > ENOUGH:
+                if turn >= TURNS and _spent(trials) > ENOUGH:
                     break
                 for kind in kinds if turn else self.kinds:
                     for _ in range(1 if turn else 2):
@@ -372,7 +380,8 @@ class Tuner:
                     if kind not in trials:
                         break  # sequences so short that no step is needed
                     kinds.append(kind)
-                    if kind.nodes > FLAT and low(trials[kind]) > HOPELESS * low(trials[PLAINLY]):
+                    hopeless = low(trials[kind]) > HOPELESS * low(trials[PLAINLY])
+                    if kind.nodes >= FLAT and (hopeless or _spent(trials) > LONG):
                         break
         finally:
             self.usual = usual

@@ -198,7 +198,7 @@ def test_a_heads_tree_is_two_operators(dtype, sampled, price, of_head, reach):
         for buffer in drafter.caches.buffers():
             buffer.normal_()
         tree = draft(drafter, state, torch.arange(34), noise)
-        found.append([*tree, torch.tensor(price and state.levels or 0), *drafter.caches.buffers()])
+        found.append([*tree, torch.tensor((price and state.levels) or 0), *drafter.caches.buffers()])
     nodes = found[0][0].shape[1]
     if price is None or price < 0.1:
         assert nodes == 11 and (state.levels == 2 or not price)
