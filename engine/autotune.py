@@ -105,14 +105,18 @@ class Size(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A tree to be timed: its nodes, root included, and whether all levels are grown, or the first alone."""
+    """A tree to be timed: its nodes, root included, and whether all levels are grown, or the first alone.
+
+    0 nodes: plain decoding.
+    """
 
     nodes: int
     deep: bool = False
 
 
-PLAINLY = Trial(1)
-TRIALS = PLAINLY, Trial(2), Trial(FLAT), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
+PLAINLY = Trial(0)
+TRIALS = PLAINLY, *(Trial(n) for n in (1, 2, FLAT)), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
+NEEDED = {*TRIALS[:4]}
 Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each kind's steps
 
 
@@ -153,24 +157,26 @@ class Costs:
 
     @classmethod
     def of_trials(cls, trials: Trials) -> Costs:
-        """Make them of trials: the first three of TRIALS, and more.
+        """Make them of trials: those that are NEEDED, and more.
 
-        A node of a larger tree is never cheaper than one of a smaller tree: that would be chance.
+        A node of a larger tree is taken not to be cheaper than one of a smaller tree. If it seems to be, that is
+        chance, and both get their mean (isotonic regression).
         """
         seconds = {kind: low(steps) for kind, steps in trials.items()}
-        plain, few, flat = (seconds[kind] for kind in TRIALS[:3])
+        plain, base, _, flat = (seconds[kind] for kind in TRIALS[:4])
         deep = [t for t in TRIALS if t.deep and t in trials]
-        rises = [(few, flat, FLAT - 2)]
-        rises += [(seconds[s], seconds[t], t.nodes - s.nodes) for s, t in pairwise(deep)]
+        pools: list[tuple[float, int]] = []  # seconds of nodes, and their number
+        for s, t in (*pairwise(TRIALS[1:4]), *pairwise(deep)):
+            more, nodes = seconds[t] - seconds[s], t.nodes - s.nodes
+            while pools and pools[-1][0] / pools[-1][1] > more / nodes:
+                before = pools.pop()
+                more, nodes = more + before[0], nodes + before[1]
+            pools.append((more, nodes))
         least = CHEAPEST * plain
-        node = max(sum(t - s for s, t, _ in rises[:2]) / sum(more for *_, more in rises[:2]), least)
-        each = [node] * (FLAT - 1)
-        for s, t, more in rises[1:]:
-            each += [max((t - s) / more, each[-1])] * more
-        base = max((few + flat - node * FLAT) / 2, plain)
+        each = [max(more / nodes, least) for more, nodes in pools for _ in range(nodes)]
         levels = trials[deep[0]][0][0].levels if deep else 0
-        level = (seconds[deep[0]] - base - node * (FLAT - 1)) / levels if levels else base - plain
-        return cls(plain, base, max(level, least), each)
+        level = (seconds[deep[0]] - flat) / levels if levels else base - plain
+        return cls(plain, max(base, plain), max(level, least), each)
 
     def towards(self, other: Costs, share: float, rows: float) -> Costs:
         """Return costs between these and those of other numbers of sequences. rows: factor of nodes."""
@@ -318,7 +324,7 @@ class Tuner:
         if not self.cuts:
             return Choice(shape)
         nodes = torch.full((shape.nodes - 1,), math.inf)
-        nodes[: trial.nodes - 1] = -1.0
+        nodes[: max(trial.nodes - 1, 0)] = -1.0
         return Choice(shape, Prices(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
 
     # -- learning -----------------------------------------------------------------------------
@@ -390,7 +396,7 @@ class Tuner:
     def _finish(self) -> None:
         """Make costs of what was tried."""
         for key, trials in self._trials.items():
-            if self.cuts and trials.keys() >= {*self.kinds[:3]}:
+            if self.cuts and trials.keys() >= NEEDED:
                 self._costs[key] = Costs.of_trials(trials)
             elif not self.cuts and trials.keys() == {*self.kinds}:
                 self._costs[key] = Costs(*(low(trials[kind]) for kind in self.kinds))

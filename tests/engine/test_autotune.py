@@ -130,7 +130,7 @@ def test_costs_are_those_of_real_steps():
     def took(size: Size, nodes: float = 1.0) -> float:
         return 11 + 0.5 * size.levels + nodes * 0.3 * (size.nodes - 1)
 
-    sizes = {kind: Size(kind.nodes, 7 * kind.deep) for kind in TRIALS}
+    sizes = {kind: Size(kind.nodes, 7 * kind.deep) for kind in TRIALS[1:]}
     trials = {kind: [(size, took(size))] for kind, size in sizes.items()}
     costs = Costs.of_trials(trials | {PLAINLY: [(Size(1, 0), 10.0)]})
     some = [Size(n, n // 3) for n in range(1, 12)] * 40
