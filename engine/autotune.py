@@ -159,8 +159,8 @@ class Costs:
     def of_trials(cls, trials: Trials) -> Costs:
         """Make them of trials: those that are NEEDED, and more.
 
-        A node of a larger tree is taken not to be cheaper than one of a smaller tree. If it seems to be, that is
-        chance, and both get their mean (isotonic regression).
+        A node of a larger tree is taken not to be cheaper than one of a smaller tree. If it seems to be, that
+        is chance, and both get their mean (isotonic regression).
         """
         seconds = {kind: low(steps) for kind, steps in trials.items()}
         plain, base, _, flat = (seconds[kind] for kind in TRIALS[:4])
