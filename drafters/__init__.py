@@ -41,8 +41,7 @@ class Method:
     """An entry of METHODS.
 
     module: builds the drafter. draft: the kind of checkpoint that it drafts with and --draft names; None: it
-    takes neither --draft nor --tree. grows: its head grows trees of any size, and takes
-    --draft-window.
+    takes neither --draft nor --tree. grows: its head grows trees of any size, and takes --draft-window.
     """
 
     module: str

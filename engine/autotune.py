@@ -84,8 +84,8 @@ class Acceptance:
 
 FLAT = 5  # nodes of the largest tree that is tried on one level
 TURNS, MOST_TURNS = 2, 12  # how often each kind is tried: at least, and at most
-ENOUGH, LONG = 0.6, 3.0  # seconds of trials after which none is repeated; no larger tree is tried
 FIRST = 2  # the same where trials are the first steps of a text
+ENOUGH, LONG = 0.6, 3.0  # seconds of trials after which none is repeated; no larger tree is tried
 HOPELESS = 3.0  # seconds of a step over those of a plain one; if a step takes more, no larger tree is tried
 LATE = 1.5  # seconds of a step over those expected that count at most: other programs take more
 DRAWN = 5.0  # steps that the assumption of `Costs` about nodes counts for
@@ -264,6 +264,7 @@ class Tuner:
         self.live = True  # steps are timed as they run
         self.usual: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
         self._costs: dict[tuple[int, bool], Costs] = {}  # by sequences, and whether noise is drawn
+        self._tried: set[tuple[int, bool]] = set()  # those that trials have shown; others come from these
         self._trials: dict[tuple[int, bool], Trials] = {}
         self._ahead: deque[Trial] = deque()  # trials of the next steps
         self._trying: Trial | None = None  # that of the step that runs
@@ -274,7 +275,10 @@ class Tuner:
 
     def begin(self, request: Request) -> None:
         """Give a new request the acceptance of the usual one."""
-        request.acceptance = self.usual[round(request.sampling.temperature, 1)].next()
+        request.acceptance = self._usual_of(request).next()
+
+    def _usual_of(self, request: Request) -> Acceptance:
+        return self.usual[round(request.sampling.temperature, 1)]
 
     def next(self, requests: list[Request], count: int) -> Choice | None:
         """Choose for the next step over `count` rows of the batch. These requests are in the first ones."""
@@ -333,8 +337,8 @@ class Tuner:
         """Return those of steps over `count` sequences; if none has run, between or beyond the nearest."""
         key = count, noisy
         if key not in self._costs:
-            known = {n: c for (n, noise), c in self._costs.items() if noise == noisy}
-            known = known or {n: c for (n, _), c in self._costs.items()}
+            tried = [of for of in self._tried if of[1] == noisy] or self._tried
+            known = {of[0]: self._costs[of] for of in tried}
             few = max((n for n in known if n <= count), default=min(known))
             many = min((n for n in known if n >= count), default=few)
             share, rows = ((count - few) / (many - few), 1.0) if many > few else (0.0, count / few)
@@ -361,7 +365,7 @@ class Tuner:
 
         took: see `took`. promised: the sum of exp(score) of its drafts; None: they have no scores.
         """
-        for acceptance in (request.acceptance, self.usual[round(request.sampling.temperature, 1)]):
+        for acceptance in (request.acceptance, self._usual_of(request)):
             acceptance.record(head, emitted, took, promised)
 
     def rehearse(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
@@ -369,10 +373,10 @@ class Tuner:
 
         run: runs a step over `count` rows of the batch, at a short context, with what `next` chooses.
         """
-        usual, kinds, key = copy.deepcopy(self.usual), [], (count, noisy)
-        if key in self._costs:
+        key = count, noisy
+        if key in self._tried:
             return
-        trials = self._trials[key] = {}
+        usual, kinds, trials = copy.deepcopy(self.usual), [], self._trials.setdefault(key, {})
         try:
             for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
                 if turn >= TURNS and _spent(trials) > ENOUGH:
@@ -400,6 +404,9 @@ class Tuner:
                 self._costs[key] = Costs.of_trials(trials)
             elif not self.cuts and trials.keys() == {*self.kinds}:
                 self._costs[key] = Costs(*(low(trials[kind]) for kind in self.kinds))
+            else:
+                continue
+            self._tried.add(key)
         self._trials, self._trying = {}, None
         self._ahead.clear()
         self._drafts.clear()

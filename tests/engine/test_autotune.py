@@ -153,10 +153,22 @@ def test_other_numbers_of_sequences():
     for count in (2, 6):
         size = Size(FLAT, 1)
         tuner._costs[count, False] = Costs(10.0 * count, 12.0 * count, 1.0 * count, [0.5 * count] * 31)
+        tuner._tried.add((count, False))
     for count, noisy in ((4, False), (4, True)):
         assert tuner.costs(count, noisy).of(size, True) == pytest.approx(15.0 * count)
     more = tuner.costs(12, False)
     assert [more.of(s, True) for s in (Size(1, 0), size)] == pytest.approx([72, 72 + 6 + 24])
+
+
+def test_costs_that_were_guessed_are_tried_all_the_same():
+    """A step that samples may run before its kind is tried, as at warm-up. Nothing is tried twice."""
+    machine, ran = Machine(Tuner(), 1.0), []
+    machine.tuner.rehearse(1, False, Machine(machine.tuner).step)
+    machine.run(2)
+    machine.tuner.rehearse(1, True, lambda: ran.append(machine.step()))
+    steps = len(ran)
+    machine.tuner.rehearse(1, True, lambda: ran.append(machine.step()))
+    assert len(ran) == steps > len(TRIALS)
 
 
 def test_several_texts_pay_together():
