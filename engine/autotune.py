@@ -24,22 +24,23 @@ LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 
 # -- what steps bring --------------------------------------------------------------------------
 
-MEMORY = 0.98  # weight of a step relative to the one after it
-PRIOR = 6.0  # steps of the usual text that a request begins with
+MEMORY, LONG_MEMORY = 0.98, 0.998  # weight of a step relative to the one after it: of a request, of all
+PRIOR = 12.0  # steps of the usual text that a request begins with
 HOPED = 1.3  # `Acceptance.drafted` before any step has run
+WILLING, TRUSTING = 1.05, 0.5  # the least `drafted` over `alone`, and trust, that a request begins with
 DOUBT = 0.03  # of a step without drafts that trust gets nearer to 1: texts change
 
 
 class Ratio:
     """A ratio of two sums over steps, found / expected; old steps fade."""
 
-    def __init__(self, expected: float, found: float):
-        self.found, self.expected = found, expected
+    def __init__(self, value: float, memory: float):
+        self.found, self.expected, self.memory = PRIOR * value, PRIOR, memory
 
     def record(self, found: float, expected: float) -> None:
         """Add one step."""
-        self.found = MEMORY * self.found + found
-        self.expected = MEMORY * self.expected + expected
+        self.found = self.memory * self.found + found
+        self.expected = self.memory * self.expected + expected
 
     @property
     def value(self) -> float:
@@ -53,20 +54,24 @@ def over(ratios: Iterable[Ratio]) -> float:
 
 
 class Acceptance:
-    """Tokens that the steps of one request bring.
+    """Tokens that the steps of one request bring, or those of all.
 
     drafted, alone: emitted in the time of a plain step by steps with the head, and by those without it; alone
     that is more than one where prompt lookup drafts. trust: accepted drafts over those that their scores
     promised.
     """
 
-    def __init__(self, drafted: float = HOPED, alone: float = 1.0, trust: float = 1.0):
-        self.drafted, self.alone = Ratio(PRIOR, PRIOR * drafted), Ratio(PRIOR, PRIOR * alone)
-        self.trust = Ratio(PRIOR, PRIOR * trust)
+    def __init__(
+        self, drafted: float = HOPED, alone: float = 1.0, trust: float = 1.0, memory: float = LONG_MEMORY
+    ):
+        self.drafted, self.alone = Ratio(drafted, memory), Ratio(alone, memory)
+        self.trust = Ratio(trust, memory)
 
     def next(self) -> Acceptance:
-        """Return that of the next request, before it has run."""
-        return Acceptance(self.drafted.value, self.alone.value, self.trust.value)
+        """Return that of the next request, before it has run: it may be easier than those so far."""
+        alone = self.alone.value
+        drafted, trust = max(self.drafted.value, WILLING * alone), max(self.trust.value, TRUSTING)
+        return Acceptance(drafted, alone, trust, MEMORY)
 
     def record(self, head: bool, emitted: int, took: float | None, promised: float | None) -> None:
         """Add a step. See `Tuner.record`."""
@@ -240,7 +245,7 @@ class Costs:
 MARGIN = 1.03  # speed over the current one's that makes drafting, or not drafting, worth a change
 LOOK, LOOK_PLAIN = 4, 8  # steps that a choice to draft, or to decode plainly, holds
 PROBE = 3  # steps of the other kind: plain ones whose times are stale, or drafts that may be accepted again
-FIRST_REST, LONGEST_REST = 48, 256  # plain steps before that; doubled each time in vain
+FIRST_REST, LONGEST_REST = 24, 256  # plain steps before that; doubled each time in vain
 
 
 class Choice(NamedTuple):
@@ -296,8 +301,6 @@ class Tuner:
         group = (*key, *map(id, requests))
         if group != self._group:
             self._group, self._held = group, 0
-            if count == 1:  # another text: drafts may be accepted again
-                self._plain = self._rest = FIRST_REST
         drafts = self._drafts.get(key)
         self._plain += drafts is False
         if self._held:

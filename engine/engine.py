@@ -307,9 +307,12 @@ class Engine:
         keep = 0
         for group in (DRAFTED, PLAIN):
             if self._sizes[group]:
-                self._launch(group)
+                began = time.perf_counter()
+                kind = self._launch(group)
                 keep = 0 if any(r.guide for r in self._members(group)) else self.lag
                 events += self._read(keep)
+                if kind and self.lag == 0:  # else the step is only launched by now
+                    self.tuner.add(*kind, time.perf_counter() - began)
         return events if keep else events + self._read(0)
 
     def run(
@@ -412,8 +415,10 @@ class Engine:
         wanted = request.sampling.logprobs or 0
         request.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
 
-    def _launch(self, group: int) -> None:
-        """Launch one step of a group that decodes."""
+    def _launch(self, group: int) -> tuple[int, bool, Size, bool] | None:
+        """Launch one step of a group that decodes. Return its kind, if the tuner learns from it: see
+        `Tuner.add`.
+        """
         requests, first = self._members(group), sum(self._sizes[:group])
         before = first if self.passes.prepared else 0  # prepared steps begin with the batch's first row
         count = next(c for c in self.step_counts if c >= before + len(requests))
@@ -426,7 +431,6 @@ class Engine:
         modes = self._modes[group]
         choice, drafter = self._choose(group, rows, span, requests)
         rows.state.prices = choice.prices if choice else None
-        began = time.perf_counter()
         guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
             tree, path = self.passes.step(rows, span, drafter, modes, guides)
@@ -437,19 +441,17 @@ class Engine:
             scored = [None] * len(requests) if score is None else score[offset:].tolist()
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
-        shape, took, promised = drafter.shape, None, None
+        shape, kind, took, promised = drafter.shape, None, None, None
         size = Size(tree.tokens.shape[1], rows.state.levels if rows.state.prices else 0)
         if choice and choice.prices:
             shape = cut(shape, size)
             promised = tree.scores[offset:, 1:].exp().sum(1).tolist()
         if self.tuner and group == DRAFTED:
-            of = count, modes.noisy, size, choice is not None
-            took = self.tuner.took(*of)
-            if self.lag == 0:  # else the step is only launched by now
-                emission.wait()
-                self.tuner.add(*of, time.perf_counter() - began)
+            kind = count, modes.noisy, size, choice is not None
+            took = self.tuner.took(*kind)
         done = Pending(requests, emission, shape, drafts, choice is not None, took, promised)
         self._pending.append(done)
+        return kind
 
     @contextlib.contextmanager
     def _held_still(self, rows: Rows, group: int) -> Iterator[None]:

@@ -9,6 +9,7 @@ from engine.autotune import (
     FLAT,
     HOPELESS,
     LIMITS,
+    MEMORY,
     PLAINLY,
     TRIALS,
     TURNS,
@@ -230,7 +231,7 @@ def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
 @pytest.mark.parametrize("head", (False, True))
 def test_without_drafts_trust_returns(head):
     """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
-    acceptance = Acceptance(0.7, 1.0, 0.2)
+    acceptance = Acceptance(0.7, 1.0, 0.2, MEMORY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
     assert acceptance.trust.value == pytest.approx(1, abs=0.01)
