@@ -120,14 +120,14 @@ class Trial(NamedTuple):
 
 
 PLAINLY = Trial(0)
-TRIALS = PLAINLY, *(Trial(n) for n in (1, 2, FLAT)), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
-NEEDED = {*TRIALS[:4]}
+TRIALS = PLAINLY, Trial(1), Trial(FLAT), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
+NEEDED = {*TRIALS[:3]}
 Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each kind's steps
 
 
-def low(steps: list[tuple[Size, float]]) -> float:
-    """Return the lower quartile of seconds: other programs delay some steps, none is too fast."""
-    return sorted(seconds for _, seconds in steps)[len(steps) // 4]
+def quickest(steps: list[tuple[Size, float]]) -> float:
+    """Return the least seconds: other programs delay steps, none is too fast."""
+    return min(seconds for _, seconds in steps)
 
 
 def _spent(trials: Trials) -> float:
@@ -167,21 +167,21 @@ class Costs:
         A node of a larger tree is taken not to be cheaper than one of a smaller tree. If it seems to be, that
         is chance, and both get their mean (isotonic regression).
         """
-        seconds = {kind: low(steps) for kind, steps in trials.items()}
-        plain, base, _, flat = (seconds[kind] for kind in TRIALS[:4])
+        seconds = {kind: quickest(steps) for kind, steps in trials.items()}
+        plain, base, flat = (seconds[kind] for kind in TRIALS[:3])
         deep = [t for t in TRIALS if t.deep and t in trials]
         pools: list[tuple[float, int]] = []  # seconds of nodes, and their number
-        for s, t in (*pairwise(TRIALS[1:4]), *pairwise(deep)):
+        for s, t in (TRIALS[1:3], *pairwise(deep)):
             more, nodes = seconds[t] - seconds[s], t.nodes - s.nodes
             while pools and pools[-1][0] / pools[-1][1] > more / nodes:
                 before = pools.pop()
                 more, nodes = more + before[0], nodes + before[1]
             pools.append((more, nodes))
-        least = CHEAPEST * plain
-        each = [max(more / nodes, least) for more, nodes in pools for _ in range(nodes)]
+        floor = CHEAPEST * plain
+        each = [max(more / nodes, floor) for more, nodes in pools for _ in range(nodes)]
         levels = trials[deep[0]][0][0].levels if deep else 0
         level = (seconds[deep[0]] - flat) / levels if levels else base - plain
-        return cls(plain, max(base, plain), max(level, least), each)
+        return cls(plain, max(base, plain), max(level, floor), each)
 
     def towards(self, other: Costs, share: float, rows: float) -> Costs:
         """Return costs between these and those of other numbers of sequences. rows: factor of nodes."""
@@ -310,17 +310,17 @@ class Tuner:
         alone = over(r.acceptance.alone for r in requests)
         margin = 1.0 if drafts is None else 1 / MARGIN if drafts else MARGIN
         drafts = self._drafts[key] = drafted > margin * alone
-        self._held, least = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
+        self._held, surely = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
         if drafts:
             self._plain, self._rest = 0, FIRST_REST
             if self.costs(*key).stale:
                 drafts, self._held = False, PROBE - 1
         elif self._plain >= self._rest:
             self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
-            drafts, self._held, least = True, PROBE - 1, 1.0
+            drafts, self._held, surely = True, PROBE - 1, 1.0
         self._choice = Choice(shape) if drafts else None
         if drafts and self.cuts:
-            trust = [max(r.acceptance.trust.value, least) for r in requests] + [0.0] * (count - len(requests))
+            trust = [max(r.acceptance.trust.value, surely) for r in requests] + [0.0] * (count - len(requests))
             speed = max(drafted, alone) * len(requests)
             self._choice = Choice(shape, self.costs(*key).prices(speed, shape, trust))
         return self._choice
@@ -379,12 +379,13 @@ class Tuner:
         key = count, noisy
         if key in self._tried:
             return
-        usual, kinds, trials = copy.deepcopy(self.usual), [], self._trials.setdefault(key, {})
+        usual, kinds = copy.deepcopy(self.usual), []
+        trials = self._trials[key] = {}  # without those of a process's first steps, which may be slow
         try:
             for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
                 if turn >= TURNS and _spent(trials) > ENOUGH:
                     break
-                for kind in kinds if turn else self.kinds:
+                for kind in kinds[:: -1 if turn % 2 else 1] if turn else self.kinds:  # each after both others
                     for _ in range(1 if turn else 2):
                         self._ahead = deque([kind])
                         run()
@@ -393,7 +394,7 @@ class Tuner:
                     if kind not in trials:
                         break  # sequences so short that no step is needed
                     kinds.append(kind)
-                    hopeless = low(trials[kind]) > HOPELESS * low(trials[PLAINLY])
+                    hopeless = quickest(trials[kind]) > HOPELESS * quickest(trials[PLAINLY])
                     if kind.nodes >= FLAT and (hopeless or _spent(trials) > LONG):
                         break
         finally:
@@ -406,7 +407,7 @@ class Tuner:
             if self.cuts and trials.keys() >= NEEDED:
                 self._costs[key] = Costs.of_trials(trials)
             elif not self.cuts and trials.keys() == {*self.kinds}:
-                self._costs[key] = Costs(*(low(trials[kind]) for kind in self.kinds))
+                self._costs[key] = Costs(*(quickest(trials[kind]) for kind in self.kinds))
             else:
                 continue
             self._tried.add(key)
