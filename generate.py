@@ -152,8 +152,8 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         ids.append(llm.encode(prompt, name=name, **encoding))
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
-    if engine.tuner:
-        note(engine.tuner.explain(engine.step_counts[0], o.temperature > 0))
+    if line := engine.explain(o.temperature > 0):
+        note(line)
     if o.compare:
         plain = llm.target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
         plain.warm_up(samplings[0])

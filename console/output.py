@@ -72,8 +72,8 @@ def as_json(request: Request, prompt: str | list[int], rule: str = "equal", rank
         "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
         "tokens_per_second": request.tokens_per_second, "tau": request.tau,
         "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
-        "seed": request.sampling.seed, "finish": request.finish or "interrupted", "accept": rule,
-        "ranks": ranks,
+        "step_seconds": request.step_seconds, "seed": request.sampling.seed,
+        "finish": request.finish or "interrupted", "accept": rule, "ranks": ranks,
     }
     if request.stop is not None:
         row["stop"] = request.stop

@@ -310,17 +310,17 @@ class Tuner:
         alone = over(r.acceptance.alone for r in requests)
         margin = 1.0 if drafts is None else 1 / MARGIN if drafts else MARGIN
         drafts = self._drafts[key] = drafted > margin * alone
-        self._held, surely = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
+        self._held, least = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
         if drafts:
             self._plain, self._rest = 0, FIRST_REST
             if self.costs(*key).stale:
                 drafts, self._held = False, PROBE - 1
         elif self._plain >= self._rest:
             self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
-            drafts, self._held, surely = True, PROBE - 1, 1.0
+            drafts, self._held, least = True, PROBE - 1, 1.0
         self._choice = Choice(shape) if drafts else None
         if drafts and self.cuts:
-            trust = [max(r.acceptance.trust.value, surely) for r in requests] + [0.0] * (count - len(requests))
+            trust = [max(r.acceptance.trust.value, least) for r in requests] + [0.0] * (count - len(requests))
             speed = max(drafted, alone) * len(requests)
             self._choice = Choice(shape, self.costs(*key).prices(speed, shape, trust))
         return self._choice
@@ -415,12 +415,13 @@ class Tuner:
         self._ahead.clear()
         self._drafts.clear()
 
-    def explain(self, count: int, noisy: bool) -> str:
-        """Return a line about what is drafted, and the time of a step with a tree."""
+    def explain(self, counts: Iterable[int], noisy: bool) -> str:
+        """Return a line about what is drafted, and the time of a step with a tree, by number of texts."""
         shape = self.shapes[noisy]
         what = f"trees of up to {shape.nodes} nodes" if self.cuts else f"tree {shape.name}"
         if not self._costs:
             return f"{what}, as they pay (no step with one was timed)"
         size = Size(FLAT, 1) if self.cuts else Size(shape.nodes, shape.depth)
-        ratio = f"{self.costs(count, noisy).over_plain(size):.2f} x"
-        return f"{what}, as they pay (just timed: a step with {size.nodes} nodes takes {ratio} a plain one)"
+        one, *more = ((self.costs(n, noisy).over_plain(size), n) for n in counts)
+        line = f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one"
+        return f"{what}, as they pay ({line}{''.join(f', {x:.2f} x with {n} texts' for x, n in more)})"

@@ -521,7 +521,7 @@ class Engine:
         self, request: Request, emitted: Emitted, done: Pending, row: int, draft: Draft | None
     ) -> Event:
         """Add what a pass emitted to a request, which leaves if that ends it. row: its row in the pass."""
-        now, shape = time.perf_counter(), done.shape
+        now, shape, before = time.perf_counter(), done.shape, request.last
         if self.tuner and shape and not request.plain:
             promised = done.promised and done.promised[row]
             self.tuner.record(request, done.head, len(emitted.ids), done.took, promised)
@@ -533,6 +533,7 @@ class Engine:
         if shape:
             request.accept_lengths.append(count)
             request.trees[name_of(shape)] += 1
+            request.spent["plain" if shape.nodes == 1 else "drafted"] += now - before
         request.finish = self._finish(request, emitted)
         if request.finish:
             text += request.flush()
@@ -556,6 +557,15 @@ class Engine:
         return "cache" if len(request.tokens) >= self.max_seq_len else "length"
 
     # -- warm-up ------------------------------------------------------------------------------
+
+    def explain(self, noisy: bool) -> str | None:
+        """Return a line about what the tuner chooses, None without one. noisy: at temperatures above 0."""
+        return self.tuner.explain(self._rehearsed, noisy) if self.tuner else None
+
+    @property
+    def _rehearsed(self) -> list[int]:
+        """Numbers of sequences whose steps are rehearsed."""
+        return sorted({self.step_counts[0], self.batch})
 
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
@@ -585,7 +595,7 @@ class Engine:
         lag, self.lag = self.lag, 0
         self._guesses = False  # the text of a rehearsal repeats itself as no other does
         try:
-            for count in sorted({self.step_counts[0], self.batch}):
+            for count in self._rehearsed:
                 def run(count: int = count) -> None:
                     while len(self.requests) < count:
                         self.admit([0], long)

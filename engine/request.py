@@ -57,7 +57,8 @@ class Request:
 
     watch: its events carry the drafted trees. plain: decode it without drafts. prompt_scores: a `Score` of
     each prompt token but the first, if asked for. accept_lengths: tokens emitted by each step; their mean is
-    the acceptance length τ. trees: steps by tree, "T/D/k", "N nodes" of a static one, or "plain".
+    the acceptance length τ. trees: steps by tree, "T/D/k", "N nodes" of a static one, or "plain". spent:
+    seconds of "plain" steps and of "drafted" ones.
     """
 
     prompt: list[int]
@@ -73,6 +74,7 @@ class Request:
     scores: list[Score] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     trees: Counter[str] = field(default_factory=Counter)
+    spent: Counter[str] = field(default_factory=Counter)
     finish: Finish | None = None
     error: str | None = None  # why it cannot go on
     stop: str | None = None  # the stop text that ended it
@@ -108,6 +110,13 @@ class Request:
     def seconds(self) -> float:
         """Seconds from the first token to the last one."""
         return self.last - self.first if self.first else 0.0
+
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """Mean seconds of a step, "plain" and "drafted", from what one emitted to what the next did."""
+        plain = self.trees["plain"]
+        steps = {"plain": plain, "drafted": self.trees.total() - plain}
+        return {kind: self.spent[kind] / count for kind, count in steps.items() if count}
 
     @property
     def tau(self) -> float:

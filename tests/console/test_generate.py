@@ -37,7 +37,7 @@ def test_json_has_the_promised_keys(cli):
     row, plain = done.row, done.row["plain"]
     keys = {
         "prompt", "text", "output_ids", "tokens", "seconds", "prefill_seconds", "tokens_per_second", "tau",
-        "accept_lengths", "trees", "seed", "finish", "accept", "ranks",
+        "accept_lengths", "trees", "step_seconds", "seed", "finish", "accept", "ranks",
     }
     assert done.status == 0 and keys <= plain.keys() and row.keys() >= keys | {"plain", "speedup", "equal"}
     assert row["prompt"] == "Hello" and row["tokens"] == len(row["output_ids"]) == 40
@@ -45,6 +45,8 @@ def test_json_has_the_promised_keys(cli):
     assert all(plain[key] == row[key] for key in ("output_ids", "text"))
     assert sum(row["accept_lengths"]) == 39 and row["tau"] == pytest.approx(39 / len(row["accept_lengths"]))
     assert row["trees"] == {"16/3/4": len(row["accept_lengths"])} and row["finish"] == "length"
+    assert row["step_seconds"] == {"drafted": pytest.approx(row["seconds"] / len(row["accept_lengths"]))}
+    assert plain["step_seconds"] == {"plain": pytest.approx(plain["seconds"] / 39)}
     assert row["tokens_per_second"] == pytest.approx(39 / row["seconds"])
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]

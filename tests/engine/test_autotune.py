@@ -210,7 +210,7 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
 
     tuner.begin(request)
     tuner.rehearse(1, False, step)
-    assert {*kinds} == {None, Choice(shape)} and "tree 32/3/4, as they pay" in tuner.explain(1, False)
+    assert {*kinds} == {None, Choice(shape)} and "tree 32/3/4, as they pay" in tuner.explain([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
             step(emitted)
