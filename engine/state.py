@@ -40,7 +40,8 @@ class State(nn.Module):
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
 
     backend: computes the parts of its steps. prices: of the next step's drafts; None: its tree is not cut.
-    levels: those that the head has grown after the first, if it was.
+    levels: those that the head has grown after the first, if it was. noise: the latest, see
+    `kernels.cpu.CpuBackend.gumbel`; all rows share it.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class State(nn.Module):
         super().__init__()
         self.window, self.backend = window, backend
         self.prices: Prices | None = None
-        self.levels = 0
+        self.levels, self.noise = 0, []
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
             """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But operators

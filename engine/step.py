@@ -39,7 +39,7 @@ def shape_logits(
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
     """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
     positions = state.length[:, None] + state.ahead[:count]
-    return state.backend.gumbel(state.key, positions, state.temperature, vocab_size)
+    return state.backend.gumbel(state.key, positions, state.temperature, vocab_size, state.noise)
 
 
 class Verified(NamedTuple):

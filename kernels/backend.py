@@ -167,7 +167,9 @@ class TorchBackend:
 
     # -- drawing ------------------------------------------------------------------------------
 
-    def gumbel(self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:
+    def gumbel(
+        self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
+    ) -> Tensor:
         """Return temperature [B] times `sampling.noise.gumbel` [B, W, V] of key [B, 2], positions [B, W]."""
         return temperature[:, None, None] * sampling.noise.gumbel(key, positions, vocabulary)
 

@@ -138,8 +138,15 @@ class CpuBackend(TorchBackend):
         tables = lookup.chain, lookup.ahead, lookup.first, lookup.further
         return self.ops.follow(state.tokens, state.length, slots.shape[0], *tables, lookup.shortest)
 
-    def gumbel(self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:
-        return self.ops.gumbel(key, positions, temperature, vocabulary)
+    def gumbel(
+        self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
+    ) -> Tensor:
+        """latest: receives what the next call needs to copy the rows that come again: most of a draft's."""
+        of = key.clone(), positions, temperature.clone()
+        noise = self.ops.gumbel(*of, vocabulary, *latest or [None] * 4)
+        if latest is not None:
+            latest[:] = *of, noise
+        return noise
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         return self.ops.restrict(logits, temperature, top_k, top_p)

@@ -19,7 +19,7 @@ void by_chunks(int64_t rows, int64_t V, const Body& body) {
   const int64_t chunks = chunks_of(V);
   Team::run(threads(), [&](const Team& team) {
     team.share(rows * chunks, [&](int64_t i) {
-      body(i / chunks, i % chunks, i % chunks * CHUNK, std::min(V, (i % chunks + 1) * CHUNK));
+      body(i % rows, i / rows, i / rows * CHUNK, std::min(V, (i / rows + 1) * CHUNK));
     });
   });
 }
@@ -50,14 +50,26 @@ inline Words mixed(Words x) {
 }
 inline uint32_t mixed(uint32_t x) { return mixed(broadcast(x))[0]; }
 
-// temperature [B] times standard Gumbel noise for key [B, 2] and positions [B, W] -> [B, W, V].
-Numbers gumbel(const Longs& key, const Longs& positions, const Numbers& temperature, int64_t V) {
+// temperature [B] times standard Gumbel noise for key [B, 2] and positions [B, W] -> [B, W, V]. Rows of an earlier result, if
+// there is one, are copied: of drafts' positions, most come again in the next step.
+Numbers gumbel(const Longs& key, const Longs& positions, const Numbers& temperature, int64_t V, const Maybe& earlier_key,
+               const Maybe& earlier_positions, const Maybe& earlier_temperature, const Maybe& earlier) {
   const int64_t B = positions.size(0), W = positions.size(1);
+  const int64_t known = earlier && earlier->size(0) == B && earlier->size(2) == V ? earlier->size(1) : 0;
+  const int64_t *keys = longs(earlier_key), *places = longs(earlier_positions);
+  const float *scales = floats(earlier_temperature), *values = floats(earlier);
   const Numbers out({B, W, V});
   by_chunks(B * W, V, [&](int64_t row, int64_t, int64_t first, int64_t end) {
-    const uint32_t low = key[row / W * 2], high = key[row / W * 2 + 1], position = positions[row];
+    const int64_t text = row / W;
+    if (known && std::equal(keys + text * 2, keys + text * 2 + 2, &key[text * 2]) && scales[text] == temperature[text])
+      for (int64_t same = text * known; same < (text + 1) * known; same++)
+        if (places[same] == positions[row]) {
+          std::copy(values + same * V + first, values + same * V + end, &out[row * V + first]);
+          return;
+        }
+    const uint32_t low = key[text * 2], high = key[text * 2 + 1], position = positions[row];
     const uint32_t a = mixed(mixed(position + low) ^ high), b = mixed(mixed(position ^ high) + 0x5851F42Du + low);
-    const float scale = temperature[row / W];
+    const float scale = temperature[text];
     Words lanes{};
     for (int l = 0; l < LANES; l++) lanes[l] = l;
     for (int64_t i = first; i < end; i += LANES) {
@@ -66,10 +78,8 @@ Numbers gumbel(const Longs& key, const Longs& positions, const Numbers& temperat
       const Floats whole = to_floats((Ints)(bits >> 16)) * 65536.0f + to_floats((Ints)(bits & 0xFFFFu));
       Floats u = (whole + 0.5f) * 0x1p-32f;
       u = u < 1 - 0x1p-24f ? u : broadcast(1 - 0x1p-24f);
-      // ln(1 - u) where 1 - u is rounded: scaled by what u was rounded to.
-      const Floats rest = 1.0f - u, kept = 1.0f - rest;
-      const Floats ratio = u / (kept > 0.0f ? kept : u);
-      const Floats minus_log = kept > 0.0f ? -logarithm(rest) * ratio : u;
+      // -ln(1 - u) where 1 - u is rounded: with what is lost, which matters where 1 - u is near 1 alone.
+      const Floats rest = 1.0f - u, lost = u - (1.0f - rest), minus_log = lost - logarithm(rest);
       Fp32::put(&out[row * V + i], -logarithm(minus_log) * scale, end - i);
     }
   });

@@ -80,7 +80,9 @@ class CudaBackend(TorchBackend):
     def prune(self, growth: Growth, root: Tensor, prices: None = None) -> Tree:
         return Tree(*growing.prune(*growth.candidates, root, growth.shape.nodes, growth.shape.depth + 1))
 
-    def gumbel(self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:
+    def gumbel(
+        self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
+    ) -> Tensor:
         return sampling.gumbel(key, positions, temperature, vocabulary)
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

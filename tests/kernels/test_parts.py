@@ -90,6 +90,23 @@ def test_gumbel_noise(both):
     assert torch.equal(both(call("gumbel"), key, positions, temperature, 500)[1], found[..., :500])
 
 
+def test_noise_that_is_copied_is_what_it_was(each_isa):
+    """Rows of the latest noise are taken again, for the same place, key, position and temperature alone."""
+    key, positions = seed_keys([3, 4]), torch.tensor([[5, 6, 7], [9, 10, 11]])
+    latest: list = []
+    for key, at, temperature, size in (
+        (key, positions, [1.0, 0.5], 9000), (key, positions + torch.tensor([[2], [1]]), [1.0, 0.5], 9000),
+        (key, positions, [0.7, 0.5], 9000), (key.flip(0), positions, [0.7, 0.5], 9000),
+        (key, positions[:, :1], [0.7, 0.5], 9000), (key, positions[:, :1], [0.7, 0.5], 500),
+        (key[:1], positions[:1], [0.7], 500), (key, positions, [0.7, 0.5], 500),
+    ):
+        of = key, at, torch.tensor(temperature), size
+        assert torch.equal(each_isa.gumbel(*of, latest), each_isa.gumbel(*of))
+    latest[-1].fill_(3.0)
+    found = each_isa.gumbel(key, positions + 1, torch.tensor(temperature), size, latest)
+    assert (found[:, :2] == 3).all() and (found[:, 2] != 3).any()
+
+
 def prices(seed: int, nodes: int, texts: int) -> Prices:
     """Random ones: some below nothing, then some infinite. The first text decodes nothing."""
     each = random(nodes - 1, seed=seed).abs() / 4
