@@ -92,13 +92,12 @@ def test_gumbel_noise(both):
 
 def test_noise_that_is_copied_is_what_it_was(each_isa):
     """Rows of the latest noise are taken again, for the same place, key, position and temperature alone."""
-    key, positions = seed_keys([3, 4]), torch.tensor([[5, 6, 7], [9, 10, 11]])
-    latest: list = []
+    keys, positions, latest = seed_keys([3, 4]), torch.tensor([[5, 6, 7], [9, 10, 11]]), []
     for key, at, temperature, size in (
-        (key, positions, [1.0, 0.5], 9000), (key, positions + torch.tensor([[2], [1]]), [1.0, 0.5], 9000),
-        (key, positions, [0.7, 0.5], 9000), (key.flip(0), positions, [0.7, 0.5], 9000),
-        (key, positions[:, :1], [0.7, 0.5], 9000), (key, positions[:, :1], [0.7, 0.5], 500),
-        (key[:1], positions[:1], [0.7], 500), (key, positions, [0.7, 0.5], 500),
+        (keys, positions, [1.0, 0.5], 9000), (keys, positions + torch.tensor([[2], [1]]), [1.0, 0.5], 9000),
+        (keys, positions, [0.7, 0.5], 9000), (keys.flip(0), positions, [0.7, 0.5], 9000),
+        (keys, positions[:, :1], [0.7, 0.5], 9000), (keys, positions[:, :1], [0.7, 0.5], 500),
+        (keys[:1], positions[:1], [0.7], 500), (keys, positions, [0.7, 0.5], 500),
     ):
         of = key, at, torch.tensor(temperature), size
         assert torch.equal(each_isa.gumbel(*of, latest), each_isa.gumbel(*of))
