@@ -110,8 +110,9 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
-    if line := engine.explain(False):
-        note(line)
+    for noisy, when in (False, "temperature 0"), (True, "above 0"):
+        if line := engine.explain(noisy):
+            note(f"{when}: {line}")
     if ranks:
         channel = Channel()
         if listener is None:

@@ -27,7 +27,8 @@ LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 MEMORY, LONG_MEMORY = 0.98, 0.998  # weight of a step relative to the one after it: of a request, of all
 PRIOR = 12.0  # steps of the usual text that a request begins with
 HOPED = 1.3  # `Acceptance.drafted` before any step has run
-WILLING, TRUSTING = 1.05, 0.5  # the least `drafted` over `alone`, and trust, that a request begins with
+LEAST, MOST = 1.0, 1.5  # of `drafted` over `alone` that a request begins with: few steps show that it differs
+TRUSTING = 0.5  # the least trust that it begins with
 DOUBT = 0.03  # of a step without drafts that trust gets nearer to 1: texts change
 
 
@@ -68,10 +69,10 @@ class Acceptance:
         self.trust = Ratio(trust, memory)
 
     def next(self) -> Acceptance:
-        """Return that of the next request, before it has run: it may be easier than those so far."""
+        """Return that of the next request, before it has run: it may be easier or harder than others."""
         alone = self.alone.value
-        drafted, trust = max(self.drafted.value, WILLING * alone), max(self.trust.value, TRUSTING)
-        return Acceptance(drafted, alone, trust, MEMORY)
+        drafted = min(max(self.drafted.value, LEAST * alone), MOST * alone)
+        return Acceptance(drafted, alone, max(self.trust.value, TRUSTING), MEMORY)
 
     def record(self, head: bool, emitted: int, took: float | None, promised: float | None) -> None:
         """Add a step. See `Tuner.record`."""
@@ -245,7 +246,7 @@ class Costs:
 MARGIN = 1.03  # speed over the current one's that makes drafting, or not drafting, worth a change
 LOOK, LOOK_PLAIN = 4, 8  # steps that a choice to draft, or to decode plainly, holds
 PROBE = 3  # steps of the other kind: plain ones whose times are stale, or drafts that may be accepted again
-FIRST_REST, LONGEST_REST = 24, 256  # plain steps before that; doubled each time in vain
+FIRST_REST, LONGEST_REST = 32, 256  # plain steps before that; doubled each time in vain
 
 
 class Choice(NamedTuple):
@@ -301,6 +302,8 @@ class Tuner:
         group = (*key, *map(id, requests))
         if group != self._group:
             self._group, self._held = group, 0
+            if count == 1:  # another text: drafts may be accepted
+                self._plain = self._rest
         drafts = self._drafts.get(key)
         self._plain += drafts is False
         if self._held:
@@ -385,7 +388,7 @@ class Tuner:
             for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
                 if turn >= TURNS and _spent(trials) > ENOUGH:
                     break
-                for kind in kinds[:: -1 if turn % 2 else 1] if turn else self.kinds:  # each after both others
+                for kind in kinds[:: -1 if turn % 2 else 1] if turn else self.kinds:  # to and fro
                     for _ in range(1 if turn else 2):
                         self._ahead = deque([kind])
                         run()

@@ -533,7 +533,7 @@ class Engine:
         if shape:
             request.accept_lengths.append(count)
             request.trees[name_of(shape)] += 1
-            request.spent["plain" if shape.nodes == 1 else "drafted"] += now - before
+            request.spent["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
         request.finish = self._finish(request, emitted)
         if request.finish:
             text += request.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 from sampling.options import Sampling
@@ -58,7 +59,7 @@ class Request:
     watch: its events carry the drafted trees. plain: decode it without drafts. prompt_scores: a `Score` of
     each prompt token but the first, if asked for. accept_lengths: tokens emitted by each step; their mean is
     the acceptance length τ. trees: steps by tree, "T/D/k", "N nodes" of a static one, or "plain". spent:
-    seconds of "plain" steps and of "drafted" ones.
+    seconds of each step without drafts and without the head, and of each other one.
     """
 
     prompt: list[int]
@@ -74,7 +75,7 @@ class Request:
     scores: list[Score] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     trees: Counter[str] = field(default_factory=Counter)
-    spent: Counter[str] = field(default_factory=Counter)
+    spent: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "drafted": []})
     finish: Finish | None = None
     error: str | None = None  # why it cannot go on
     stop: str | None = None  # the stop text that ended it
@@ -114,9 +115,7 @@ class Request:
     @property
     def step_seconds(self) -> dict[str, float]:
         """Mean seconds of a step, "plain" and "drafted", from what one emitted to what the next did."""
-        plain = self.trees["plain"]
-        steps = {"plain": plain, "drafted": self.trees.total() - plain}
-        return {kind: self.spent[kind] / count for kind, count in steps.items() if count}
+        return {kind: fmean(seconds) for kind, seconds in self.spent.items() if seconds}
 
     @property
     def tau(self) -> float:

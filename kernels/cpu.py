@@ -141,7 +141,9 @@ class CpuBackend(TorchBackend):
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
-        """latest: receives what the next call needs to copy the rows that come again: most of a draft's."""
+        """latest: receives this noise. The next call copies the rows whose positions come again: most of
+        them, as drafts look further ahead than a step goes.
+        """
         of = key.clone(), positions, temperature.clone()
         noise = self.ops.gumbel(*of, vocabulary, *latest or [None] * 4)
         if latest is not None:

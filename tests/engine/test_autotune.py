@@ -218,10 +218,13 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
 
 
 def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
-    """Each text begins with drafts, and a temperature tells nothing of another."""
+    """Each text begins with a few drafts, and a temperature tells nothing of another."""
     hard = rehearsed(1.0)
     hard.ease = 0.0
     hard.run(2000)
+    another = Machine(hard.tuner, 1.0)
+    another.ease = 0.0
+    assert sum(size is not None for size in another.run(96)) <= 4  # it is remembered
     easy = Machine(hard.tuner, 1.0)
     assert sum(size is not None for size in easy.run(30)) > 20
     cold = Machine(hard.tuner, 0.3)
