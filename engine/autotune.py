@@ -27,7 +27,7 @@ LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 MEMORY, LONG_MEMORY = 0.98, 0.998  # weight of a step relative to the one after it: of a request, of all
 PRIOR = 12.0  # steps of the usual text that a request begins with
 HOPED = 1.3  # `Acceptance.drafted` before any step has run
-LEAST, MOST = 1.0, 1.5  # of `drafted` over `alone` that a request begins with: few steps show that it differs
+MOST = 1.5  # of `drafted` over `alone` that a request begins with; at least 1: few steps show if it differs
 TRUSTING = 0.5  # the least trust that it begins with
 DOUBT = 0.03  # of a step without drafts that trust gets nearer to 1: texts change
 
@@ -71,7 +71,7 @@ class Acceptance:
     def next(self) -> Acceptance:
         """Return that of the next request, before it has run: it may be easier or harder than others."""
         alone = self.alone.value
-        drafted = min(max(self.drafted.value, LEAST * alone), MOST * alone)
+        drafted = min(max(self.drafted.value, alone), MOST * alone)
         return Acceptance(drafted, alone, max(self.trust.value, TRUSTING), MEMORY)
 
     def record(self, head: bool, emitted: int, took: float | None, promised: float | None) -> None:
@@ -199,8 +199,8 @@ class Costs:
 
     def of(self, size: Size, head: bool) -> float:
         """Return the seconds of a step now. head: it runs."""
-        rest = self.pace * (self.base + self.level * size.levels) if head else self.plain
-        return rest + self.slower * self._nodes(size.nodes)
+        bare = self.pace * (self.base + self.level * size.levels) if head else self.plain
+        return bare + self.slower * self._nodes(size.nodes)
 
     def over_plain(self, size: Size, head: bool = True) -> float:
         """Return the same over those of a plain step."""
@@ -229,9 +229,12 @@ class Costs:
             self.drift += PLAIN * (1 - self.drift)
             self._learn(GUESS * self.base, 0.0, GUESS * self.base * self.plain / self.plain_then)
 
-    def _learn(self, rest: float, nodes: float, seconds: float) -> None:
-        """Set pace and slower so that pace * rest + slower * nodes is near the seconds of the last steps."""
-        new = rest * rest, rest * nodes, nodes * nodes, rest * seconds, nodes * seconds
+    def _learn(self, bare: float, nodes: float, seconds: float) -> None:
+        """Set pace and slower so that pace * bare + slower * nodes is near the seconds of the last steps.
+
+        bare: seconds of all but the nodes, when they were tried.
+        """
+        new = bare * bare, bare * nodes, nodes * nodes, bare * seconds, nodes * seconds
         self.sums = [RECENT * old + x for old, x in zip(self.sums, new)]
         a, b, c, x, y = self.sums
         a, b, c = a + self.drawn, b - self.drawn, c + self.drawn
