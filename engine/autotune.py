@@ -279,7 +279,8 @@ class Tuner:
         self._trying: Trial | None = None  # that of the step that runs
         self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
         self._choice: Choice | None = None
-        self._held, self._plain, self._rest = 0, 0, FIRST_REST
+        self._held = 0
+        self._plain, self._rest = [0, 0], [FIRST_REST] * 2  # of steps that do not sample, and that do
         self._group: tuple = ()
 
     def begin(self, request: Request) -> None:
@@ -302,13 +303,13 @@ class Tuner:
         self._trying = self._ahead.popleft() if self._ahead else None
         if self._trying:
             return self._of_trial(self._trying, shape, count)
-        group = (*key, *map(id, requests))
+        group = (*key, *requests)
         if group != self._group:
             self._group, self._held = group, 0
             if count == 1:  # another text: drafts may be accepted
-                self._plain = self._rest
+                self._plain[noisy] = self._rest[noisy]
         drafts = self._drafts.get(key)
-        self._plain += drafts is False
+        self._plain[noisy] += drafts is False
         if self._held:
             self._held -= 1
             return self._choice
@@ -318,11 +319,11 @@ class Tuner:
         drafts = self._drafts[key] = drafted > margin * alone
         self._held, least = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
         if drafts:
-            self._plain, self._rest = 0, FIRST_REST
+            self._plain[noisy], self._rest[noisy] = 0, FIRST_REST
             if self.costs(*key).stale:
                 drafts, self._held = False, PROBE - 1
-        elif self._plain >= self._rest:
-            self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
+        elif self._plain[noisy] >= self._rest[noisy]:
+            self._plain[noisy], self._rest[noisy] = 0, min(2 * self._rest[noisy], LONGEST_REST)
             drafts, self._held, least = True, PROBE - 1, 1.0
         self._choice = Choice(shape) if drafts else None
         if drafts and self.cuts:
