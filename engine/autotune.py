@@ -386,13 +386,13 @@ class Tuner:
         key = count, noisy
         if key in self._tried:
             return
-        usual, kinds = copy.deepcopy(self.usual), []
+        usual, order, kinds = copy.deepcopy(self.usual), self.kinds, []
         trials = self._trials[key] = {}  # without those of a process's first steps, which may be slow
         try:
             for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
                 if turn >= TURNS and _spent(trials) > ENOUGH:
                     break
-                for kind in kinds[:: -1 if turn % 2 else 1] if turn else self.kinds:  # to and fro
+                for kind in order:
                     for _ in range(1 if turn else 2):
                         self._ahead = deque([kind])
                         run()
@@ -404,6 +404,7 @@ class Tuner:
                     hopeless = quickest(trials[kind]) > HOPELESS * quickest(trials[PLAINLY])
                     if kind.nodes >= FLAT and (hopeless or _spent(trials) > LONG):
                         break
+                order = kinds = kinds[::-1]  # to and fro: what ran before a step tells on its time
         finally:
             self.usual = usual
             self._finish()
