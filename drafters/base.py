@@ -267,4 +267,4 @@ class Drafter(nn.Module):
         noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when
         greedy.
         """
-        return Proposal(state.bare_tree())
+        return Proposal(Tree(state.root.clone(), state.zero, state.zero, state.one))

@@ -80,7 +80,7 @@ class BlockDrafter(HeadDrafter):
         context [B, W, H]: fused features. before: see `BlockHead.forward`. The others are those of
         `Transformer.forward`.
         """
-        return self.head(state.root(), context, positions, own, visible, self.caches, before=before)
+        return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
 
     def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
         """Grow a tree from the rows of all levels, last [B, L, H].
@@ -110,7 +110,7 @@ class BlockDrafter(HeadDrafter):
                 scores = scores + F.logsigmoid(head.doubt(row, tokens))[..., None]
             return scores, ids
 
-        scores, tokens = children(0, state.root()[:, None])
+        scores, tokens = children(0, state.root)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, levels):
             backend.extend(grown, *children(level, grown.beam_tokens), more=level + 1 < levels)

@@ -66,7 +66,7 @@ class DraftModel(NetworkDrafter):
         logits: list[Tensor] = []
         h = self.catch_up(state, slots)
         grown = self.grow(h, state, slots, own, self.shape, logits)
-        tree = state.backend.prune(grown, state.root())
+        tree = state.backend.prune(grown, state.root[:, 0])
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def catch_up(self, state, slots: Tensor) -> Tensor:

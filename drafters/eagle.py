@@ -31,7 +31,7 @@ class StaticEagle(Eagle):
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         backend, noise, B = state.backend, self.draft_noise(noise), state.length.shape[0]
         h, slots, first = self.catch_up(state, slots), self.kept.live(slots), self.kept.first(state.length)
-        tokens, scores, used = [state.root()[:, None]], [], 0
+        tokens, scores, used = [state.root], [], 0
         for i, level in enumerate(self.static.levels):
             if i:  # expand what the level above proposed
                 count = len(level.rows)

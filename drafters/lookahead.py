@@ -65,7 +65,7 @@ class Lookahead(Drafter):
         self.window_rows[place] = torch.tensor(prompt)[drawn].to(self.window_rows.device)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        root = state.root()[:, None]
+        root = state.root
         B = root.shape[0]
         # [B, T-1].
         guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]

@@ -79,7 +79,7 @@ class Lookup(Drafter):
         text.
         """
         n = slots.shape[0]
-        root, length = state.root()[:, None], state.length[:, None]
+        root, length = state.root, state.length[:, None]
         matched = self.matches(state, slots)
         # The longest, of those the latest.
         score = torch.where(matched >= self.shortest, matched * n + slots, -1)

@@ -38,7 +38,7 @@ class Medusa(HeadDrafter):
         logits = logits[:, : self.shape.window - 1]  # [B, levels, Vd]
         found = state.backend.rank(logits, self.draft_noise(noise), self.shape.width, self._names)
         scores, tokens = (x[:, self.level, self.rank] for x in found)
-        root = state.root()[:, None]
+        root = state.root
         scores = torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
         return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
 
@@ -50,7 +50,7 @@ class Hydra(HeadDrafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(state, slots)  # [B, 1, H]
-        k, root = self.shape.width, state.root()[:, None]
+        k, root = self.shape.width, state.root
         paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]
         for i, level in enumerate(self.static.levels):
             if i:  # expand what the level above proposed

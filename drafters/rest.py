@@ -127,7 +127,7 @@ class Rest(Drafter):
         return bool(((end > begin) & ~state.done[:, None]).any())
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        root, T, D = state.root()[:, None], self.shape.nodes, self.depth
+        root, T, D = state.root, self.shape.nodes, self.depth
         begin, end = self.search(state)
         best = (end > begin).long().argmax(-1, keepdim=True)  # the longest is the first
         begin, total = begin.gather(1, best), (end - begin).gather(1, best)

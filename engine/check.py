@@ -79,6 +79,7 @@ def _prepared(s: Sizes, backend: TorchBackend, dtype: torch.dtype) -> Passes:
             held.copy_(torch.randn(held.shape, generator=draw))
     state.features.copy_(torch.randn(state.features.shape, generator=draw))
     state.tokens.copy_(torch.randint(VOCABULARY, state.tokens.shape, generator=draw))
+    state.root.copy_(state.tokens[:, TOKENS : TOKENS + 1])
     state.key.copy_(torch.tensor([[1, 2], [3, 4]]))
     values = {"length": TOKENS, "limit": 3 * TOKENS, "n_new": 1, "done": 0, "temperature": 1}
     for name, value in values.items():

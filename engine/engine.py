@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from math import exp
 from typing import NamedTuple
 
 import torch
@@ -445,7 +446,7 @@ class Engine:
         size = Size(tree.tokens.shape[1], rows.state.levels if rows.state.prices else 0)
         if choice and choice.prices:
             shape = cut(shape, size)
-            promised = tree.scores[offset:, 1:].exp().sum(1).tolist()
+            promised = [sum(map(exp, scores[1:])) for scores in tree.scores.tolist()[offset:]]
         if self.tuner and group == DRAFTED:
             kind = count, modes.noisy, size, choice is not None
             took = self.tuner.took(*kind)

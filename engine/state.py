@@ -13,7 +13,7 @@ from model import rows_of
 from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
-from tree import Prices, Tree
+from tree import Prices
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 
@@ -21,8 +21,9 @@ SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 class State(nn.Module):
     """The position of B sequences in their texts.
 
-    tokens [B, S']     prompt and output; tokens[b, N] is the root, emitted but not committed
+    tokens [B, S']     prompt and output
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
+    root [B, 1]        tokens[b, N], emitted but not committed
     n_new [B]          how many of the last committed tokens the drafter has not read yet
     features [B, R, F] the target's features of those, R >= W
     limit [B]          the largest N
@@ -62,7 +63,7 @@ class State(nn.Module):
             on CPUs take them to follow each other.
             """
             size, aligned = prod(shape[1:]), 1 if backend.row_invariant else 16 // dtype.itemsize
-            room = -(-size // aligned) * aligned if shape[1:] else size
+            room = -(-size // aligned) * aligned if size > 1 else size
             rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
             self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)
 
@@ -73,6 +74,7 @@ class State(nn.Module):
         for name in ("top_p", "repetition"):
             buffer(name, batch, dtype=torch.float32, fill=1)
         buffer("tokens", batch, slots)
+        buffer("root", batch, 1)
         buffer("done", batch, dtype=torch.bool, fill=True)
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
@@ -109,8 +111,8 @@ class State(nn.Module):
         N = len(prompt) - 1
         self.tokens[place, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
-            "length": N, "limit": min(N + request.max_new_tokens, most - 1), "n_new": 0, "done": False,
-            "reading": True, "temperature": request.temperature, "top_p": request.top_p,
+            "length": N, "root": prompt[-1], "limit": min(N + request.max_new_tokens, most - 1), "n_new": 0,
+            "done": False, "reading": True, "temperature": request.temperature, "top_p": request.top_p,
             "top_k": request.top_k, "min_p": request.min_p, "presence": request.presence_penalty,
             "frequency": request.frequency_penalty, "repetition": request.repetition_penalty,
         }
@@ -137,14 +139,6 @@ class State(nn.Module):
         found = log_probabilities(logits, tokens, self.top_ids.shape[-1])
         for buffer, values in zip((self.logprob, self.top_logprobs, self.top_ids), found):
             buffer[:, :W] = values
-
-    def root(self) -> Tensor:
-        """Return the root token of each sequence [B]."""
-        return self.tokens.gather(1, self.length[:, None])[:, 0]
-
-    def bare_tree(self) -> Tree:
-        """Return the root alone as a tree."""
-        return Tree(self.tokens.gather(1, self.length[:, None]), self.zero, self.zero, self.one)
 
     def keep_last_unread(self) -> None:
         """Keep the last unread token: the drafter has read the others."""

@@ -64,18 +64,19 @@ def verify(
     tree, distribution, extra = drafter.propose(state, slots, noise)
     tree, distribution = agreed(target, tree, distribution)
 
-    T, nodes = tree.tokens.shape[1], (tree.tokens, tree.depth, tree.ancestors)
+    T, heard, nodes = tree.tokens.shape[1], 0, (tree.tokens, tree.depth, tree.ancestors)
     if extra is not None:
+        heard = extra.heard
         tokens, depth, sees = nodes
         nodes = (
             torch.cat((tokens, extra.tokens), 1), torch.cat((depth, extra.depth), 1),
             torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1),
         )
-    x, features = state.backend.verify(target, nodes, state, slots, caches, drafter.aux_layers)
+    own, features = state.backend.verify(target, nodes, state, slots, caches, drafter.aux_layers, (T, heard))
     if extra is not None:
-        extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
-        x, features = x[:, :T], None if features is None else features[:, :T]
-    return Verified(tree, distribution, own_logits(target, x), features, noise)
+        extra.learn(logits_of(target, own[:, T:], whole=True).argmax(-1))
+        own, features = own[:, :T], None if features is None else features[:, :T]
+    return Verified(tree, distribution, own, features, noise)
 
 
 def commit(
@@ -140,7 +141,7 @@ def begin(
     row = last.clamp(0, x.shape[1] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
     raw = logits_of(target, own_logits(target, pick(x, row)), modes.rare)
-    chosen = backend.draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
+    chosen = backend.draw(shape_logits(raw, state, modes, state.root), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:
         state.score(raw, chosen)

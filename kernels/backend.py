@@ -20,7 +20,7 @@ import sampling.adjust
 import sampling.noise
 import tree
 from kernels.float8 import Float8Caches
-from kernels.tp import Part
+from kernels.tp import Part, own_logits
 from model import KVCaches, last_seen
 from tree import Growth, Prices, Tree
 
@@ -136,7 +136,7 @@ class TorchBackend:
         grown = drafter.grow(last, state, slots, drafter.draft_noise(noise), drafter.shape)
         if state.prices is not None:  # a graph must change nothing but tensors
             state.levels = len(grown.scores) - 1
-        return self.prune(grown, state.root(), state.prices)
+        return self.prune(grown, state.root[:, 0], state.prices)
 
     def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
         """Keep the best candidates below root [B], as `Growth.prune`."""
@@ -154,16 +154,21 @@ class TorchBackend:
 
     def verify(
         self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor, caches: KVCaches,
-        aux_layers: tuple[int, ...],
+        aux_layers: tuple[int, ...], scored: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
         """Let a target read nodes: tokens and depth [B, T], the nodes that each sees [B, T, T].
 
-        Returns its last states [B, T, H] and its features, see `Transformer.forward`.
+        scored: of how many first and how many last rows logits are wanted. Returns these, one below the
+        other, see `kernels.tp.own_logits`, and the features, see `Transformer.forward`.
         """
         tokens, depth, sees = nodes
         own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
         visible = self.visible_slots(slots, state.length, sees)
-        return target(tokens, state.length[:, None] + depth, own, visible, caches, aux_layers)
+        x, features = target(tokens, state.length[:, None] + depth, own, visible, caches, aux_layers)
+        first, last = scored
+        if first < x.shape[1]:
+            x = torch.cat((x[:, :first], x[:, x.shape[1] - last :]), 1)
+        return own_logits(target, x), features
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -229,8 +234,8 @@ class TorchBackend:
         """Append the first `count` [B] of tokens [B, W] to a state, cut at the first stop id and at the
         limit.
 
-        Moves `length` so that the last one appended is the new root; sets `done` and `out`. Returns how many
-        were appended [B].
+        The last one appended is the new root: moves `length` there; sets `root`, `done` and `out`. Returns
+        how many were appended [B].
         """
         W, drafted = tokens.shape[1], count - 1
         at = torch.arange(W, device=tokens.device)
@@ -242,6 +247,7 @@ class TorchBackend:
         appended = torch.where(at < count[:, None], tokens, state.tokens.gather(1, where))
         state.tokens.scatter_(1, where, appended)
         state.length.add_(count)
+        state.root.copy_(state.tokens.gather(1, state.length[:, None]))
         state.done.logical_or_((first < W) | (state.length >= state.limit))
         counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), state.done.long()), 1)
         state.out.copy_(torch.cat((tokens, torch.zeros_like(state.out[:, W + 3 :]), counts), 1))

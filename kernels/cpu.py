@@ -124,11 +124,11 @@ class CpuBackend(TorchBackend):
 
     def verify(
         self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor,
-        caches: packed.CpuCaches, aux_layers: tuple[int, ...],
+        caches: packed.CpuCaches, aux_layers: tuple[int, ...], scored: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(target, packed.PackedTransformer):
-            return target.verify(nodes, state.length, len(slots), caches, aux_layers)
-        return super().verify(target, nodes, state, slots, caches, aux_layers)
+            return target.verify(nodes, state.length, slots.shape[0], caches, aux_layers, scored)
+        return super().verify(target, nodes, state, slots, caches, aux_layers, scored)
 
     def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
@@ -144,11 +144,10 @@ class CpuBackend(TorchBackend):
         """latest: receives this noise. The next call copies the rows whose positions come again: most of
         them, as drafts look further ahead than a step goes.
         """
-        of = key.clone(), positions, temperature.clone()
-        noise = self.ops.gumbel(*of, vocabulary, *latest or [None] * 4)
+        found = self.ops.gumbel(key, positions, temperature, vocabulary, *latest or [None] * 4)
         if latest is not None:
-            latest[:] = *of, noise
-        return noise
+            latest[:] = found
+        return found[-1]
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         return self.ops.restrict(logits, temperature, top_k, top_p)
@@ -163,12 +162,12 @@ class CpuBackend(TorchBackend):
         self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
         caches: packed.CpuCaches | None = None, *, where: Tensor | None = None, more: bool = False,
     ) -> Tensor:
-        moved = [], [], 0
+        moved = None, 0
         if isinstance(caches, packed.CpuCaches):
-            moved = *caches.lists, caches.head_dim
+            moved = caches.places, caches.head_dim
         elif caches is not None:
             caches.move(state.length[:, None] + path, state.length[:, None] + torch.arange(path.shape[1]))
         return self.ops.commit(
-            tokens, count, path, features, *moved, state.tokens, state.length, state.done, state.out,
-            state.limit, state.stop_ids, where, more, state.features, state.n_new,
+            tokens, count, path, features, *moved, state.tokens, state.root, state.length, state.done,
+            state.out, state.limit, state.stop_ids, where, more, state.features, state.n_new,
         )

@@ -14,7 +14,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,9 +59,7 @@ class CpuCaches(KVCaches):
 
     def _ready(self, head_dim: int, backend) -> CpuCaches:
         self.head_dim, self.backend = head_dim, backend
-        # The keys and the values of every layer, collected once: they keep their place.
-        self.lists = [cache.k for cache in self], [cache.v for cache in self]
-        self._stacked: tuple = None, None  # weights, and their layers over these caches
+        self._network: tuple = None, None  # weights, and what is made of them: see `network`
         for cache in self:
             cache.backend = backend
         return self
@@ -69,14 +67,29 @@ class CpuCaches(KVCaches):
     def rows(self, first: int, count: int) -> CpuCaches:
         return super().rows(first, count)._ready(self.head_dim, self.backend)
 
-    def stack(self, weights: tuple[list[Tensor], list[int]], eps: float) -> Tensor:
-        """Return layers of these weights as csrc/operators.cpp: stack, made once."""
-        if self._stacked[0] is not weights:
-            self._stacked = weights, self.backend.ops.stack(*weights, *self.lists, eps)
-        return self._stacked[1]
+    @property
+    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The keys and the values of every layer."""
+        return [cache.k for cache in self], [cache.v for cache in self]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where these are, as csrc/operators.cpp: places. They keep their place."""
+        return self.backend.ops.places(*self.lists)
+
+    def network(self, model: Transformer | Eagle3Head) -> tuple:
+        """Return what operators take of a model for a pass over these caches, as csrc/operators.cpp: Network.
+        It is made once.
+        """
+        if self._network[0] is not model.packed_weights:
+            args, weights = model.args, model.packed_weights
+            stack = self.backend.ops.stack(*weights, *self.lists, args.norm_eps)
+            of = model.embed.weight, model.inv_freq.float(), args.rope_factor, stack, args.norm_eps
+            self._network = weights, of
+        return self._network[1]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        self.backend.ops.move(*self.lists, self.head_dim, source, target)
+        self.backend.ops.move(self.places, self.head_dim, source, target)
 
 
 class ByteCache(CpuCache):
@@ -235,26 +248,18 @@ class PackedTransformer(Transformer):
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        return self._run(self.backend.ops.target, tokens, positions, slots, visible, caches, aux_layers)
+        given = tokens, positions, slots, visible, self.scale, aux_layers
+        x, features = self.backend.ops.target(*given, *caches.network(self))
+        return x, features if aux_layers else None
 
     def verify(
         self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int, caches: CpuCaches,
-        aux_layers: tuple[int, ...],
+        aux_layers: tuple[int, ...], scored: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
         """`TorchBackend.verify` in one operator. slots: how many are live."""
-        return self._run(self.backend.ops.verify, *nodes, length, slots, caches, aux_layers)
-
-    def _run(self, operator, *rows) -> tuple[Tensor, Tensor | None]:
-        """Call `target` or `verify`. rows: what it reads, the caches, the layers of its features."""
-        *read, caches, aux_layers = rows
-        x, features = operator(*read, self.scale, aux_layers, *_network(self, caches))
-        return x, features if aux_layers else None
-
-
-def _network(model: Transformer | Eagle3Head, caches: CpuCaches) -> tuple:
-    """Return what operators take of a model for a pass, as csrc/operators.cpp: Network."""
-    args, stack = model.args, caches.stack(model.packed_weights, model.args.norm_eps)
-    return model.embed.weight, model.inv_freq.float(), args.rope_factor, stack, args.norm_eps
+        given = length, slots, *scored, self.scale, aux_layers, *self.scoring
+        logits, features = self.backend.ops.verify(*nodes, *given, *caches.network(self))
+        return logits, features if aux_layers else None
 
 
 class PackedEagle3Head(Eagle3Head):
@@ -275,23 +280,23 @@ class PackedEagle3Head(Eagle3Head):
 
     def _pass(self, caches: CpuCaches) -> tuple:
         """Return what operators take of this head for a pass."""
-        return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *_network(self, caches)
+        return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *caches.network(self)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
         """Return the fields of the tree that `TorchBackend.draft` grows with this head, and its levels."""
         ops, shape, kept, fc = self.backend.ops, drafter.shape, drafter.kept, self.fc
-        text, own = (state.tokens, state.length), self._pass(drafter.caches)
+        own = self._pass(drafter.caches)
         if kept.reach or self.fc_norms or not isinstance(fc, PackedLinear):
             last = drafter.catch_up(state, slots)
         else:
             fuse = *fc.operands, fc.columns
             features = drafter.own_features(state.features)
-            last = ops.catch_up(*text, state.n_new, features, state.window, len(slots), *fuse, *own)
-        sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
-        scoring = self.norm.scale, *self.lm_head.operands, self.lm_head.columns
+            committed = state.tokens, state.length, state.n_new
+            last = ops.catch_up(*committed, features, state.window, slots.shape[0], *fuse, *own)
+        sizes = kept.live(slots).shape[0], shape.nodes, shape.depth, shape.width
         return ops.grow(
-            last, *text, kept.first(state.length), *sizes, *state.prices or FREE, *scoring,
-            noise if drafter.coupled else None, self.draft_ids, *own,
+            last, state.root, state.length, kept.first(state.length), *sizes, *state.prices or FREE,
+            *self.scoring, noise if drafter.coupled else None, self.draft_ids, *own,
         )
 
 
@@ -353,7 +358,9 @@ def pack_models(backend, *models: nn.Module) -> bool:
             # With several ranks a layer's sums are theirs: an operator for each part.
             model.whole = attends and all(_is_packed(layer, summed=True) for layer in model.layers)
             complete = complete and model.whole
-            if model.whole and type(model) in AT_ONCE and all(_is_packed(layer) for layer in model.layers):
+            model.scoring = _scoring(model)
+            together = model.scoring is not None and all(_is_packed(layer) for layer in model.layers)
+            if model.whole and type(model) in AT_ONCE and together:
                 model.packed_weights, model.scale = _together(model.layers), model.args.embedding_scale(dtype)
                 model.__class__ = AT_ONCE[type(model)]
         if isinstance(model, Eagle3Head):
@@ -368,9 +375,16 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
     if attends and plain and normed and all(map(_is_packed, layers)):
         head.packed_weights = _together(layers)
-    scored = isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear)
+    head.scoring = _scoring(head)
     level_by_level = type(head) is PackedEagle3Head and not head.args.recycle_normed  # P-EAGLE: one pass
-    head.at_once = level_by_level and scored and head.packed_weights is not None
+    head.at_once = level_by_level and None not in (head.scoring, head.packed_weights)
+
+
+def _scoring(model: Transformer | Eagle3Head) -> tuple | None:
+    """Return what operators take to score a model's rows, as csrc/operators.cpp: Scoring; None: it cannot."""
+    norm, head = model.norm, model.lm_head
+    packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear)
+    return (norm.scale, *head.operands, head.columns) if packed else None
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:

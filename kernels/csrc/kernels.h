@@ -46,7 +46,7 @@ struct Weight {
 // then the stride from block to block, and strides are in bytes.
 struct Cache {
   void* data;
-  int64_t sequence, slot, head, heads;  // heads: how many
+  int64_t sequence, slot, head, heads, item;  // heads: how many; item: bytes of one element
   bool in_bytes = false;
 
   int64_t place(int64_t b, int64_t s, int64_t h) const { return b * sequence + s * slot + h * head; }

@@ -15,6 +15,8 @@ using Operands = std::tuple<Tensor, Maybe, Maybe>;
 // A network: the embedding table, the inverse frequencies of the rotation [hd/2] or [2, hd/2], the factor of its sines
 // and cosines, the layers (see `stack`), eps of their norms.
 using Network = std::tuple<Tensor, Tensor, double, Tensor, double>;
+// What scores rows of a stream: its norm, the lm_head, the number of its ids.
+using Scoring = std::tuple<Numbers, Operands, int64_t>;
 // An EAGLE-3 head: the norms of its embeddings and its features, and its network.
 using Head = std::tuple<Numbers, Numbers, Network>;
 
@@ -46,7 +48,8 @@ inline Weight weight(const Operands& of) {
 inline int64_t head_size(const Tensor& angles) { return 2 * angles.size(-1); }  // or frequencies
 // Of a tensor [B, S, kv_heads, hd] or, in bytes, [B, blocks, kv_heads, bytes of a block].
 inline Cache cache(const Tensor& t) {
-  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.size(2), t.scalar_type() == ScalarType::Byte};
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.size(2), int64_t(t.element_size()),
+          t.scalar_type() == ScalarType::Byte};
 }
 
 // x [B, T, ...].
@@ -95,6 +98,12 @@ Tensor rms_norm(const Dense& x, const Numbers& weight, double eps) {
   return out;
 }
 
+// Logits [B, T, V] of rows x [B, T, H].
+Tensor logits(const Tensor& x, const Scoring& of, double eps) {
+  const auto& [norm, weight, columns] = of;
+  return linear(rms_norm(x, norm, eps), weight, {}, columns, FLOAT32);
+}
+
 // bits: above the 24 of a layer's weights how many experts it has and a row uses, and whether their shares sum to 1.
 Mixture mixture_of(const Weight& router, int64_t bits) {
   return {router, bits >> 24 & 0xFFFF, bits >> 40 & 0xFFFF, bool(bits >> 56)};
@@ -117,12 +126,12 @@ Tensor experts(const Dense& x, const Tensor& residual, const Operands& router, c
 // The layers of a pass as bytes, read from tensors once: hundreds would take a twentieth of a step. These stay where they
 // are, and live longer. weights: those that each layer has, in the order of `Layer`. parts: three numbers of each layer:
 // the bits of its weights, its window, the mode of its gate. k, v: the keys and the values of each.
-Tensor stack(const Tensors& weights, const std::vector<int64_t>& parts, const Caches& k, const Caches& v, double eps) {
+Tensor stack(const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v, double eps) {
   static_assert(std::is_trivially_copyable_v<Layer>);
-  Tensor all = empty({int64_t(k.all.size() * sizeof(Layer))}, ScalarType::Byte);
+  Tensor all = empty({int64_t(k.size() * sizeof(Layer))}, ScalarType::Byte);
   auto* layer = static_cast<Layer*>(all.mutable_data_ptr());
   const Tensor* next = weights.data();
-  for (size_t l = 0; l < k.all.size(); l++) {
+  for (size_t l = 0; l < k.size(); l++) {
     int64_t has = parts[3 * l];
     const auto take = [&] {
       const Tensor* taken = has & 1 ? next++ : nullptr;
@@ -134,7 +143,7 @@ Tensor stack(const Tensors& weights, const std::vector<int64_t>& parts, const Ca
       return weight(numbers, scale, bias);
     };
     layer[l] = {norm(), packed(),
-                {norm(), norm(), float(eps), cache(k.all[l]), cache(v.all[l]), parts[3 * l + 1], norm()},
+                {norm(), norm(), float(eps), cache(k[l]), cache(v[l]), parts[3 * l + 1], norm()},
                 packed(), norm(), norm(), packed(), packed(), norm(), gate_of(parts[3 * l + 2]),
                 mixture_of(packed(), parts[3 * l])};
   }
@@ -210,15 +219,20 @@ std::tuple<Tensor, Tensor> target(const Longs& tokens, const Longs& positions, c
   return {x, features};
 }
 
-// `target` over the nodes of a tree, see kernels/backend.py: verify. tokens, depth [B, T], sees [B, T, T]; length [B],
-// n live slots.
+// `target` over the nodes of a tree -> logits, features, see kernels/backend.py: verify. tokens, depth [B, T], sees
+// [B, T, T]; length [B], n live slots.
 std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const Flags& sees, const Longs& length,
-                                  int64_t n, double scale, const std::vector<int64_t>& aux, const Network& network) {
+                                  int64_t n, int64_t first, int64_t last, double scale, const std::vector<int64_t>& aux,
+                                  const Scoring& scoring, const Network& network) {
   const int64_t B = depth.size(0), T = depth.size(1);
   const Longs positions({B, T}), slots({B, T});
   for (int64_t i = 0; i < B * T; i++)
     positions[i] = length[i / T] + depth[i], slots[i] = length[i / T] + i % T;
-  return target(tokens, positions, slots, see(length, sees, n), scale, aux, network);
+  const auto [x, features] = target(tokens, positions, slots, see(length, sees, n), scale, aux, network);
+  const int64_t K = first + last;  // scored rows
+  const Longs scored({B, K});
+  for (int64_t i = 0; i < B * K; i++) scored[i] = i % K < first ? i % K : T - K + i % K;
+  return {logits(picked(x, scored), scoring, std::get<4>(network)), features};
 }
 
 // The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose
@@ -245,21 +259,20 @@ Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, cons
   return picked(head(tokens, fused, positions, positions, visible, of), last);
 }
 
-// The tree of T nodes that an EAGLE-3 head grows below the root, which stands at length [B] of text [B, S], on `depth`
-// levels of `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see `catch_up`. first [B]: where the drafted rows
-// begin, of n live slots. score_norm, ...: of the head's scores, normed rows times a weight; noise [B, > depth, V] at all ids;
-// names [Vd]: the ids that the head knows.
-std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& text, const Longs& length, const Longs& first,
+// The tree of T nodes that an EAGLE-3 head grows below root [B, 1], which stands at length [B], on `depth` levels of
+// `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see
+// `catch_up`. first [B]: where the drafted rows begin, of n live slots. noise [B, > depth, V] at all ids; names [Vd]: the
+// ids that the head knows.
+std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, const Longs& length, const Longs& first,
                                      int64_t n, int64_t T, int64_t depth, int64_t width, const PriceList& list,
-                                     const Numbers& score_norm, const Operands& scoring, int64_t columns,
-                                     const Maybe& noise, const Longs& names, const Head& of) {
+                                     const Scoring& scoring, const Maybe& noise, const Longs& names,
+                                     const Head& of) {
   const Prices prices(list);
   const int64_t B = last.size(0), count = width + depth * width * width, Vd = names.size(0);
   const double eps = std::get<4>(std::get<2>(of));
   const Numbers scores({B, count}), of_root({B, 1});  // of all candidates
-  const Longs tokens({B, count}), parents({B, count}), above({B, 1}), root({B});
-  for (int64_t b = 0; b < B; b++)
-    of_root[b] = 0, above[b] = -1, root[b] = text[b * text.size(1) + length[b]];
+  const Longs tokens({B, count}), parents({B, count}), above({B, 1});
+  std::fill_n(of_root.values, B, 0.0f), std::fill_n(above.values, B, -1);
   const auto noise_at = [&](int64_t level) -> Maybe {  // of the head's ids [B, 1, Vd]
     if (!noise) return {};
     const Numbers all(*noise), own({B, 1, Vd});
@@ -273,8 +286,7 @@ std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& text, cons
   Tensor feature = last, beam_scores = of_root, beam_flat = above, sees = Flags({B, 1, 0});
   for (int64_t level = 0, size = 0, drafted = 0;; level++) {
     const int64_t rows = feature.size(1), more = rows * width;
-    const Tensor logits = linear(rms_norm(feature, score_norm, eps), scoring, {}, columns, FLOAT32);
-    const auto [likely, ids] = rank(logits, noise_at(level), width, names);
+    const auto [likely, ids] = rank(logits(feature, scoring, eps), noise_at(level), width, names);
     const Numbers before(beam_scores), children({B, more});
     const Longs flat(beam_flat);
     for (int64_t b = 0; b < B; b++)
@@ -295,13 +307,21 @@ std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& text, cons
   }
 }
 
-// Copy entries `source` [B, W] of every cache to `target` [B, W]. A row's are read before any is written. hd: the
-// size of a head.
-void move(const Caches& k, const Caches& v, int64_t hd, const Longs& source, const Longs& target) {
-  const int64_t B = source.size(0), W = source.size(1);
-  std::vector<char> kept(W * (hd + 1) * sizeof(float));
+// The keys and the values of every layer as bytes, as `stack` has them.
+Tensor places(const Tensors& k, const Tensors& v) {
+  Tensor all = empty({int64_t(2 * k.size() * sizeof(Cache))}, ScalarType::Byte);
+  auto* next = static_cast<Cache*>(all.mutable_data_ptr());
+  for (size_t l = 0; l < k.size(); l++) *next++ = cache(k[l]), *next++ = cache(v[l]);
+  return all;
+}
+
+// Copy entries `source` [B, W] of all caches, see `places`, to `target` [B, W]. A row's are read before any is written.
+// hd: the size of a head.
+void move(const Tensor& places, int64_t hd, const Longs& source, const Longs& target) {
+  const int64_t B = source.size(0), W = source.size(1), count = places.numel() / sizeof(Cache);
+  if (std::equal(source.values, source.values + B * W, target.values)) return;
   // pieces(slot, f): f(address, bytes) of all that a head has of a slot.
-  const auto move_head = [&](int64_t b, const auto& pieces) {
+  const auto move_head = [&](std::vector<char>& kept, int64_t b, const auto& pieces) {
     char* next = kept.data();
     for (int64_t i = b * W; i < b * W + W; i++)
       if (source[i] != target[i])
@@ -311,35 +331,38 @@ void move(const Caches& k, const Caches& v, int64_t hd, const Longs& source, con
       if (source[i] != target[i])
         pieces(target[i], [&](char* to, int64_t size) { std::memcpy(to, next, size), next += size; });
   };
-  const auto move_cache = [&](const Tensor& t, bool keys) {
-    const Cache c = cache(t);
-    const int64_t item = t.element_size();
-    for (int64_t b = 0; b < B; b++)
-      for (int64_t h = 0; h < t.size(2); h++)
-        if (c.in_bytes) move_head(b, [&](int64_t slot, const auto& f) { ByteBlock(c, b, slot, h).pieces(hd, keys, f); });
-        else move_head(b, [&](int64_t slot, const auto& f) { f((char*)c.data + c.place(b, slot, h) * item, hd * item); });
-  };
-  for (size_t l = 0; l < k.all.size(); l++) move_cache(k.all[l], true), move_cache(v.all[l], false);
+  Team::run(threads(), [&](const Team& team) {
+    std::vector<char> kept(W * (hd + 1) * sizeof(float));
+    team.share(count, [&](int64_t i) {
+      const Cache& c = static_cast<const Cache*>(data(places))[i];
+      const auto place = [&](int64_t b, int64_t slot, int64_t h) { return (char*)c.data + c.place(b, slot, h) * c.item; };
+      for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < c.heads; h++)
+          if (c.in_bytes)
+            move_head(kept, b, [&](int64_t slot, const auto& f) { ByteBlock(c, b, slot, h).pieces(hd, i % 2 == 0, f); });
+          else move_head(kept, b, [&](int64_t slot, const auto& f) { f(place(b, slot, h), hd * c.item); });
+    });
+  });
 }
 
-// Commit what a step or a prompt's end gives, see kernels/backend.py: commit. The caches k and v are moved to the path,
+// Commit what a step or a prompt's end gives, see kernels/backend.py: commit. What is in `places` is moved to the path,
 // none if it is where it belongs. The rest is that of `emit` and `hand_over`.
-Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const Maybe& features, const Caches& k,
-             const Caches& v, int64_t hd, Tensor& text, Tensor& length, Tensor& done, Tensor& out, const Longs& limit,
+Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const Maybe& features, const Maybe& places,
+             int64_t hd, Tensor& text, Tensor& root, Tensor& length, Tensor& done, Tensor& out, const Longs& limit,
              const Longs& stop_ids, const Maybe& where, bool more, Tensor& unread, Tensor& unread_count) {
   const int64_t B = path.size(0), W = path.size(1);
   const Flags moving = where ? Flags(*where) : Flags({B});
   for (int64_t b = 0; b < B && !where; b++) moving[b] = !done.const_data_ptr<bool>()[b];
-  if (!k.all.empty()) {
+  if (places) {
     const int64_t* at = length.const_data_ptr<int64_t>();
     const Longs from({B, W}), to({B, W});
     for (int64_t i = 0; i < B * W; i++) {
       const int64_t b = i / W;
       to[i] = at[b] + i % W, from[i] = i % W < count[b] ? at[b] + path[i] : to[i];
     }
-    move(k, v, hd, from, to);
+    move(*places, hd, from, to);
   }
-  const Longs appended = emit(tokens, count, text, length, done, out, limit, stop_ids);
+  const Longs appended = emit(tokens, count, text, root, length, done, out, limit, stop_ids);
   hand_over(features, path, appended, moving, more, unread, unread_count);
   return appended;
 }
@@ -348,7 +371,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(stack) X(layers) X(head) X(target) X(verify) \
-  X(catch_up) X(grow) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
+  X(catch_up) X(grow) X(places) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
   X(join) X(follow) X(accept) X(commit) X(angles)
 #define OF_NUMBERS(X) X(layout) X(byte_blocks) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());

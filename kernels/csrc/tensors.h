@@ -17,7 +17,6 @@ namespace eagle {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
-struct Caches { Tensors all; };  // the keys, or the values, of every layer; they are written to
 
 // On how many threads the operators run: 0 as PyTorch's.
 inline std::atomic<int64_t> own_threads{0};
@@ -114,8 +113,7 @@ struct Operator<F> {
     }
     const std::string name = "x" + std::to_string(words.size()), written = "Tensor(" + name + "!)";
     words += words.empty() ? "" : ", ";
-    words += std::is_same_v<T, Caches>                 ? written + "[]"
-             : std::is_same_v<A, Tensor&>              ? written
+    words += std::is_same_v<A, Tensor&>                ? written
              : std::is_same_v<T, Tensors>              ? "Tensor[]"
              : std::is_same_v<T, std::vector<int64_t>> ? "int[]"
              : std::is_same_v<T, bool>                 ? "bool"
@@ -130,7 +128,6 @@ struct Operator<F> {
     if constexpr (IS_GROUP<T>)
       return [&]<class... E>(std::type_identity<std::tuple<E...>>) { return T{take<E>(next)...}; }(std::type_identity<T>());
     else if constexpr (std::is_base_of_v<Tensor, T>) return torch::stable::detail::to<Tensor>(*next++);
-    else if constexpr (std::is_same_v<T, Caches>) return {torch::stable::detail::to<Tensors>(*next++)};
     else if constexpr (std::is_same_v<T, Maybe>) {
       const auto given = torch::stable::detail::to<std::optional<Tensor>>(*next++);
       return given ? Maybe(*given) : Maybe();

@@ -277,7 +277,7 @@ std::tuple<Longs, Longs, Longs> accept(const Longs& token, const Longs& parent, 
 
 // Append the first `count` [B] of tokens [B, W] to a state's buffers, cut at stop ids and the limit; how many were
 // appended [B].
-Longs emit(const Longs& tokens, const Longs& count, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
+Longs emit(const Longs& tokens, const Longs& count, Tensor& text, Tensor& root, Tensor& length, Tensor& done, Tensor& out,
            const Longs& limit, const Longs& stops) {
   const int64_t B = tokens.size(0), W = tokens.size(1), room = text.size(1), window = out.size(1) - 3;
   const int64_t *first = stops.values, *end = first + stops.size(0);
@@ -292,6 +292,7 @@ Longs emit(const Longs& tokens, const Longs& count, Tensor& text, Tensor& length
       if (std::find(first, end, token[i]) != end) n = i + 1, stopped = true;
     if (n > 0) std::copy(token, token + n, texts + b * room + at[b] + 1);
     at[b] += n;
+    root.mutable_data_ptr<int64_t>()[b] = texts[b * room + at[b]];
     over[b] |= stopped || at[b] >= limit[b];
     int64_t* to = out.mutable_data_ptr<int64_t>() + b * (window + 3);
     std::fill(std::copy(token, token + W, to), to + window, 0);

@@ -50,10 +50,11 @@ inline Words mixed(Words x) {
 }
 inline uint32_t mixed(uint32_t x) { return mixed(broadcast(x))[0]; }
 
-// temperature [B] times standard Gumbel noise for key [B, 2] and positions [B, W] -> [B, W, V]. Rows of an earlier result, if
-// there is one, are copied: of drafts' positions, most come again in the next step.
-Numbers gumbel(const Longs& key, const Longs& positions, const Numbers& temperature, int64_t V, const Maybe& earlier_key,
-               const Maybe& earlier_positions, const Maybe& earlier_temperature, const Maybe& earlier) {
+// temperature [B] times standard Gumbel noise [B, W, V] for key [B, 2] and positions [B, W] -> copies of these three, the
+// noise. Rows of an earlier result, if there is one, are copied: of drafts' positions, most come again in the next step.
+std::tuple<Tensor, Tensor, Tensor, Numbers> gumbel(const Longs& key, const Longs& positions, const Numbers& temperature,
+                                                   int64_t V, const Maybe& earlier_key, const Maybe& earlier_positions,
+                                                   const Maybe& earlier_temperature, const Maybe& earlier) {
   const int64_t B = positions.size(0), W = positions.size(1);
   const int64_t known = earlier && earlier->size(0) == B && earlier->size(2) == V ? earlier->size(1) : 0;
   const int64_t *keys = longs(earlier_key), *places = longs(earlier_positions);
@@ -83,7 +84,7 @@ Numbers gumbel(const Longs& key, const Longs& positions, const Numbers& temperat
       Fp32::put(&out[row * V + i], -logarithm(minus_log) * scale, end - i);
     }
   });
-  return out;
+  return {copy(key), copy(positions), copy(temperature), out};
 }
 
 // The largest of logits [B, T, V] plus, if there is noise [B, W, V], that of a row's depth [B, T] (0 without it)

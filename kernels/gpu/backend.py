@@ -97,5 +97,6 @@ class CudaBackend(TorchBackend):
 
     def emit(self, state, tokens: Tensor, count: Tensor) -> Tensor:
         return growing.emit(
-            tokens, count, state.tokens, state.length, state.done, state.out, state.limit, state.stop_ids
+            tokens, count, state.tokens, state.root, state.length, state.done, state.out, state.limit,
+            state.stop_ids,
         )

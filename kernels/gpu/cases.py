@@ -331,12 +331,13 @@ def _emit(s: Sizes) -> Iterator[Case]:
         """Texts that go on, stop at an id, reach their limit, have ended."""
         state = SimpleNamespace(
             tokens=owned(torch.arange(160, device=s.device).view(4, 40)), length=s.tensor(3, 4, 5, 6),
-            limit=s.tensor(30, 30, 7, 30), done=s.tensor(0, 0, 0, 1, dtype=torch.bool),
+            root=s.tensor([3], [44], [85], [126]), limit=s.tensor(30, 30, 7, 30),
+            done=s.tensor(0, 0, 0, 1, dtype=torch.bool),
             stop_ids=s.tensor(2, 9), out=owned(torch.zeros(4, 8, dtype=torch.int64, device=s.device)),
         )
         tokens = s.tensor([5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7])
         count = backend.emit(state, tokens, s.tensor(2, 3, 3, 3))
-        return [count, state.tokens, state.length, state.done, state.out]
+        return [count, state.tokens, state.root, state.length, state.done, state.out]
 
     yield Case("4 sequences", run)
 

@@ -206,7 +206,7 @@ def _(tokens, parent, depth, chosen, window):
 
 
 @triton.jit
-def emit_kernel(tokens, count, text, length, done, out, limit, stop_ids, appended, W, S, STOPS, WIDTH,
+def emit_kernel(tokens, count, text, root, length, done, out, limit, stop_ids, appended, W, S, STOPS, WIDTH,
                 WINDOW: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr):
     """See `emit`."""
     begin(EARLY)
@@ -225,6 +225,8 @@ def emit_kernel(tokens, count, text, length, done, out, limit, stop_ids, appende
     n = tl.minimum(n, first + 1)
     tl.store(text + b.to(tl.int64) * S + before + 1 + at, new, mask=at < n)
     ended = was_done | (first < WINDOW) | (before + n >= most)
+    last = tl.sum(tl.where(at == n - 1, new, 0), 0)
+    tl.store(root + b, last, mask=n > 0)
     tl.store(length + b, before + n)
     tl.store(done + b, ended)
     tl.store(appended + b, n)
@@ -237,17 +239,17 @@ def emit_kernel(tokens, count, text, length, done, out, limit, stop_ids, appende
     tl.store(wide + WIDTH - 1, ended.to(tl.int64))
 
 
-@torch.library.custom_op("eagle_gpu::emit", mutates_args=("text", "length", "done", "out"))
+@torch.library.custom_op("eagle_gpu::emit", mutates_args=("text", "root", "length", "done", "out"))
 def emit(
-    tokens: Tensor, count: Tensor, text: Tensor, length: Tensor, done: Tensor, out: Tensor, limit: Tensor,
-    stop_ids: Tensor,
+    tokens: Tensor, count: Tensor, text: Tensor, root: Tensor, length: Tensor, done: Tensor, out: Tensor,
+    limit: Tensor, stop_ids: Tensor,
 ) -> Tensor:
     """Run `TorchBackend.emit` on a state's buffers, in place -> how many were appended [B]."""
     B, W = tokens.shape
     width = out.shape[1]
     appended = count.new_empty(B)
     emit_kernel[(B,)](
-        tokens.contiguous(), count.contiguous(), text, length, done, out, limit,
+        tokens.contiguous(), count.contiguous(), text, root, length, done, out, limit,
         stop_ids if len(stop_ids) else limit, appended, W, text.shape[1], len(stop_ids), width,
         WINDOW=triton.next_power_of_2(width), SOME=16, num_warps=1, **options(tokens.device),
     )
@@ -255,5 +257,5 @@ def emit(
 
 
 @emit.register_fake
-def _(tokens, count, text, length, done, out, limit, stop_ids):
+def _(tokens, count, text, root, length, done, out, limit, stop_ids):
     return count.new_empty(count.shape)

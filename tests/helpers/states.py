@@ -12,7 +12,7 @@ def state_of(texts: list[list[int]], slots: int = 64) -> State:
     state.tokens.random_(0, 4, generator=torch.Generator().manual_seed(0))
     for i, text in enumerate(texts):
         state.tokens[i, : len(text)] = torch.tensor(text)
-        state.length[i] = len(text) - 1
+        state.length[i], state.root[i] = len(text) - 1, text[-1]
     state.done.fill_(False)
     return state
 

@@ -127,7 +127,7 @@ def test_moving_slots_in_bytes(each_isa, hd):
     k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
     source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
     moved = in_bytes(each_isa, k, v)
-    each_isa.ops.move(moved[:1], moved[1:], hd, source, target)
+    each_isa.ops.move(each_isa.ops.places(moved[:1], moved[1:]), hd, source, target)
     rows = torch.arange(2)[:, None]
     for x in (k, v):
         x[rows, target] = x[rows, source]
