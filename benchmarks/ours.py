@@ -71,7 +71,7 @@ class Model:
 
     def runner(
         self, method: str = "none", tree: TreeShape | None = None, *, batch: int = 1, stops: bool = True,
-        max_seq_len: int | None = None, draft: str | None = None, window: int = 0,
+        max_seq_len: int | None = None, draft: str | None = None, window: int | None = None,
     ) -> Runner:
         """Return a decoder of up to `batch` prompts at a time.
 

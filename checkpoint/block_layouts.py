@@ -43,6 +43,7 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
                          " blocks")
     fields |= layouts.read_layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
+        "draft_window": flags.get("draft_window") or 0,
         "aux_layers": _aux_layers(source, flags, target, answers),
         "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
         "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),

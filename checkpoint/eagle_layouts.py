@@ -61,6 +61,7 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, answers: Answers) -
         "kind": kind,
         "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
+        "draft_window": config.get("draft_window") or 0,
     }
     if kind == "eagle":
         return ReadHead(fields | {

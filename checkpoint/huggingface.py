@@ -54,7 +54,7 @@ CONFIG_KEYS = {key: kind for kind, keys in {
           " confidence_head_with_markov attn_output_gate mtp_use_dedicated_embeddings is_causal"
           " sliding_window_non_causal",
     Whole: "sliding_window max_window_layers decoder_sparse_step block_size mask_token_id num_draft_steps"
-           " k_train",
+           " k_train draft_window",
     whole(0, 10_000): "num_experts num_local_experts num_experts_per_tok",
     list[Whole]: "mlp_only_layers", Token: "pard_token ptd_token_id eos_token_id bos_token_id",
     LayerIds: "eagle_aux_hidden_state_layer_ids target_layer_ids aux_hidden_state_layer_ids",

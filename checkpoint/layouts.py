@@ -83,6 +83,8 @@ def llama_config(head: Head) -> dict:
     if a.windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in a.windows]
         shape |= {"use_sliding_window": True, "sliding_window": max(a.windows), "layer_types": kinds}
+    if a.draft_window:
+        shape["draft_window"] = a.draft_window
     return {"model_type": "llama", **shape, "torch_dtype": "bfloat16"}
 
 

@@ -110,8 +110,9 @@ def add_flags(group) -> None:
         help = f"{name}: {what}{usual}"
         group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
     group.add_argument(
-        "--draft-window", type=int, default=0, metavar="N",
-        help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default)",
+        "--draft-window", type=int, metavar="N",
+        help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default: as many as"
+             " it was trained on)",
     )
 
 
@@ -232,7 +233,8 @@ class Drafting:
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
     flags: dict = field(default_factory=dict)  # options of the method, see FLAGS; others take their default
-    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `network.KeptTokens`
+    # The last tokens of a text that a head attends to; 0: all; None: see `Setup.reach`, `network.KeptTokens`.
+    window: int | None = None
     chosen: bool = False  # stands for "auto": what cannot be built is left out
 
     def __post_init__(self):
@@ -249,7 +251,7 @@ class Drafting:
                 if value:
                     raise InputError(f"--speculate {name}: has no use for --{option}; leave it out or name"
                                      " another method")
-        if self.window < 0:
+        if self.window is not None and self.window < 0:
             raise InputError(f"--draft-window {self.window}: must be at least 1 token, or 0 for all")
         if self.window and not grows(name):
             takers = ", ".join(filter(grows, METHODS))
@@ -307,7 +309,7 @@ class Drafting:
         unused = "".join(f"; {flag} is for heads" for flag, value in given if value)
         say(f"--speculate auto: no head in {checkpoint}; the text drafts where it repeats itself (prompt"
             f" lookup){unused}")
-        return replace(self, method="lookup", tree=None, window=0, chosen=True)
+        return replace(self, method="lookup", tree=None, window=None, chosen=True)
 
     @property
     def names_model(self) -> bool:

@@ -33,10 +33,15 @@ class Setup:
     max_seq_len: int  # tokens of the longest text
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
 
-    @property
-    def reach(self) -> int:
-        """The last tokens of a text that a head attends to; 0: all."""
-        return self.drafting.window if self.drafting.window < self.max_seq_len else 0
+    def reach(self, head: Head) -> int:
+        """Return the last tokens of a text that a head attends to; 0: all.
+
+        By default those of the longest text that it was made for: it guesses worse on longer ones.
+        """
+        args, window = head.args, self.drafting.window
+        if window is None:
+            window = 0 if any(args.windows) else args.draft_window or args.max_seq_len
+        return window if window < self.max_seq_len else 0
 
     @property
     def grown_tree(self) -> TreeShape | PathTree:
@@ -47,13 +52,13 @@ class Setup:
     def load_head(self) -> Head:
         """Load the head and put it on the kernels.
 
-        Raises InputError if it is damaged or does not fit, or if it has a window beside `reach`.
+        Raises InputError if it is damaged or does not fit, or if it has a window beside --draft-window.
         """
         head = load_head(self.folder, self.target, self.kind)
-        if self.reach and any(head.args.windows):  # a ring's slots are not in the order of positions
+        if self.reach(head) and any(head.args.windows):  # a ring's slots are not in the order of positions
             raise InputError(
-                f"--draft-window {self.reach}: the head in {self.folder} has a window of its own, of"
-                f" {max(head.args.windows)} tokens; leave the option out"
+                f"--draft-window {self.drafting.window}: the head in {self.folder} has a window of its own,"
+                f" of {max(head.args.windows)} tokens; leave the option out"
             )
         self.prepare(head)
         return head

@@ -153,7 +153,7 @@ def build(setup: Setup) -> BlockDrafter:
     head = setup.load_head()
     if setup.drafting.tree in (None, "auto"):
         tree = deep_tree(tree, head.args.drafts)
-    return block_drafter(head)(head, tree, setup.drafting.coupled, setup.reach)
+    return block_drafter(head)(head, tree, setup.drafting.coupled, setup.reach(head))
 
 
 def deep_tree(usual: TreeShape, levels: int) -> TreeShape:

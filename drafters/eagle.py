@@ -55,4 +55,4 @@ def build(setup: Setup) -> Eagle:
     given = setup.drafting.tree is not None or setup.method != "eagle"
     tree = setup.grown_tree if given else EAGLE1_TREE
     drafter = StaticEagle if isinstance(tree, PathTree) else Eagle
-    return drafter(head, tree, setup.drafting.coupled, setup.reach)
+    return drafter(head, tree, setup.drafting.coupled, setup.reach(head))

@@ -49,7 +49,10 @@ class KeptTokens(nn.Module):
 
     def live(self, slots: Tensor) -> Tensor:
         """Return the slots that a pass attends to [n], where it would attend to these."""
-        return self.slots if self.reach else slots
+        if not self.reach:
+            return slots
+        # Compiled, the number of slots would be another function of that dimension.
+        return self.slots if torch.compiler.is_compiling() else self.slots[: slots.shape[0]]
 
     def first(self, length: Tensor) -> Tensor:
         """Return the slot after the committed rows of these lengths [B]: a pass's own begin there."""

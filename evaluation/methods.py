@@ -50,7 +50,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     for name in dict.fromkeys((PLAIN, *methods)):  # the first gets flags that none takes, and refuses
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
-        window = o.draft_window if grows(name) or not any(map(grows, methods)) else 0
+        window = o.draft_window if grows(name) or not any(map(grows, methods)) else None
         drafting = Drafting(name, flags=flags, window=window, **own)
         draftings[label(name, drafting.accept)] = drafting
     return draftings

@@ -29,6 +29,9 @@ class HeadArgs(ModelArgs):
     norm_before_residual: Flag = False  # the residual stream starts from the normed feature
     recycle_normed: Flag = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
 
+    # Tokens of the longest text that it was trained on, 0: unknown. See --draft-window.
+    draft_window: whole(0) = 0
+
     drafts = None  # levels of a tree that it can draft; None: any number
 
     @property

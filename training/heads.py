@@ -52,6 +52,7 @@ class HeadShape:
     drafts: int | None = None  # tokens that a block drafts
     markov_rank: int | None = None
     mask_id: int = 0
+    longest: int = 0  # tokens of the longest text that it is trained on
 
 
 def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int, ...]:
@@ -89,6 +90,7 @@ def head_args(
     else:
         args = _args_of(start, network, shape) | {"draft_vocab_size": draft_vocab_size}
         args["own_lm_head"] |= draft_vocab_size < a.vocab_size  # the target's has a row for every id
+    args["draft_window"] = max(shape.longest, args.get("draft_window", 0))
     if issubclass(network.Args, MarkovArgs):
         has, rank = args.get("markov_rank", 0), shape.markov_rank
         if has and rank not in (None, has):
@@ -118,7 +120,8 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
                          " not trained")
     if layers < given.num_layers:
         raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
-    return {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
+    args = {field.name: getattr(given, field.name) for field in fields(given)}
+    return args | {"num_layers": layers, "draft_window": given.draft_window or given.max_seq_len}
 
 
 def own_weights(head: Head) -> dict[str, Tensor]:

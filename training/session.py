@@ -178,7 +178,8 @@ class Session:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
         o, learning = self.o, training_copy(self.target)
         text = self.rows + self.held_out
-        shape = replace(self.shape, mask_id=data.unused(text, learning.args.vocab_size))
+        longest = max(len(row["ids"]) for row in self.rows)
+        shape = replace(self.shape, mask_id=data.unused(text, learning.args.vocab_size), longest=longest)
         head = new_head(learning, o.kind, self.draft_ids, shape, o.seed, self.start)
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
