@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from checkpoint.convert import convert
-from checkpoint.folder import WEIGHTS
+from checkpoint.folder import WEIGHTS, read_config
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, command
 from common.errors import InputError
@@ -61,12 +61,14 @@ def fetch(gguf: Path | None = None) -> None:
 
 
 def _is_current(head: Path) -> bool:
-    """Return True if a head loads and has the weights that `HEAD_SOURCE` is converted to."""
+    """Return True if a head loads and is what `HEAD_SOURCE` is converted to, whatever its name."""
     if not _loads(TARGET, head):
         return False
     with tempfile.TemporaryDirectory() as folder:
-        convert(HEAD_SOURCE, Path(folder) / "head", target=TARGET, quiet=True)
-        return filecmp.cmp(Path(folder) / "head" / WEIGHTS, head / WEIGHTS, shallow=False)
+        made = Path(folder) / "head"
+        convert(HEAD_SOURCE, made, target=TARGET, quiet=True)
+        one, other = ({**read_config(place), "name": "", "source": ""} for place in (made, head))
+        return one == other and filecmp.cmp(made / WEIGHTS, head / WEIGHTS, shallow=False)
 
 
 def _loads(target: Path, head: Path | None = None) -> bool:

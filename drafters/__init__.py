@@ -111,8 +111,8 @@ def add_flags(group) -> None:
         group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
     group.add_argument(
         "--draft-window", type=int, metavar="N",
-        help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default: as many as"
-             " it was trained on)",
+        help="the head attends to the last N tokens of a text only; 0: to all (default: as many as it was"
+             " trained on)",
     )
 
 
@@ -233,7 +233,7 @@ class Drafting:
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
     flags: dict = field(default_factory=dict)  # options of the method, see FLAGS; others take their default
-    # The last tokens of a text that a head attends to; 0: all; None: see `Setup.reach`, `network.KeptTokens`.
+    # The last tokens of a text that a head attends to; 0: all; None: see `Setup.load_head`.
     window: int | None = None
     chosen: bool = False  # stands for "auto": what cannot be built is left out
 

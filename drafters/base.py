@@ -33,15 +33,6 @@ class Setup:
     max_seq_len: int  # tokens of the longest text
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
 
-    def reach(self, head: Head) -> int:
-        """Return the last tokens of a text that a head attends to; 0: all.
-
-        By default those of the longest text that it was made for: it guesses worse on longer ones.
-        """
-        args, window = head.args, self.drafting.window
-        if window is None:
-            window = 0 if any(args.windows) else args.draft_window or args.max_seq_len
-        return window if window < self.max_seq_len else 0
 
     @property
     def grown_tree(self) -> TreeShape | PathTree:
@@ -52,14 +43,17 @@ class Setup:
     def load_head(self) -> Head:
         """Load the head and put it on the kernels.
 
-        Raises InputError if it is damaged or does not fit, or if it has a window beside --draft-window.
+        By default it attends to as long a text as it was made for: it guesses worse on longer ones. Raises
+        InputError if it is damaged or does not fit, or if it has a window beside --draft-window.
         """
         head = load_head(self.folder, self.target, self.kind)
-        if self.reach(head) and any(head.args.windows):  # a ring's slots are not in the order of positions
-            raise InputError(
-                f"--draft-window {self.drafting.window}: the head in {self.folder} has a window of its own,"
-                f" of {max(head.args.windows)} tokens; leave the option out"
-            )
+        args, window = head.args, self.drafting.window
+        if window and any(args.windows):
+            raise InputError(f"--draft-window {window}: the head in {self.folder} has a window of its own, of"
+                             f" {max(args.windows)} tokens; leave the option out")
+        if not any(args.windows):
+            window = args.draft_window or args.max_seq_len if window is None else window
+            head.attend_to(window if window < self.max_seq_len else 0)
         self.prepare(head)
         return head
 
@@ -180,27 +174,22 @@ class Drafter(nn.Module):
         return next((one for one in (self, *self.parts) if one.grows), None)
 
     def new_caches(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCaches | None:
-        """Allocate the caches of its network for `batch` sequences of `slots` slots, if it has any.
+        """Allocate the caches of its network for `batch` sequences of `slots` slots, if it has any."""
 
-        room: slots that a pass may touch after the committed ones.
-        """
-
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         """Move to the device, and allocate all that it keeps, see `new_caches`. Called once."""
         self.to(device)
-        self.caches = self.new_caches(batch, slots, room, dtype, device)
+        self.caches = self.new_caches(batch, slots, dtype, device)
         for part in self.parts:
-            part.allocate(batch, slots, room, dtype, device)
+            part.allocate(batch, slots, dtype, device)
 
-    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
+    def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
         """Bytes that `allocate` takes."""
-        caches = self.new_caches(batch, slots, room, dtype, "meta")
+        caches = self.new_caches(batch, slots, dtype, "meta")
         own = 0 if caches is None else buffer_bytes(caches)
-        return own + sum(part.memory(batch, slots, room, dtype) for part in self.parts)
+        return own + sum(part.memory(batch, slots, dtype) for part in self.parts)
 
     def own_features(self, features: Tensor) -> Tensor:
         """Select the features of its own layers from those of all in the state [..., F]."""
@@ -208,14 +197,6 @@ class Drafter(nn.Module):
             return features
         each = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)
         return torch.cat([each[self.all_layers.index(layer)] for layer in self.aux_layers], -1)
-
-    def reusable(self, same: int, held: int, length: int) -> int:
-        """Return the count of prompt tokens that it need not read again, at most `same`.
-
-        same: length of the common prefix with the text in its caches, which hold `held` tokens of that.
-        length: of the prompt.
-        """
-        return min((part.reusable(same, held, length) for part in self.parts), default=same)
 
     @property
     def extra_slots(self) -> int:

@@ -55,8 +55,7 @@ class BlockDrafter(HeadDrafter):
         W, rows, n_new = state.backend.unread_rows(state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(self.own_features(state.features[:, :W]))
-        slots, first = self.kept.live(slots), self.kept.first(start)
-        own = first[:, None] + ahead
+        own = start[:, None] + ahead
         positions = torch.cat((start[:, None] + ahead[:W], state.length[:, None] + ahead[:rows]), 1)
         # Each row sees itself, and of those before it the real ones; of a block maybe those after it, too.
         real = (ahead < n_new[:, None]) | (ahead >= W)
@@ -65,12 +64,10 @@ class BlockDrafter(HeadDrafter):
         if self._sees_all and self.head.args.windows:
             sees.append(before)
         visible = [
-            state.backend.visible_slots(slots, first, (s & real[:, None]) | (ahead == ahead[:, None]))
+            state.backend.visible_slots(slots, start, (s & real[:, None]) | (ahead == ahead[:, None]))
             for s in sees
         ]
-        drafted = self._draft(state, context, positions, own, *visible)
-        self._keep_unread(state)
-        return drafted
+        return self._draft(state, context, positions, own, *visible)
 
     def _draft(
         self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor, before=None
@@ -153,7 +150,7 @@ def build(setup: Setup) -> BlockDrafter:
     head = setup.load_head()
     if setup.drafting.tree in (None, "auto"):
         tree = deep_tree(tree, head.args.drafts)
-    return block_drafter(head)(head, tree, setup.drafting.coupled, setup.reach(head))
+    return block_drafter(head)(head, tree, setup.drafting.coupled)
 
 
 def deep_tree(usual: TreeShape, levels: int) -> TreeShape:

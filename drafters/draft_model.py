@@ -49,7 +49,7 @@ class DraftModel(NetworkDrafter):
         return self.model
 
     def new_caches(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+        self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCaches:
         return self.model.caches(batch, slots, device)
 

@@ -30,14 +30,14 @@ class StaticEagle(Eagle):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         backend, noise, B = state.backend, self.draft_noise(noise), state.length.shape[0]
-        h, slots, first = self.catch_up(state, slots), self.kept.live(slots), self.kept.first(state.length)
+        h = self.catch_up(state, slots)
         tokens, scores, used = [state.root], [], 0
         for i, level in enumerate(self.static.levels):
             if i:  # expand what the level above proposed
                 count = len(level.rows)
-                own = first[:, None] + used + torch.arange(count, device=slots.device)
+                own = state.length[:, None] + used + torch.arange(count, device=slots.device)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
-                visible = backend.visible_slots(slots, first, level.sees.expand(B, -1, -1))
+                visible = backend.visible_slots(slots, state.length, level.sees.expand(B, -1, -1))
                 h = self.head(
                     tokens[-1][:, level.rows], h[:, level.came_from], positions, own, visible, self.caches
                 )
@@ -55,4 +55,4 @@ def build(setup: Setup) -> Eagle:
     given = setup.drafting.tree is not None or setup.method != "eagle"
     tree = setup.grown_tree if given else EAGLE1_TREE
     drafter = StaticEagle if isinstance(tree, PathTree) else Eagle
-    return drafter(head, tree, setup.drafting.coupled, setup.reach(head))
+    return drafter(head, tree, setup.drafting.coupled)

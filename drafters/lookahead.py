@@ -49,7 +49,7 @@ class Lookahead(Drafter):
         # The n-gram of each node, and its place in it.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) - 1 for p in shape.paths])
 
-    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
+    def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
         return batch * self.vocab_size * self.guesses * (self.level - 1) * torch.int32.itemsize
 
     def allocate(self, batch: int, *sizes) -> None:

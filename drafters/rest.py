@@ -76,7 +76,7 @@ class Rest(Drafter):
         self.device = tokens.device  # where it will be used
         constants(self, tokens=tokens, suffixes=suffixes)
 
-    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
+    def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
         if self.device.type == "cpu":  # the store stays mapped
             return 0
         return sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))

@@ -192,9 +192,8 @@ class Engine:
         held = {place: self._kept[place] for place in free}
         held |= {request.place: self._held(request) for request in self.requests}
         same = {
-            place: self.passes.caches.reusable(
-                place, self.drafter.reusable(common_prefix(prompt, tokens), len(tokens), len(prompt))
-            ) for place, tokens in held.items()
+            place: self.passes.caches.reusable(place, common_prefix(prompt, tokens))
+            for place, tokens in held.items()
         }
         source = max(same, key=same.__getitem__)
         target = min(free, key=self._used.__getitem__)  # whose text is missed least

@@ -114,16 +114,15 @@ class Passes:
         self._drafters = drafters
         self.window = max(one.shape.window for one in drafters)
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
-        room = max(self.extra, self.chunks[-1]) + 1
-        self.slots = round_up(max_seq_len + room, SLOT_STEP)
+        self.slots = round_up(max_seq_len + max(self.extra, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
-        self.cache_bytes = self._check_memory(room, batch * self.unread * width * weight.element_size())
+        self.cache_bytes = self._check_memory(batch * self.unread * width * weight.element_size())
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SLOT_STEP if self.compiled else 0)
         self.caches: nn.ModuleList = target.caches(batch, allocated)
-        drafter.allocate(batch, allocated, room, dtype, self.device)
+        drafter.allocate(batch, allocated, dtype, self.device)
         self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
         # While prompt lookup has no guess, joining its trees would only cost time.
         self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
@@ -191,10 +190,10 @@ class Passes:
                     f" {rows} nodes on {levels} levels; draft a smaller one"
                 )
 
-    def _check_memory(self, room: int, unread_bytes: int) -> int:
+    def _check_memory(self, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
         dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
-        need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype) + unread_bytes
+        need = self.target.cache_bytes(*size) + self.drafter.memory(*size, dtype) + unread_bytes
         free, beside = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
         if free is not None and need + beside > free:
             passes = f" and passes {beside / 1e9:.1f} GB" if beside else ""

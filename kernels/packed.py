@@ -284,22 +284,18 @@ class PackedEagle3Head(Eagle3Head):
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
         """Return the fields of the tree that `TorchBackend.draft` grows with this head, and its levels."""
-        ops, shape, kept, fc = self.backend.ops, drafter.shape, drafter.kept, self.fc
-        caches, own = drafter.caches, self._pass(drafter.caches)
-        live, places = slots.shape[0], None
-        if kept.reach:
-            live, places = min(live, kept.slots.shape[0]), caches.places
+        ops, shape, fc = self.backend.ops, drafter.shape, self.fc
+        own = self._pass(drafter.caches)
         if self.fc_norms or not isinstance(fc, PackedLinear):
             last = drafter.catch_up(state, slots)
         else:
             fuse = *fc.operands, fc.columns
             features = drafter.own_features(state.features)
             committed = state.tokens, state.length, state.n_new
-            ring = kept.reach, state.done, places, caches.head_dim
-            last = ops.catch_up(*committed, features, state.window, live, *ring, *fuse, *own)
-        sizes = live, shape.nodes, shape.depth, shape.width
+            last = ops.catch_up(*committed, features, state.window, slots.shape[0], *fuse, *own)
+        sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
         return ops.grow(
-            last, state.root, state.length, kept.reach, *sizes, *state.prices or FREE, *self.scoring,
+            last, state.root, state.length, *sizes, *state.prices or FREE, *self.scoring,
             noise if drafter.coupled else None, self.draft_ids, *own,
         )
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies, project
+from model import Block, KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies, project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,12 @@ class Head(nn.Module):
             self.embed = target.embed
         if self.reads_normed:
             self.target_norm = target.norm
+
+    def attend_to(self, tokens: int) -> None:
+        """Attend to the last `tokens` tokens alone, 0: all. Call it before the head is put on a backend."""
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.window = tokens
 
     def own_state(self) -> dict[str, Tensor]:
         """The state dict without what `use_target` handed over."""

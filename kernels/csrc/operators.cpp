@@ -235,6 +235,76 @@ std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const
   return {logits(picked(x, scored), scoring, std::get<4>(network)), features};
 }
 
+// The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose
+// features are unread [B, R, F]: drafters/network.py: catch_up. text [B, S], length [B], n live slots; fuse: the layer over
+// features, which has so many columns.
+Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, const Tensor& unread, int64_t W, int64_t n,
+                const Operands& fuse, int64_t columns, const Head& of) {
+  const int64_t B = length.size(0), S = text.size(1);
+  const int64_t T = std::clamp<int64_t>(*std::max_element(&n_new[0], &n_new[B]), 1, W);
+  const Longs tokens({B, T}), positions({B, T}), last({B, 1});
+  const Flags visible({B, T, n});
+  for (int64_t b = 0; b < B; b++) {
+    // A sequence that is held still may have more unread tokens than W.
+    last[b] = std::clamp<int64_t>(n_new[b] - 1, 0, T - 1);
+    for (int64_t i = b * T; i < b * T + T; i++) {
+      positions[i] = length[b] - n_new[b] + i % T;
+      tokens[i] = text[b * S + std::min(positions[i] + 1, S - 1)];
+      const int64_t seen = std::clamp<int64_t>(positions[i] + 1, 0, n);
+      std::fill(std::fill_n(&visible[i * n], seen, true), &visible[i * n] + n, false);
+    }
+  }
+  Tensor all = unread;
+  const Tensor fused = linear(torch::stable::narrow(all, 1, 0, T), fuse, {}, columns, SAME);
+  return picked(head(tokens, fused, positions, positions, visible, of), last);
+}
+
+// The tree of T nodes that an EAGLE-3 head grows below root [B, 1], which stands at length [B], on `depth` levels of
+// `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see
+// `catch_up`. noise [B, > depth, V] at all ids; names [Vd]: the ids that the head knows.
+std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, const Longs& length, int64_t n, int64_t T,
+                                     int64_t depth, int64_t width, const PriceList& list, const Scoring& scoring,
+                                     const Maybe& noise, const Longs& names, const Head& of) {
+  const Prices prices(list);
+  const int64_t B = last.size(0), count = width + depth * width * width, Vd = names.size(0);
+  const double eps = std::get<4>(std::get<2>(of));
+  const Numbers scores({B, count}), of_root({B, 1});  // of all candidates
+  const Longs tokens({B, count}), parents({B, count}), above({B, 1});
+  std::fill_n(of_root.values, B, 0.0f), std::fill_n(above.values, B, -1);
+  const auto noise_at = [&](int64_t level) -> Maybe {  // of the head's ids [B, 1, Vd]
+    if (!noise) return {};
+    const Numbers all(*noise), own({B, 1, Vd});
+    for (int64_t b = 0; b < B; b++) {
+      const float* row = &all[(b * all.size(1) + level) * all.size(2)];
+      for (int64_t i = 0; i < Vd; i++) own[b * Vd + i] = row[names[i]];
+    }
+    return own;
+  };
+  // The beam: at first the root alone, which has no row among the drafted ones.
+  Tensor feature = last, beam_scores = of_root, beam_flat = above, sees = Flags({B, 1, 0});
+  for (int64_t level = 0, size = 0, drafted = 0;; level++) {
+    const int64_t rows = feature.size(1), more = rows * width;
+    const auto [likely, ids] = rank(logits(feature, scoring, eps), noise_at(level), width, names);
+    const Numbers before(beam_scores), children({B, more});
+    const Longs flat(beam_flat);
+    for (int64_t b = 0; b < B; b++)
+      for (int64_t i = 0; i < more; i++) {
+        const int64_t to = b * count + size + i, from = b * rows + i / width;
+        scores[to] = children[b * more + i] = before[from] + likely[b * more + i];
+        tokens[to] = ids[b * more + i], parents[to] = flat[from];
+      }
+    size += more;
+    const int64_t next = level == depth ? 0 : prices ? prices.rows(children, width) : width;
+    if (!next) return {pruned(scores, tokens, parents, root, T, size, prices), level};
+    const auto [best, token, places, now, row] = advance(children, ids, sees, size - more, next);
+    const Longs positions({B, next}), slots({B, next});
+    for (int64_t i = 0; i < B * next; i++)
+      positions[i] = length[i / next] + level, slots[i] = length[i / next] + drafted + i % next;
+    feature = head(token, picked(feature, row), positions, slots, see(length, now, n), of);
+    beam_scores = best, beam_flat = places, sees = now, drafted += next;
+  }
+}
+
 // The keys and the values of every layer as bytes, as `stack` has them.
 Tensor places(const Tensors& k, const Tensors& v) {
   Tensor all = empty({int64_t(2 * k.size() * sizeof(Cache))}, ScalarType::Byte);
@@ -271,84 +341,6 @@ void move(const Tensor& places, int64_t hd, const Longs& source, const Longs& ta
           else move_head(kept, b, [&](int64_t slot, const auto& f) { f(place(b, slot, h), hd * c.item); });
     });
   });
-}
-
-// The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose
-// features are unread [B, R, F]: drafters/network.py: catch_up. text [B, S], length [B], n live slots; fuse: the layer over
-// features, which has so many columns. reach: of drafters/network.py: KeptTokens; where it is not 0, what the texts have
-// that are not done [B] takes its place in the ring, in all `places` of heads of size hd.
-Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, const Tensor& unread, int64_t W, int64_t n,
-                int64_t reach, const Flags& done, const Maybe& places, int64_t hd, const Operands& fuse, int64_t columns,
-                const Head& of) {
-  const int64_t B = length.size(0), S = text.size(1);
-  const int64_t T = std::clamp<int64_t>(*std::max_element(&n_new[0], &n_new[B]), 1, W);
-  const Longs tokens({B, T}), positions({B, T}), slots({B, T}), kept({B, T}), last({B, 1});
-  const Flags visible({B, T, n});
-  for (int64_t b = 0; b < B; b++) {
-    const int64_t start = length[b] - n_new[b], known = done[b] ? 0 : std::min(n_new[b], T);
-    // A sequence that is held still may have more unread tokens than W.
-    last[b] = std::clamp<int64_t>(n_new[b] - 1, 0, T - 1);
-    for (int64_t i = b * T, row = 0; row < T; i++, row++) {
-      positions[i] = start + row, slots[i] = (reach ? std::min(start, reach) : start) + row;
-      kept[i] = reach && row < known && row >= known - reach ? positions[i] % reach : slots[i];
-      tokens[i] = text[b * S + std::min(positions[i] + 1, S - 1)];
-      const int64_t seen = std::clamp<int64_t>(slots[i] + 1, 0, n);
-      std::fill(std::fill_n(&visible[i * n], seen, true), &visible[i * n] + n, false);
-    }
-  }
-  Tensor all = unread;
-  const Tensor fused = linear(torch::stable::narrow(all, 1, 0, T), fuse, {}, columns, SAME);
-  const Tensor read = head(tokens, fused, positions, slots, visible, of);
-  if (places) move(*places, hd, slots, kept);
-  return picked(read, last);
-}
-
-// The tree of T nodes that an EAGLE-3 head grows below root [B, 1], which stands at length [B], on `depth` levels of
-// `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see
-// `catch_up`, as reach and n. noise [B, > depth, V] at all ids; names [Vd]: the ids that the head knows.
-std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, const Longs& length, int64_t reach,
-                                     int64_t n, int64_t T, int64_t depth, int64_t width, const PriceList& list,
-                                     const Scoring& scoring, const Maybe& noise, const Longs& names,
-                                     const Head& of) {
-  const Prices prices(list);
-  const int64_t B = last.size(0), count = width + depth * width * width, Vd = names.size(0);
-  const double eps = std::get<4>(std::get<2>(of));
-  const Numbers scores({B, count}), of_root({B, 1});  // of all candidates
-  const Longs tokens({B, count}), parents({B, count}), above({B, 1}), first({B});  // first: where drafted rows begin
-  for (int64_t b = 0; b < B; b++) first[b] = reach ? std::min(length[b], reach) : length[b];
-  std::fill_n(of_root.values, B, 0.0f), std::fill_n(above.values, B, -1);
-  const auto noise_at = [&](int64_t level) -> Maybe {  // of the head's ids [B, 1, Vd]
-    if (!noise) return {};
-    const Numbers all(*noise), own({B, 1, Vd});
-    for (int64_t b = 0; b < B; b++) {
-      const float* row = &all[(b * all.size(1) + level) * all.size(2)];
-      for (int64_t i = 0; i < Vd; i++) own[b * Vd + i] = row[names[i]];
-    }
-    return own;
-  };
-  // The beam: at first the root alone, which has no row among the drafted ones.
-  Tensor feature = last, beam_scores = of_root, beam_flat = above, sees = Flags({B, 1, 0});
-  for (int64_t level = 0, size = 0, drafted = 0;; level++) {
-    const int64_t rows = feature.size(1), more = rows * width;
-    const auto [likely, ids] = rank(logits(feature, scoring, eps), noise_at(level), width, names);
-    const Numbers before(beam_scores), children({B, more});
-    const Longs flat(beam_flat);
-    for (int64_t b = 0; b < B; b++)
-      for (int64_t i = 0; i < more; i++) {
-        const int64_t to = b * count + size + i, from = b * rows + i / width;
-        scores[to] = children[b * more + i] = before[from] + likely[b * more + i];
-        tokens[to] = ids[b * more + i], parents[to] = flat[from];
-      }
-    size += more;
-    const int64_t next = level == depth ? 0 : prices ? prices.rows(children, width) : width;
-    if (!next) return {pruned(scores, tokens, parents, root, T, size, prices), level};
-    const auto [best, token, places, now, row] = advance(children, ids, sees, size - more, next);
-    const Longs positions({B, next}), slots({B, next});
-    for (int64_t i = 0; i < B * next; i++)
-      positions[i] = length[i / next] + level, slots[i] = first[i / next] + drafted + i % next;
-    feature = head(token, picked(feature, row), positions, slots, see(first, now, n), of);
-    beam_scores = best, beam_flat = places, sees = now, drafted += next;
-  }
 }
 
 // Commit what a step or a prompt's end gives, see kernels/backend.py: commit. What is in `places` is moved to the path,

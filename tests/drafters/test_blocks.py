@@ -57,12 +57,14 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, changes,
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("label,changes,reach", (
+@pytest.mark.parametrize("label,changes,window", (
     ("p-eagle", {}, 0), ("p-eagle", {}, 12), ("jetspec", WINDOW, 0), ("dspark", WINDOW, 0),
 ))
-def test_drafts_are_the_same_on_the_kernels(golden, models, tmp_path, label, changes, reach):
+def test_drafts_are_the_same_on_the_kernels(golden, models, tmp_path, label, changes, window):
     *_, head = converted(label, golden, models[0], tmp_path, changes)
-    drafter, found = block_drafter(head)(head, TreeShape(8, 2, 3), reach=reach), []
+    if window:
+        head.attend_to(window)
+    drafter, found = block_drafter(head)(head, TreeShape(8, 2, 3)), []
     for prepare in (lambda *_: True, choose_backend("cpu").prepare):
         target, own = copy.deepcopy((models[0], drafter))
         own.head.use_target(target)

@@ -43,7 +43,7 @@ def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
     array = torch.tensor(store, dtype=torch.int32)
     suffixes = torch.from_numpy(divsufsort(array.numpy()))
     drafter = Rest(array, suffixes, vocab_size, nodes=nodes, longest=5, shortest=2, depth=4)
-    drafter.allocate(4, 64, 16, torch.float32, "cpu")
+    drafter.allocate(4, 64, torch.float32, "cpu")
     found_any = 0
     for _ in range(10):
         texts = []

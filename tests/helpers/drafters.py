@@ -91,10 +91,12 @@ def make_drafter(
         """Random heads of Medusa or Hydra."""
         return ready(guessing_heads(target, kind, ids, 3, 1, prefix, 0))
 
-    def block(kind: str, rank: int | None = None) -> Head:
-        """A random head that drafts blocks."""
+    def block(kind: str, rank: int | None = None, window: int = 0) -> Head:
+        """A random head, as of those that draft blocks."""
         few = 2 if target.args.num_layers > 4 else 1
-        return ready(new_head(target, kind, ids, HeadShape(2, few, 4, rank, mask_id=7), 0), 0.02)
+        head = new_head(target, kind, ids, HeadShape(2, few, 4, rank, mask_id=7), 0)
+        head.attend_to(window)
+        return ready(head, 0.02)
 
     def rest() -> Rest:
         suffixes = sorted(range(len(STORED)), key=lambda i: STORED[i:])
@@ -116,8 +118,8 @@ def make_drafter(
         "lookup+eagle3": lambda: Mixed(Lookup(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
         "lookahead+hydra++": lambda: Mixed(make("lookahead"), make("hydra++")),
-        "eagle3 window": lambda: Eagle(eagle3, TreeShape(8, 2, 3), reach=12),
-        "dspark window": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3), reach=12),
+        "eagle3 window": lambda: Eagle(block("eagle3", window=12), TreeShape(8, 2, 3)),
+        "dspark window": lambda: BlockDrafter(block("dspark", 8, 12), TreeShape(10, 3, 3)),
         "lookahead": lambda: Lookahead(size, 3, 3, 3),
         "lookup": Lookup,
         "rest": rest,
