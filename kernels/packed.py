@@ -265,7 +265,7 @@ class PackedTransformer(Transformer):
 class PackedEagle3Head(Eagle3Head):
     """An EAGLE-3 head whose pass is one operator, as far as that has its variants.
 
-    at_once: `draft` grows its whole tree in two operators.
+    at_once: `draft` grows its whole tree in one operator.
     """
 
     packed_weights = None
@@ -279,25 +279,21 @@ class PackedEagle3Head(Eagle3Head):
         return self.backend.ops.head(tokens, feature, positions, slots, visible, *self._pass(caches))
 
     def _pass(self, caches: CpuCaches) -> tuple:
-        """Return what operators take of this head for a pass."""
+        """Return what operators take of this head for a pass, as csrc/operators.cpp: Head."""
         return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *caches.network(self)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
         """Return the fields of the tree that `TorchBackend.draft` grows with this head, and its levels."""
         ops, shape, fc = self.backend.ops, drafter.shape, self.fc
-        own = self._pass(drafter.caches)
-        if self.fc_norms or not isinstance(fc, PackedLinear):
-            last = drafter.catch_up(state, slots)
-        else:
-            fuse = *fc.operands, fc.columns
-            features = drafter.own_features(state.features)
-            committed = state.tokens, state.length, state.n_new
-            last = ops.catch_up(*committed, features, state.window, slots.shape[0], *fuse, *own)
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
-        return ops.grow(
-            last, state.root, state.length, *sizes, *state.prices or FREE, *self.scoring,
-            noise if drafter.coupled else None, self.draft_ids, *own,
+        growing = (
+            state.root, state.length, *sizes, *(state.prices or FREE), *self.scoring,
+            noise if drafter.coupled else None, self.draft_ids, *self._pass(drafter.caches),
         )
+        if self.fc_norms or not isinstance(fc, PackedLinear):
+            return ops.grow(drafter.catch_up(state, slots), *growing)
+        unread = drafter.own_features(state.features), state.window, *fc.operands, fc.columns
+        return ops.draft(state.tokens, state.n_new, *unread, *growing)
 
 
 class PackedPEagleHead(PackedEagle3Head, PEagleHead):

@@ -305,6 +305,15 @@ std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, cons
   }
 }
 
+// `grow` after `catch_up`: the whole draft of an EAGLE-3 head.
+std::tuple<TreeFields, int64_t> draft(const Longs& text, const Longs& n_new, const Tensor& unread, int64_t W,
+                                      const Operands& fuse, int64_t columns, const Longs& root, const Longs& length,
+                                      int64_t n, int64_t T, int64_t depth, int64_t width, const PriceList& list,
+                                      const Scoring& scoring, const Maybe& noise, const Longs& names, const Head& of) {
+  const Tensor last = catch_up(text, length, n_new, unread, W, n, fuse, columns, of);
+  return grow(last, root, length, n, T, depth, width, list, scoring, noise, names, of);
+}
+
 // The keys and the values of every layer as bytes, as `stack` has them.
 Tensor places(const Tensors& k, const Tensors& v) {
   Tensor all = empty({int64_t(2 * k.size() * sizeof(Cache))}, ScalarType::Byte);
@@ -369,7 +378,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(stack) X(layers) X(head) X(target) X(verify) \
-  X(catch_up) X(grow) X(places) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
+  X(draft) X(grow) X(places) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
   X(join) X(follow) X(accept) X(commit) X(angles)
 #define OF_NUMBERS(X) X(layout) X(byte_blocks) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());

@@ -176,7 +176,7 @@ def test_a_mixture(mode):
 @pytest.mark.parametrize("of_head, window", (
     ({}, 0), ({"num_layers": 3}, 0), ({}, 6), ({"feature_norm": "each"}, 0), ({"recycle_normed": True}, 0),
 ))
-def test_a_heads_tree_is_two_operators(dtype, sampled, price, of_head, window):
+def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     """The bits of its parts one after the other, after texts of several lengths, whatever drafts cost. One
     variant is not.
     """
