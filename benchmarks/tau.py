@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-new-tokens", type=positive, default=128)
     add("--max-seq-len", type=positive, default=2048, help="tokens of a question and its answer")
     add("--tree", nargs="+", default=["60,7,10"], metavar="T,D,K")
-    add("--draft-window", nargs="+", type=int, default=[0], metavar="N", help="of the head; 0: all tokens")
+    add("--draft-window", nargs="+", type=int, default=[None], metavar="N",
+        help="tokens that the head attends to; 0: all (default: as generate.py)")
     add("--temperature", nargs="+", type=float, default=[0.0], metavar="T")
     return bench.run(p, action, argv)
 

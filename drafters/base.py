@@ -33,7 +33,6 @@ class Setup:
     max_seq_len: int  # tokens of the longest text
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
 
-
     @property
     def grown_tree(self) -> TreeShape | PathTree:
         """The tree of a drafter that grows trees: as --tree says, else the default."""
@@ -48,10 +47,11 @@ class Setup:
         """
         head = load_head(self.folder, self.target, self.kind)
         args, window = head.args, self.drafting.window
-        if window and any(args.windows):
-            raise InputError(f"--draft-window {window}: the head in {self.folder} has a window of its own, of"
-                             f" {max(args.windows)} tokens; leave the option out")
-        if not any(args.windows):
+        if any(args.windows) or args.local_rope_base:  # which turns the rows of layers with a window
+            if window is not None:
+                raise InputError(f"--draft-window {window}: the head in {self.folder} has windows of its own;"
+                                 " leave the option out")
+        else:
             window = args.draft_window or args.max_seq_len if window is None else window
             head.attend_to(window if window < self.max_seq_len else 0)
         self.prepare(head)

@@ -59,8 +59,8 @@ class State(nn.Module):
         self.levels, self.noise = 0, []
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
-            """Rows begin at multiples of 16 bytes: compiled code for one place then serves all. But operators
-            on CPUs take them to follow each other.
+            """Rows of several numbers begin at multiples of 16 bytes: compiled code for one place then serves
+            all. But operators on CPUs take them to follow each other, and all kernels those of one number.
             """
             size, aligned = prod(shape[1:]), 1 if backend.row_invariant else 16 // dtype.itemsize
             room = -(-size // aligned) * aligned if size > 1 else size

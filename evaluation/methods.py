@@ -15,6 +15,7 @@ from engine.request import Draft
 from engine.target import Target
 from evaluation.answers import PLAIN, Turn
 from evaluation.lossless import label
+from model import Block
 from sampling.options import Sampling
 from tokens.tokenizer import TooLong
 
@@ -83,7 +84,8 @@ def load_contenders(
         engine = target.engine(drafting, max_seq_len=max_seq_len)
         drafter, tuner = engine.drafter, engine.tuner
         tree = tuner.shapes if tuner else drafter.shape
-        own = f"{identity(drafter)} {drafter.made_of} {tree} {drafting.flags} {drafting.window}"
+        windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
+        own = f"{identity(drafter)} {drafter.made_of} {tree} {drafting.flags} {windows}"
         known_by = f"{shared} {own}"
         if ranks := target.model.ranks:  # each has its own part of the weights
             known_by = f"{ranks.count} ranks: {ranks.name(known_by, engine.device)}"

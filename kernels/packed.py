@@ -59,7 +59,7 @@ class CpuCaches(KVCaches):
 
     def _ready(self, head_dim: int, backend) -> CpuCaches:
         self.head_dim, self.backend = head_dim, backend
-        self._network: tuple = None, None  # weights, and what is made of them: see `network`
+        self._network: tuple = None, None  # a model, and what is made of it: see `network`
         for cache in self:
             cache.backend = backend
         return self
@@ -81,11 +81,11 @@ class CpuCaches(KVCaches):
         """Return what operators take of a model for a pass over these caches, as csrc/operators.cpp: Network.
         It is made once.
         """
-        if self._network[0] is not model.packed_weights:
-            args, weights = model.args, model.packed_weights
-            stack = self.backend.ops.stack(*weights, *self.lists, args.norm_eps)
+        if self._network[0] is not model:
+            args = model.args
+            stack = self.backend.ops.stack(*model.packed_weights, *self.lists, args.norm_eps)
             of = model.embed.weight, model.inv_freq.float(), args.rope_factor, stack, args.norm_eps
-            self._network = weights, of
+            self._network = model, of
         return self._network[1]
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -151,8 +151,8 @@ def _attend(s: Sizes) -> Iterator[Case]:
             yield attention(whole, 1, T, T, (n,))
     # The rows of a draft level. None sees the first tiles after the committed slots.
     yield attention(whole, len(s.lengths), width, 160 + 3 * width, s.lengths, 160)
-    if s.window:
-        yield attention(s, 2, width, width, s.lengths[-2:])
+    # A head may have a window where the target has none.
+    yield attention(s._replace(window=s.window or 48), 2, width, width, s.lengths[-2:])
 
 
 def _linear(s: Sizes) -> Iterator[Case]:

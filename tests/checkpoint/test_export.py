@@ -24,12 +24,13 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, and most do not say which
     *({"aux_layers": layers} for layers in ((3, 5, 7), (1, 2, 4), (2, 4, 8), (3, 5, 8))),
     {"windows": (9,), "activation": "gelu_tanh", "rope_scaling": YARN}, {"norm_before_residual": True},
-    {"recycle_normed": True}, {"feature_norm": "each"}, {"feature_norm": "all"},
+    {"recycle_normed": True}, {"feature_norm": "each"}, {"feature_norm": "all"}, {"draft_window": 77},
 )
 THERE_AND_BACK = [
     *((label, layout, {}) for label in ("eagle3", *LABELS) for layout in LAYOUTS),
     *((label, "sglang", {}) for label in ("eagle", "medusa", "hydra", "hydra++")),
     *(("eagle3", layout, changes) for changes in CHANGES for layout in LAYOUTS),
+    *(("dflash", layout, {"draft_window": 77}) for layout in LAYOUTS),
 ]
 
 
@@ -46,10 +47,10 @@ def head_of(label: str, golden: Path, models, folder: Path, draft: int | None, c
     if changes:
         head = copy.copy(head)
         head.args = dataclasses.replace(head.args, **changes)
-        norms = type(head)(head.args).fc_norms
-        for norm in norms:
-            nn.init.normal_(norm.weight)
-        head._modules = head._modules | {"fc_norms": norms}  # not the original's
+        if norms := getattr(type(head)(head.args), "fc_norms", None):
+            for norm in norms:
+                nn.init.normal_(norm.weight)
+            head._modules = head._modules | {"fc_norms": norms}  # not the original's
     return head.twin(target, torch.bfloat16).twin(target, torch.float32)
 
 

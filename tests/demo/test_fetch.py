@@ -1,5 +1,6 @@
 """Fetching the demo's model, without a network."""
 import hashlib
+import json
 import os
 import subprocess
 
@@ -27,9 +28,12 @@ def test_what_is_damaged_or_another_is_replaced(tmp_path, monkeypatch, capsys):
 
     weights = out / "model.safetensors"
     _, good = fetch()
+    config = out / "eagle3" / "config.json"
+    other = json.dumps(json.loads(config.read_text()) | {"draft_window": 3})
     for damage in (
         lambda: os.truncate(weights, 1000), lambda: os.truncate(out / "eagle3" / weights.name, 1000),
         lambda: convert(tmp_path / "other", out / "eagle3", target=out, force=True),
+        lambda: config.write_text(other),
     ):
         damage()
         said, found = fetch()

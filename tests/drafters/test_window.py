@@ -1,8 +1,10 @@
 """A head that attends to the last tokens of a text only."""
 import copy
+import json
+import shutil
 
 import pytest
-from helpers.decoding import drafts, prompts
+from helpers.decoding import drafts, load, prompts
 from helpers.drafters import make_drafter
 
 from drafters.network import HeadDrafter
@@ -26,6 +28,18 @@ def engine_of(target, drafter: HeadDrafter, window: int) -> Engine:
     head.attend_to(window)
     own = type(drafter)(head, drafter.shape)
     return Engine(target, own, max_seq_len=300, compile=False, chunks=(16,))
+
+
+def test_the_default_is_what_a_head_was_trained_on(golden, tmp_path):
+    folder = shutil.copytree(golden, tmp_path / "target")
+    config = folder / "eagle3" / "config.json"
+    for trained, length, given, window in (
+        (40, 200, {}, 40), (40, 30, {}, 0), (40, 200, {"window": 0}, 0), (40, 200, {"window": 50}, 50),
+        (0, 200, {"window": 50}, 50), (0, 200, {}, 0),
+    ):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window": trained}))
+        llm = load(folder, "eagle3", compile=False, max_seq_len=length, **given)
+        assert llm.engine.drafter.head.layer.window == window
 
 
 def test_a_window_as_long_as_the_text_changes_no_draft(models, drafter):

@@ -41,10 +41,11 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     shape |= {name: getattr(head.args, name, None) for name in ("drafts", "markov_rank")}
     untrained = new_head(target, kind, head.draft_ids, HeadShape(**shape), 0)
     paths = data.shards_in(folder / "head-work" / "data")
-    rows = data.hold_out(data.training_rows(data.read_shards(paths, 320, identity(target)), 200)[0])[0]
+    rows, read = data.hold_out(data.training_rows(data.read_shards(paths, 320, identity(target)), 200)[0])
     with torch.no_grad():
         objectives = (TRAINED[kind].objective(target, x, 4) for x in (head, untrained))
         (loss, right, *_), (control, guessed, *_) = (loss_on(x, rows=rows) for x in objectives)
+    assert head.args.draft_window == max(len(row["ids"]) for row in read)
     assert loss < 0.95 * control and right.sum() >= guessed.sum()
     drafter, prompt = drafter_of(head, TreeShape(16, 3, 4)), list(b"u:question 3\na:")
     texts = [
