@@ -18,6 +18,7 @@ import ours
 from bench import positive
 
 from checkpoint.folder import read_config
+from common.cli import within
 from common.errors import InputError
 from tokens.dataset import read_prompts
 from tree import TreeShape
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--max-new-tokens", type=positive, default=128)
     add("--max-seq-len", type=positive, default=2048, help="tokens of a question and its answer")
     add("--tree", nargs="+", default=["60,7,10"], metavar="T,D,K")
-    add("--draft-window", nargs="+", type=int, default=[None], metavar="N",
+    add("--draft-window", nargs="+", type=within(0), default=[None], metavar="N",
         help="tokens that the head attends to; 0: all (default: as generate.py)")
     add("--temperature", nargs="+", type=float, default=[0.0], metavar="T")
     return bench.run(p, action, argv)

@@ -251,9 +251,9 @@ class Drafting:
                 if value:
                     raise InputError(f"--speculate {name}: has no use for --{option}; leave it out or name"
                                      " another method")
-        if self.window is not None and self.window < 0:
-            raise InputError(f"--draft-window {self.window}: must be at least 1 token, or 0 for all")
-        if self.window and not grows(name):
+        if self.window is not None and (type(self.window) is not int or self.window < 0):
+            raise InputError(f"--draft-window {self.window!r}: must be at least 1 token, or 0 for all")
+        if self.window is not None and not grows(name):
             takers = ", ".join(filter(grows, METHODS))
             raise InputError(f"--draft-window {self.window}: is for heads with attention ({takers}); leave it"
                              " out")
@@ -306,9 +306,9 @@ class Drafting:
             raise InputError(f"--speculate auto: --draft {self.draft}: is no head; name one, or"
                              " --speculate draft-model for a smaller model")
         given = (("--tree", self.tree), ("--draft-window", self.window))
-        unused = "".join(f"; {flag} is for heads" for flag, value in given if value)
-        say(f"--speculate auto: no head in {checkpoint}; the text drafts where it repeats itself (prompt"
-            f" lookup){unused}")
+        unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
+        say(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"
+            f" (prompt lookup){unused}")
         return replace(self, method="lookup", tree=None, window=None, chosen=True)
 
     @property

@@ -120,7 +120,8 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
                          " not trained")
     if layers < given.num_layers:
         raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
-    return {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
+    args = {field.name: getattr(given, field.name) for field in fields(given)}
+    return args | {"num_layers": layers, "draft_window": given.draft_window or given.max_seq_len}
 
 
 def own_weights(head: Head) -> dict[str, Tensor]:

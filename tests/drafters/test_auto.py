@@ -18,7 +18,7 @@ def folder(golden, tmp_path):
 
 @pytest.mark.parametrize("kept, means, says", (
     (("eagle3", "eagle"), "lookup+eagle3", "eagle3 drafts"), (("eagle",), "lookup+eagle2", "eagle2 drafts"),
-    ((), "lookup", "no head in"),
+    ((), "lookup", "no usable head in"),
 ))
 def test_the_best_head_in_the_folder(folder, kept, means, says):
     for kind in {"eagle3", "eagle"} - {*kept}:
