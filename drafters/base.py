@@ -47,12 +47,13 @@ class Setup:
         """
         head = load_head(self.folder, self.target, self.kind)
         args, window = head.args, self.drafting.window
-        if any(args.windows) or args.local_rope_base:  # which turns the rows of layers with a window
+        if any(args.windows) or args.local_rope_base:  # that rotates the rows of layers with a window
             if window is not None:
                 raise InputError(f"--draft-window {window}: the head in {self.folder} has windows of its own;"
                                  " leave the option out")
         else:
-            window = args.draft_window or args.max_seq_len if window is None else window
+            if window is None:
+                window = args.draft_window or args.max_seq_len
             head.attend_to(window if window < self.max_seq_len else 0)
         self.prepare(head)
         return head

@@ -378,8 +378,8 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(stack) X(layers) X(head) X(target) X(verify) \
-  X(draft) X(grow) X(places) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) X(prune) \
-  X(join) X(follow) X(accept) X(commit) X(angles)
+  X(draft) X(grow) X(places) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) X(advance) X(see) \
+  X(prune) X(join) X(follow) X(accept) X(commit) X(angles)
 #define OF_NUMBERS(X) X(layout) X(byte_blocks) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());
 #define IMPLEMENT(name) m.impl(#name, eagle::Operator<&eagle::name>::call);

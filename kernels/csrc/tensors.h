@@ -111,9 +111,9 @@ struct Operator<F> {
       [&]<class... E>(std::type_identity<std::tuple<E...>>) { (describe<E>(words), ...); }(std::type_identity<T>());
       return;
     }
-    const std::string name = "x" + std::to_string(words.size()), written = "Tensor(" + name + "!)";
+    const std::string name = "x" + std::to_string(words.size());
     words += words.empty() ? "" : ", ";
-    words += std::is_same_v<A, Tensor&>                ? written
+    words += std::is_same_v<A, Tensor&>                ? "Tensor(" + name + "!)"
              : std::is_same_v<T, Tensors>              ? "Tensor[]"
              : std::is_same_v<T, std::vector<int64_t>> ? "int[]"
              : std::is_same_v<T, bool>                 ? "bool"
