@@ -91,7 +91,7 @@ class BlockDrafter(HeadDrafter):
         if not head.args.markov_rank:
             scores, ids = backend.rank(logits, noise, k, self._names)  # [B, L, k]
             if head.args.confidence:
-                scores = scores + F.logsigmoid(head.doubt(rows))[..., None]
+                scores = scores + F.logsigmoid(head.confidence_logit(rows))[..., None]
             ranked = scores, ids
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class BlockDrafter(HeadDrafter):
             shift = None if noise is None else noise[:, level, None]
             scores, ids = backend.rank(after, shift, k, self._names)
             if head.args.confidence:
-                scores = scores + F.logsigmoid(head.doubt(row, tokens))[..., None]
+                scores = scores + F.logsigmoid(head.confidence_logit(row, tokens))[..., None]
             return scores, ids
 
         scores, tokens = children(0, state.root)

@@ -56,7 +56,7 @@ class Markov(nn.Module):
         `markov_reads`."""
         return project(self.markov_out, self.markov_reads(row, tokens))
 
-    def doubt(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def confidence_logit(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The logit of how often drafts are accepted [...], float32.
 
         The arguments are those of `markov_reads`; tokens may be left out unless `confidence_reads_markov`.

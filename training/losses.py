@@ -169,8 +169,8 @@ class Eagle3Objective(Objective):
         loss, accepted, right = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.lk)
         if getattr(args, "confidence", False):
             with self.autocast():
-                doubt = self.head.doubt(rows, batch.before())
-            errors = F.binary_cross_entropy_with_logits(doubt, accepted, reduction="none")
+                logits = self.head.confidence_logit(rows, batch.before())
+            errors = F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
             loss = loss + (errors * weight).sum()
         return loss, self.hits(batch, right)
 

@@ -116,8 +116,8 @@ def test_losses_are_the_drafters_rows(models, models1, name):
                 if kind == "eagle":
                     losses[i] = losses[i] + F.smooth_l1_loss(h, state[j + 1]) - (1 - TOKEN_LOSS) * entropy
                 if getattr(args, "confidence", False):
-                    doubt = head.doubt(h, before)
-                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
+                    confidence = head.confidence_logit(h, before)
+                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(confidence, accepted)
     expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     assert batch.scored == scored and hits.tolist() == right and batch.valid == valid
