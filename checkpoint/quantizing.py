@@ -73,7 +73,7 @@ class Quantised:
 
 @dataclass
 class _LayerWriter:
-    """Quantises one layer when the writer asks for it: first for the scales, then for the weight.
+    """Quantize one layer when the writer asks for its scales and its weight, in any order.
 
     read_exact: reads the unquantised weight. where: the file and the tensor that it is, for errors.
     """
@@ -87,16 +87,17 @@ class _LayerWriter:
     error: float = 0.0  # relative, of the quantised weight
 
     def read_scale(self) -> Tensor:
-        exact = self.read_exact()
-        if bad := count_nonfinite(exact):
-            judge_nonfinite(self.where, bad, self.allow_nonfinite)
-        self.scale = scales(exact, self.mode, self.group)
+        if self.scale is None:
+            exact = self.read_exact()
+            if bad := count_nonfinite(exact):
+                judge_nonfinite(self.where, bad, self.allow_nonfinite)
+            self.scale = scales(exact, self.mode, self.group)
         return self.scale
 
     def read_weight(self) -> Tensor:
-        exact = self.read_exact()
-        weight = to_stored(exact, self.scale, self.mode)
-        error = dequantize(weight, self.scale, torch.float32) - exact.float()
+        exact, scale = self.read_exact(), self.read_scale()
+        weight = to_stored(exact, scale, self.mode)
+        error = dequantize(weight, scale, torch.float32) - exact.float()
         self.error = float(error.norm() / exact.float().norm().clamp(min=1e-30))
         return weight
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.convert import converted_folder, default_folder
 from checkpoint.folder import check_length, is_converted, read_config
 from checkpoint.loading import load_model, shares_of, weigh
-from checkpoint.source import resolve_source
 from common.errors import InputError
 from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from drafters.base import Drafter
@@ -111,9 +109,13 @@ def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
 
     For before a large target is converted. Its own MTP layer comes with it.
     """
+    if is_converted(drafting.draft or checkpoint):
+        return
+    from checkpoint.convert import default_folder, resolve_source  # not needed to decode a converted folder
+
     if drafting.draft:
         resolve_source(drafting.draft)
-    elif not is_converted(checkpoint) and not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
+    elif not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
         if Path(checkpoint).parent.is_dir():  # a name on the hub has nothing here yet
             resolve_source(checkpoint)
         drafting.folders(default_folder(checkpoint))
@@ -127,11 +129,20 @@ def converted(
     say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
     check_draft(checkpoint, drafting)
-    folder = Path(converted_folder(checkpoint, say))
+    folder = Path(_converted_folder(checkpoint, say))
     if drafting.draft:
         of = None if drafting.names_model else folder
-        drafting = replace(drafting, draft=converted_folder(drafting.draft, say, of))
+        drafting = replace(drafting, draft=_converted_folder(drafting.draft, say, of))
     return folder, drafting.at(folder, say)
+
+
+def _converted_folder(checkpoint: str | Path, say: Callable[[str], None], of: Path | None = None) -> str:
+    if is_converted(checkpoint):
+        read_config(checkpoint)
+        return str(checkpoint)
+    from checkpoint.convert import converted_folder
+
+    return converted_folder(checkpoint, say, of)
 
 
 @dataclass(frozen=True)

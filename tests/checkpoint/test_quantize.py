@@ -9,6 +9,7 @@ from helpers.sources import CONFIG, target_state, write_source
 from safetensors.torch import load_file
 
 import quantize
+from checkpoint import writer
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from checkpoint.quantizing import Quantised, quantize_folder
@@ -81,6 +82,15 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, tex
             [PROMPT], Sampling(80, temperature, seed=3))[0].ids
         for drafter in (None, Eagle(head, TreeShape(12, 3, 4))))
     assert fast == plain
+
+
+@pytest.mark.parametrize("order", (1, -1))
+def test_weights_and_scales_are_written_in_any_order(golden, tmp_path, monkeypatch, order):
+    for name in ("usual", "other"):
+        quantize_folder(Quantised.of(golden / "eagle3", Scheme("int8", 0, "int8")), tmp_path / name)
+        monkeypatch.setattr(writer, "sorted", lambda plan, key: plan[::order], raising=False)
+    usual, other = (load_file(tmp_path / name / "model.safetensors") for name in ("usual", "other"))
+    assert usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
 
 
 def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
