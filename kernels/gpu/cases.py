@@ -19,6 +19,7 @@ from kernels.float8 import to_bytes
 from kernels.gpu import products
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
+from kernels.gpu.here import shared_memory
 from kernels.quantized import MXFP4, QuantizedLinear, QuantizedStack, Scheme, replace_all
 from model import Block, Experts, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
 from sampling.noise import seed_keys
@@ -164,7 +165,7 @@ def _linear(s: Sizes) -> Iterator[Case]:
         kind = s.torch_dtype, 4 if group else 8
         for M in s.rows:
             x, onto = s.draw(M, K, seed=N + K).to(s.torch_dtype), s.draw(M, N, seed=N).to(s.torch_dtype)
-            for choice, tile in enumerate(products.tiles(products.tile_rows(M, *kind), *kind)):
+            for choice, tile in enumerate(products.tiles(products.tile_rows(M, *kind), *kind, shared_memory(torch.device(s.device)))):
 
                 def run(backend: TorchBackend, x=x, onto=onto, layer=layer, ours=ours, choice=choice):
                     if backend is TORCH:

@@ -17,7 +17,7 @@ of rows run side by side over the same columns, so all but the first find the we
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import INTERPRETED, programs_at_once
+from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
 from kernels.gpu.launch import begin, counters, options
 from kernels.quantized import QuantizedLinear, unpack_nibbles
 
@@ -296,33 +296,38 @@ def tile_rows(M: int, dtype: torch.dtype, bits: int) -> int:
     return min(max(16, triton.next_power_of_2(M)), most)
 
 
-def tiles(rows: int, dtype: torch.dtype, bits: int) -> list[triton.Config]:
-    """Return the configurations to try for the rows of a tile, the best guess first. bits: of a value.
+def tiles(rows: int, dtype: torch.dtype, bits: int, shared: int) -> list[triton.Config]:
+    """Return the configurations to try for a tile of this many rows, the default first.
 
-    The first of each spills no registers on an A100, an H100 and a B200, and fits them; what does not fit is
-    passed over. RESIDENT: programs that a multiprocessor of an H100 holds. The tiles of 16 to 64 rows
-    were chosen by measurement on an H200.
+    bits: of a weight's value. shared: bytes of shared memory that a program may have; every configuration
+    returned fits in it. The first spills no registers on an A100, an H100 and a B200. RESIDENT: programs that
+    a multiprocessor of an H100 holds. The tiles of 16 to 64 rows were chosen by measurement on an H200.
     """
+    tile = partial(_tile, rows, bits, shared)
     if dtype == torch.float32:  # for tests of correctness: products without tensor cores fill registers
-        return [_tile(64, 64, 4, 1, 2)]
+        return [tile(64, 64, 4, 1, 2)]
     if rows == 16:
         if bits == 4:
-            return [_tile(64, 128, 4, 6, 3), _tile(64, 256, 4, 4, 3), _tile(128, 128, 8, 6, 1)]
-        return [_tile(64, 128, 4, 4, 3), _tile(64, 256, 4, 3, 2)]
+            return [tile(64, 128, 4, 6, 3), tile(64, 256, 4, 4, 3), tile(128, 128, 8, 6, 1)]
+        return [tile(64, 128, 4, 4, 3), tile(64, 256, 4, 3, 2)]
     if rows == 32:
-        return [_tile(64, 128, 4, 5, 2), _tile(64, 64, 4, 8, 2)]
+        return [tile(64, 128, 4, 5, 2), tile(64, 64, 4, 8, 2)]
     if rows == 64:
-        return [_tile(128, 128, 8, 4, 1)] if bits == 4 else [_tile(64, 128, 4, 4, 2), _tile(64, 64, 4, 4, 2)]
-    return [_tile(128, 64, 8, 5, 1), _tile(64, 64, 4, 4, 2)]
+        return [tile(128, 128, 8, 4, 1)] if bits == 4 else [tile(64, 128, 4, 4, 2), tile(64, 64, 4, 4, 2)]
+    return [tile(128, 64, 8, 5, 1), tile(64, 64, 4, 4, 2)]
 
 
-def _tile(columns: int, depth: int, warps: int, stages: int, resident: int) -> triton.Config:
+def _tile(
+    rows: int, bits: int, shared: int, columns: int, depth: int, warps: int, stages: int, resident: int
+) -> triton.Config:
+    """Return a configuration with at most `stages` stages, as many as fit in `shared` bytes."""
+    stage_bytes = depth * (2 * rows + columns * bits // 8)  # an upper bound: one stage stays in registers
     tile = {"COLUMNS": columns, "DEPTH": depth, "RESIDENT": resident}
-    return triton.Config(tile, num_warps=warps, num_stages=stages)
+    return triton.Config(tile, num_warps=warps, num_stages=min(stages, shared // stage_bytes))
 
 
 @cache
-def _tuned(rows: int, bits: int):
+def _tuned(rows: int, bits: int, shared: int):
     """Return the kernel. It measures `tiles` at its first call for an N, K and group, and keeps that."""
     def milliseconds(call, quantiles):
         try:
@@ -330,7 +335,7 @@ def _tuned(rows: int, bits: int):
         except torch.OutOfMemoryError:  # of the buffer that it clears: the first is taken
             return [math.inf] * len(quantiles)
 
-    choices = tiles(rows, torch.bfloat16, bits)
+    choices = tiles(rows, torch.bfloat16, bits, shared)
     named = ["N", "K", "ROWS", "BITS", "GROUP"]  # of a result on disk too
     return triton.autotune(choices, named, do_bench=milliseconds, cache_results=True)(product_kernel)
 
@@ -365,7 +370,8 @@ def linear(
     out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if wide else x.dtype)
     bits = 4 if group else 8
     tile = tile_rows(M, x.dtype, bits)
-    choices = tiles(tile, x.dtype, bits)
+    shared = shared_memory(x.device)
+    choices = tiles(tile, x.dtype, bits, shared)
     blocks, held = triton.cdiv(M, tile), programs_at_once(x.device)
     # Scratch and counters for whichever is chosen.
     most = held * max(c.kwargs["RESIDENT"] for c in choices)
@@ -383,7 +389,7 @@ def linear(
     }
     kernel = product_kernel
     if choice is None and len(choices) > 1 and not dist.is_initialized():
-        kernel = _tuned(tile, bits)
+        kernel = _tuned(tile, bits, shared)
     else:  # ranks would measure other times, and choose other sums
         given |= choices[choice or 0].all_kwargs()
     kernel[grid](

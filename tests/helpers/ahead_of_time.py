@@ -11,9 +11,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# By compute capability, the most bytes of shared memory that a program may have: A100, RTX 3090 (as later
-# ones of its kind), H100 and H200, B200 (CUDA C++ Programming Guide, table of technical specifications).
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# By compute capability, the most bytes of shared memory that a program may have: T4, A100, RTX 3060 and 3090,
+# RTX 4090 and L4, H100 and H200, B200, RTX 5090 (CUDA C++ Programming Guide, technical specifications).
+KIB = 1024
+SHARED = {
+    75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB,
+}
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
     torch.uint8: "*u8", torch.int16: "*i16", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",

@@ -15,7 +15,7 @@ from triton import next_power_of_2
 from kernels.gpu import attention, cache, experts, growing, products, ranking, sampling
 
 pytestmark = pytest.mark.slow
-EACH, THREE = devices(80, 86, 90, 100), devices(80, 90, 100)
+EACH, THREE = devices(80, 86, 89, 90, 100, 120), devices(80, 90, 100)
 BF16, F16, F32, I32, I64, BOOL = (
     torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.bool
 )
@@ -79,7 +79,7 @@ def attend(capability, dtype, heads, rows, old=False, window=False, held=None, s
     ),
 ])
 def test_attention(capability, heads, rows, old, window):
-    little = capability == 86 or heads == "qwen2.5"  # seven query heads share keys
+    little = capability in (86, 89, 120) or heads == "qwen2.5"  # seven query heads share keys
     made = attend(capability, BF16, heads, rows, old, window, spilled=16 if little else 0)
     assert made.chained == (capability < 100)  # miscompiled on Blackwell
 
@@ -161,25 +161,38 @@ def choices():
 
     On an H200 all that are tried, of int4 in groups of 64; elsewhere, and in other groups, the first.
     """
-    for capability in (80, 90, 100):
+    for capability in (80, 86, 89, 90, 100, 120):
         for kind in ("int8", "int4/32", "int4/64", "int4/128"):
             bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "int4/64")
             for rows in sorted({products.tile_rows(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
-                for choice in range(len(products.tiles(rows, BF16, bits)) if whole else 1):
+                for choice in range(len(products.tiles(rows, BF16, bits, SHARED[capability])) if whole else 1):
                     case = capability, kind, rows, choice
-                    yield case if case in ((90, "int8", 64, 0), (90, "int4/64", 16, 0)) else dear(case)[0]
+                    yield case if case in QUICK else dear(case)[0]
+
+
+QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "int4/64", 16, 0)
 
 
 @pytest.mark.parametrize("capability, kind, rows, choice", choices())
 def test_products(capability, kind, rows, choice):
-    tile = products.tiles(rows, BF16, WEIGHTS[kind][0])[choice]
-    made = multiply(capability, products.product_kernel, kind, tile, rows)
+    tile = products.tiles(rows, BF16, WEIGHTS[kind][0], SHARED[capability])[choice]
+    little = capability in (86, 89, 120) and kind != "int8"
+    made = multiply(capability, products.product_kernel, kind, tile, rows, spilled=24 if little else 0)
     assert not made.chained
     if capability == 90:
         resident, threads = tile.kwargs["RESIDENT"], 32 * tile.num_warps
         assert resident * (made.shared + 1024) <= SHARED[90] + 1024
         assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
         assert in_flight(made) == {"0x0"}  # a product ends before its inputs are overwritten
+
+
+@pytest.mark.parametrize("shared", sorted({*SHARED.values()} - {SHARED[75]}))
+@pytest.mark.parametrize("bits, rows", [(bits, rows) for bits in (4, 8) for rows in (16, 32, 64, 128)])
+def test_every_tile_fits(shared, bits, rows):
+    """By an upper bound of all versions of Triton: what does not fit is launched by ranks, and raises."""
+    for tile in products.tiles(rows, BF16, bits, shared):
+        held = tile.kwargs["DEPTH"] * (2 * rows + tile.kwargs["COLUMNS"] * bits // 8)
+        assert tile.num_stages > 1 and tile.num_stages * held <= shared
 
 
 @pytest.mark.parametrize("capability", THREE)
@@ -189,11 +202,11 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     """What is tried first; inputs that no tile divides."""
     bits = WEIGHTS[kind][0]
     rows = products.tile_rows(60, dtype, bits)
-    tile = products.tiles(rows, dtype, bits)[0]
+    tile = products.tiles(rows, dtype, bits, SHARED[capability])[0]
     multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
 
 
-@pytest.mark.parametrize("capability", (90, *dear(80, 86, 100)))
+@pytest.mark.parametrize("capability", (90, *dear(80, 86, 89, 100, 120)))
 @pytest.mark.parametrize("kind, rows", [
     ("mxfp4", 60), *dear(*((kind, rows) for kind in WEIGHTS for rows in (1, 17, 60, 128))),
 ])

@@ -73,7 +73,7 @@ def test_every_value(device, mode, group):
 def test_programs_share_tiles(device, dtype, mode, group, bits):
     """One tile of columns and many inputs: the sums come in parts, the same at every call."""
     layer, x, _ = case(device, dtype, mode, group, 3, 64, 4096, bias=False)
-    tile = products.tiles(16, dtype, bits)[0].kwargs
+    tile = products.tiles(16, dtype, bits, 1 << 17)[0].kwargs
     assert tile["COLUMNS"] == 64 and 4096 // tile["DEPTH"] >= 2 * products.LEAST_STEPS
     found = layer(x)
     assert error(found, exactly(layer, x)) < (2e-2 if dtype == torch.bfloat16 else 2e-6)
