@@ -145,7 +145,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
               verify=o.verify, **vars(runtime))
     engine, plain = llm.engine, None
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-         f" {engine.slots} slots: {engine.cache_bytes / 1e9:.2f} GB")
+         f" {engine.slots} slots: up to {engine.cache_bytes / 1e9:.2f} GB")
     encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -240,6 +241,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return zeros. On a CPU a page takes no memory until it is written: caches grow with their requests."""
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 class KVCache(nn.Module):
     """Keys and values of one layer: two buffers [B, S, nkv, hd] that keep their address.
 
@@ -252,7 +262,7 @@ class KVCache(nn.Module):
         super().__init__()
         shape = (batch, args.num_kv_heads, slots, args.head_dim)
         for name in ("k", "v"):
-            buffer = torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
+            buffer = lazy_zeros(shape, dtype, device).transpose(1, 2)
             self.register_buffer(name, buffer, persistent=False)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:

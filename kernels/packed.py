@@ -23,7 +23,19 @@ from torch import Tensor
 
 from kernels.quantized import FOUR_BITS, MXFP4, Quantized
 from kernels.tp import Summed
-from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
+from model import (
+    MLP,
+    Block,
+    Experts,
+    KVCache,
+    KVCaches,
+    ModelArgs,
+    Pass,
+    RMSNorm,
+    TargetBlock,
+    Transformer,
+    lazy_zeros,
+)
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
 from networks.hybrid import SharedExperts
 from tree import FREE
@@ -101,7 +113,7 @@ class ByteCache(CpuCache):
     def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str):
         nn.Module.__init__(self)
         for name, shape in zip(("k", "v"), shapes):
-            buffer = torch.zeros(shape, dtype=torch.uint8, device=device).transpose(1, 2)
+            buffer = lazy_zeros(shape, torch.uint8, device).transpose(1, 2)
             self.register_buffer(name, buffer, persistent=False)
 
 
