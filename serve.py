@@ -108,7 +108,8 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     engine, checkpoint = llm.engine, llm.target.checkpoint
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
-    note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots: up to {engine.cache_bytes / 1e9:.2f} GB")
+    note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots:"
+         f" up to {engine.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
         if line := engine.explain(noisy):
