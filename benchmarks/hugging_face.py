@@ -14,9 +14,8 @@ import torch
 from bench import Decoded
 
 from checkpoint.loading import load_model
-from checkpoint.writer import staging
 from common.errors import InputError
-from common.files import read_json
+from common.files import read_json, staging
 from model import Transformer, blank
 from tokens.tokenizer import copy_files
 

@@ -36,10 +36,11 @@ from checkpoint.loading import build_module, check_head_fits
 from checkpoint.medusa_layouts import target_inside
 from checkpoint.source import Entry, Source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
-from checkpoint.writer import Planned, fill, staging
+from checkpoint.writer import Planned, fill
 from common.cli import library_errors, note
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError
+from common.files import staging
 from common.schema import named
 from common.torchrun import several
 from kernels.quantized import MXFP4, Scheme

@@ -22,8 +22,8 @@ from checkpoint.huggingface import PUBLISHED
 from checkpoint.layouts import Answers, Published, ReadHead
 from checkpoint.medusa_layouts import read_medusa, write_medusa
 from checkpoint.source import Source
-from checkpoint.writer import staging
 from common.errors import InputError
+from common.files import staging
 from model import ModelArgs
 from networks.head import Head
 

@@ -1,17 +1,11 @@
-"""Writing a checkpoint folder: tensors are streamed in blocks of rows.
-
-The folder appears under its name when it is complete, not before, also after a kill and a power cut.
-"""
+"""Write config.json and weights of a checkpoint folder; tensors are streamed in blocks of rows."""
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +17,6 @@ from checkpoint.folder import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
 from common.errors import InputError
-from common.files import exchange, held, left_behind, sync
 from common.schema import named
 
 WRITTEN_DTYPES = {  # with safetensors' names for them
@@ -46,32 +39,6 @@ class Planned:
     def nbytes(self) -> int:
         """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@contextlib.contextmanager
-def staging(out: Path, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
-    """A context whose value is an empty folder beside `out`. At the end it takes the place of `out`.
-
-    kept: of what is in `out` and not in the new folder, which is kept: folders, such as heads. If `out` is a
-    link, what it leads to is replaced. After an error and on Ctrl-C nothing is left; what an earlier, killed
-    process has left is removed. Raises InputError if it cannot be written.
-    """
-    place = out.resolve()
-    temporary = place.parent / f".{place.name}.tmp-{os.getpid()}"
-    held_open = None
-    try:
-        _clear(place)
-        temporary.mkdir(parents=True)
-        held_open = os.open(temporary, os.O_RDONLY)
-        held(held_open)
-        yield temporary
-        _publish(temporary, place, kept)
-    except OSError as e:
-        raise InputError(f"{out}: cannot be written ({e})") from None
-    finally:  # also on Ctrl-C
-        shutil.rmtree(temporary, ignore_errors=True)
-        if held_open is not None:
-            os.close(held_open)
 
 
 def fill(
@@ -149,47 +116,3 @@ def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point and dtype != block.dtype and count_nonfinite(cast) > count_nonfinite(block):
         raise InputError(f"{what} overflows {str(dtype)[6:]}: choose another --dtype")
     return cast
-
-
-def _clear(out: Path) -> None:
-    """Remove leftovers of a killed process beside `out`.
-
-    If folders cannot be exchanged in one step, it may have been killed between the two: restore the old one.
-    """
-    for old in left_behind(out.parent, f".{out.name}.old-", ""):
-        if not out.exists():
-            os.replace(old, out)
-        else:
-            shutil.rmtree(old, ignore_errors=True)
-    for half in left_behind(out.parent, f".{out.name}.tmp-", ""):
-        shutil.rmtree(half, ignore_errors=True)
-
-
-def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
-    """Let the finished folder take the place of `out`. After a kill, one of both is there, complete.
-
-    Kept parts of the old folder are linked into the new one before.
-    """
-    there = [*out.iterdir()] if out.exists() else []
-    for old in [p for p in there if kept(p) and not (temporary / p.name).exists()]:
-        if old.is_symlink():
-            os.symlink(os.readlink(old), temporary / old.name)
-        elif old.is_dir():
-            shutil.copytree(old, temporary / old.name, symlinks=True, copy_function=_link)
-        else:
-            _link(str(old), str(temporary / old.name))
-    for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
-        if path.is_file() or path.is_dir():  # no dangling link
-            sync(path)
-    try:
-        os.replace(temporary, out)
-    except OSError:  # there is a folder, maybe since a moment: of another start
-        exchange(temporary, out)
-    sync(out.parent)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)

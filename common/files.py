@@ -1,15 +1,13 @@
-"""Files: written whole or not at all, read with one-line errors."""
+"""Files and folders: written completely or not at all, read with one-line errors."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
-import glob
 import hashlib
 import json
 import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.errors import InputError
@@ -26,77 +24,62 @@ def writing(path: str | Path) -> Iterator[None]:
         raise
 
 
-def held(file: int) -> bool:
-    """Lock an open file or folder for as long as it stays open -> False if another process holds it.
-
-    The lock ends with the process: a name without a lock is a leftover.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # also on a file system without locks, where leftovers stay
-        return False
-    return True
-
-
-def left_behind(folder: Path, beginning: str, ending: str) -> Iterator[Path]:
-    """Yield what is named BEGINNING*ENDING and no living process holds: leftovers of killed runs."""
-    for path in folder.glob(f"{glob.escape(beginning)}*{ending}"):
-        with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDONLY)
-            try:
-                if held(file):
-                    yield path
-            finally:
-                os.close(file)
-
-
-def sync(path: str | Path) -> None:
-    """Flush a file, or the names in a folder, to the disk. Raises OSError."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def exchange(new: Path, old: Path) -> None:
-    """Let two folders swap names in one step, where the system can; else in two. Raises OSError.
-
-    Killed between the two, it leaves the old one beside itself, named .NAME.old-PID.
-    """
-    swap = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux
-    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if swap and swap(here, os.fsencode(new), here, os.fsencode(old), both) == 0:
-        return
-    aside = old.with_name(f".{old.name}.old-{os.getpid()}")
-    os.replace(old, aside)
-    os.replace(new, old)
-    os.replace(aside, new)
-
-
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write to. At the end the file takes the place of `path`.
+    """Yield a temporary path beside `path` to write to; at the end it replaces `path`.
 
-    After an error the temporary file is gone and `path` is as before. Leftovers of killed runs are removed.
-    If `path` is a link, what it leads to is replaced. A device or a pipe is written directly. Raises OSError.
+    After an error the temporary file is gone and `path` is as before. If `path` is a link, its destination is
+    replaced. A device or a pipe is written directly. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         yield path
         return
-    for old in left_behind(path.parent, f".{path.name}.", ".partial"):
-        old.unlink()
     # Another process or thread may be writing the same file.
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        with writing(path), open(part, "wb") as file:
-            held(file.fileno())
+        with writing(path):
+            part.touch()
             yield part
-            os.fsync(file)  # else a power cut could leave the new name with old, or no, contents
             os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def staging(out: Path, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
+    """Yield an empty folder beside `out`; at the end it replaces `out`.
+
+    kept: which entries of `out` stay if the new folder has none of that name: by default folders, such as
+    heads. If `out` is a link, its destination is replaced. After an error and on Ctrl-C the temporary folder
+    is removed. Raises InputError if it cannot be written.
+    """
+    place = out.resolve()
+    temporary = place.with_name(f".{place.name}.tmp-{os.getpid()}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # in a container, process ids repeat
+        temporary.mkdir(parents=True)
+        yield temporary
+        _replace_folder(temporary, place, kept)
+    except OSError as e:
+        raise InputError(f"{out}: cannot be written ({e})") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_folder(new: Path, out: Path, kept: Callable[[Path], bool]) -> None:
+    try:
+        os.replace(new, out)
+    except OSError:
+        if not out.is_dir():
+            raise
+        old = new.with_name(f"{new.name}.old")
+        out.rename(old)
+        new.rename(out)
+        for entry in filter(kept, old.iterdir()):
+            if not os.path.lexists(out / entry.name):
+                entry.rename(out / entry.name)
+        shutil.rmtree(old)
 
 
 def write_text(path: str | Path, text: str) -> None:

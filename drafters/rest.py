@@ -34,10 +34,9 @@ from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from checkpoint.folder import read_config
-from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command
 from common.errors import InputError, counted
-from common.files import check_file, read_json, read_text
+from common.files import check_file, read_json, read_text, staging
 from common.schema import Schema, Sha256, whole
 from drafters.base import Drafter, Proposal, Setup, constants
 from tokens.dataset import read_rows, row_texts

@@ -19,9 +19,9 @@ from checkpoint.folder import CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_head, load_model
 from checkpoint.source import resolve_source
-from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError, counted
+from common.files import staging
 from engine.engine import Engine
 from kernels.backend import TORCH
 from kernels.choose import choose_backend

@@ -14,6 +14,7 @@ from checkpoint import writer
 from checkpoint.convert import convert, converted_folder
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
+from common import files
 
 
 def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
@@ -89,7 +90,7 @@ def test_two_starts_convert_at_once(tmp_path, monkeypatch):
             shutil.copytree(part, out)
         replace(part, out)
 
-    monkeypatch.setattr(writer.os, "replace", late)
+    monkeypatch.setattr(files.os, "replace", late)
     assert converted_folder(str(source), print) == "checkpoints/model" and load_model("checkpoints/model")
     assert os.listdir("checkpoints") == ["model"]
 
