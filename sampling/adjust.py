@@ -76,10 +76,10 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     wanted = torch.where(top_k > 0, top_k, V).clamp(max=V).view(per_row)
     by_rank = ordered.gather(-1, (wanted - 1).expand(*logits.shape[:2], 1))  # the last one kept
     warm = torch.where(temperature > 0, temperature, 1.0).view(per_row)
-    scaled = torch.where(ordered >= by_rank, ordered, float("-inf")) / warm
-    # In whole 2^-32 of the likeliest token's weight: such sums do not depend on the order, nor the cut on who
-    # computes it.
-    mass = ((scaled - scaled[..., :1]).exp().double() * 2.0**32).long().cumsum(-1)
+    below = torch.where(ordered >= by_rank, ordered, float("-inf")) - ordered[..., :1]  # at most 0
+    # In whole 2^-32 of the top-1 token's weight: such sums do not depend on the order, nor the cut on who
+    # computes it. Logits themselves, divided by a tiny temperature, would overflow.
+    mass = ((below / warm).exp().double() * 2.0**32).long().cumsum(-1)
     need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
     by_mass = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
     by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # 1 keeps also what weighs nothing

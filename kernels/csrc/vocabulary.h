@@ -205,13 +205,13 @@ inline void restrict_row(const float* logits, int64_t V, float temperature, int6
   if (top_p < 1) {
     // In whole 2^-32 of the likeliest token's weight: such sums do not depend on the order.
     float most = LEAST;
-    for (int64_t i = 0; i < V; i++) most = std::max(most, logits[i] / temperature);
+    for (int64_t i = 0; i < V; i++) most = std::max(most, logits[i]);
     std::vector<uint64_t> mass(V);
     uint64_t total = 0;
     for (int64_t i = 0; i < V; i += LANES) {
       const int64_t rest = V - i;
       alignas(64) float weights[LANES];
-      store(weights, exponential(Fp32::get(logits + i, rest) / temperature - most) * 4294967296.0f);
+      store(weights, exponential((Fp32::get(logits + i, rest) - most) / temperature) * 4294967296.0f);
       for (int64_t l = 0; l < std::min<int64_t>(LANES, rest); l++)
         if (keys[i + l] >= least) total += mass[i + l] = uint64_t(weights[l]);
     }

@@ -101,7 +101,7 @@ def weigh_kernel(
         each, at = tl.arange(0, WIDE), chunk * CHUNK + tl.arange(0, CHUNK)
         top = tl.max(tl.load(order + each * CHUNK, mask=each < CHUNKS, other=LEAST), 0)
         key = tl.load(order + at)
-        share = tl.exp(number_of(key) / warm - number_of(top) / warm)
+        share = tl.exp((number_of(key) - number_of(top)) / warm)
         weight = tl.where(key == LEAST, 0, (share * 4294967296.0).to(tl.int64))
         tl.store(mass + row * CHUNKS * CHUNK + at, tl.cumsum(weight, 0))
 

@@ -229,5 +229,6 @@ def test_restrict(both, top_k, top_p):
     logits = random(3, 3, 300, seed=top_k) * 4
     logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
     logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
-    requests = torch.tensor([0.7, 1.3, 0.0]), torch.full((3,), top_k), torch.full((3,), top_p)
-    same(*reversed(both(call("restrict"), logits, *requests)))
+    for temperature in ([0.7, 1.3, 0.0], [1e-38, 1e-4, 1e6]):  # a tiny one divides to infinity
+        requests = torch.tensor(temperature), torch.full((3,), top_k), torch.full((3,), top_p)
+        same(*reversed(both(call("restrict"), logits, *requests)))

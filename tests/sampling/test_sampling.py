@@ -98,6 +98,14 @@ def test_every_node_is_the_end_of_its_path():
                 torch.testing.assert_close(found[b, t].double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", (1e-38, 1e-30, 1e-4))
+def test_a_tiny_temperature_keeps_the_top_token(temperature):
+    """Divided by it, logits are infinite."""
+    logits, more = torch.tensor([[[-50.0, 30.0, 20.0, -90.0]]]), (torch.tensor([0]), torch.tensor([0.9]))
+    kept = restrict(logits, torch.tensor([temperature]), *more)
+    assert kept.isfinite().tolist() == [[[False, True, False, False]]]
+
+
 @pytest.mark.parametrize("top_k", [0, 1, 5, 300, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
 def test_restrict_equals_sorting(top_k, top_p):
