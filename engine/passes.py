@@ -117,10 +117,11 @@ class Passes:
         self.slots = round_up(max_seq_len + max(self.extra, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
         self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
-        self.cache_bytes = self._check_memory(batch * self.unread * width * weight.element_size())
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SLOT_STEP if self.compiled else 0)
+        unread_bytes = batch * self.unread * width * weight.element_size()
+        self.cache_bytes = self._check_memory(allocated, unread_bytes)
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, dtype, self.device)
         self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
@@ -190,15 +191,15 @@ class Passes:
                     f" {rows} nodes on {levels} levels; draft a smaller one"
                 )
 
-    def _check_memory(self, unread_bytes: int) -> int:
+    def _check_memory(self, slots: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
-        dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
+        dtype, size = self.target.embed.weight.dtype, (self.batch, slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, dtype) + unread_bytes
         free, beside = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
         if free is not None and need + beside > free:
             passes = f" and passes {beside / 1e9:.1f} GB" if beside else ""
             raise ValueError(
-                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB{passes},"
+                f"the caches of {self.batch} x {slots} slots need {need / 1e9:.1f} GB{passes},"
                 f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
                 " decoded together"
             )

@@ -8,7 +8,7 @@ from helpers import edit
 
 ASKED = {  # of every command, and of two without a prompt: its options; TARGET and so on are made below
     "generate": ("--no-compile", "--checkpoint", "TARGET", "--prompt", "x"),
-    "serve": ("--checkpoint", "TARGET"), "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
+    "serve": ("--checkpoint", "TARGET", "--port", "0"), "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
     "train": ("--checkpoint", "TARGET", "--out", "OUT", "--prompts", "PROMPTS"),
     "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "PUBLISHED"),
     "drafters.rest": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
@@ -54,7 +54,7 @@ MISTAKES = (
     ("quantize", "--mode int4 --calibrate TEXT --text ./TEXT", "name two files"),
     ("serve", "--api-key ", "--api-key: is empty; give a key"),
     ("serve", "--cors localhost:3000", "--cors localhost:3000: an origin is *, or such as https://host or"),
-    ("serve", "--host a..b", "--host a..b --port 8000: "),
+    ("serve", "--host a..b", "--host a..b --port 0: "),
     ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
     ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
