@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import fields, replace
 
+from common import STARTED
 from common.cli import Options, check_writable, command, note, positive, within
 from common.errors import InputError
 from common.files import read_json, read_text
@@ -18,7 +19,6 @@ from sampling.options import RULES, Sampling, add_sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import ANY_OBJECT, grammar_of
 
-STARTED = time.perf_counter()
 Prompts = list[str | list[int]]
 TURNS = 3  # of --compare
 

@@ -12,12 +12,12 @@ import sys
 import time
 
 # Imports of torch wait until options have been read: --help answers at once.
+from common import STARTED
 from common.cli import Options, command, note, within
 from common.errors import InputError
 from common.torchrun import is_first, several
 from drafters import AUTO, Drafting, add_drafting
 
-STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
 

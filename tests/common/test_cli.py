@@ -1,7 +1,9 @@
 """How a command ends, and how its options are checked."""
 import argparse
+import sys
 
 import pytest
+from helpers.launching import run
 from helpers.refusals import refused
 
 from common import VERSION
@@ -56,3 +58,9 @@ def test_options_are_parsed_and_then_judged_in_order(capsys):
         with pytest.raises(SystemExit):
             p.read([option])
         assert "".join(capsys.readouterr()) == f"{printed}\n"
+
+
+@pytest.mark.parametrize("command", ("generate", "serve"))
+def test_the_time_until_a_command_is_ready_counts_its_imports(command):
+    timed = f"import time; began = time.perf_counter(); import {command}; print({command}.STARTED - began)"
+    assert float(run(sys.executable, "-c", timed)) < 0.1
