@@ -8,7 +8,8 @@ from helpers import edit
 
 ASKED = {  # of every command, and of two without a prompt: its options; TARGET and so on are made below
     "generate": ("--no-compile", "--checkpoint", "TARGET", "--prompt", "x"),
-    "serve": ("--checkpoint", "TARGET", "--port", "0"), "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
+    "serve": ("--checkpoint", "TARGET", "--port", "0"),
+    "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
     "train": ("--checkpoint", "TARGET", "--out", "OUT", "--prompts", "PROMPTS"),
     "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "PUBLISHED"),
     "drafters.rest": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
