@@ -547,8 +547,11 @@ class Block(nn.Module):
     """One decoder layer.
 
     A layer of the target norms what it reads (`TargetBlock`); the first layer of a head does not. layer: its
-    number, which tells its window.
+    number, which tells its window. standard: it has this class's parts in this order, so that a kernel may
+    compute it. fused: a backend's kernel for `forward`, called with this block and the arguments.
     """
+
+    standard, fused = True, None
 
     def __init__(self, args: ModelArgs, input_size: int | None = None, layer: int = 0):
         super().__init__()
@@ -571,6 +574,8 @@ class Block(nn.Module):
 
         inputs: what attention reads if it is not x, [B, T, input_size].
         """
+        if self.fused is not None:
+            return self.fused(self, x, cache, shared, inputs)
         qkv = self.project(x if inputs is None else inputs)
         return self.finish(x, self.attend(cache, qkv, shared))
 
@@ -630,10 +635,10 @@ class Transformer(nn.Module):
 
     backend: what it was prepared for (`kernels.backend`), None: nothing. whole: that backend computes all of
     its layers. Caches: the class of its caches. ranks: the processes that share it, if several
-    (`kernels.tp`).
+    (`kernels.tp`). fused: a backend's kernel for `forward`, called with this model and the arguments.
     """
 
-    backend, whole, ranks = None, False, None
+    backend, whole, ranks, fused = None, False, None, None
     Caches = KVCaches
     most_rows = most_levels = None  # of a pass, and of a tree below its root; None: unlimited
     keeps_state = False  # beside keys and values: only texts that are read in order may be in a pass
@@ -668,6 +673,8 @@ class Transformer(nn.Module):
         (before the final norm) and, when `aux_layers` is given, the residual streams entering those layers
         side by side [B, T, len(aux_layers)*H], else None.
         """
+        if self.fused is not None:
+            return self.fused(self, tokens, positions, slots, visible, caches, aux_layers)
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions

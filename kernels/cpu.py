@@ -19,6 +19,7 @@ from kernels import packed
 from kernels.backend import TorchBackend
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
+from networks.eagle import Eagle3Head
 from tree import FREE, Growth, Prices, Tree
 
 
@@ -117,8 +118,8 @@ class CpuBackend(TorchBackend):
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
-        if isinstance(head, packed.PackedEagle3Head) and head.at_once:
-            *fields, state.levels = head.draft(drafter, state, slots, noise)
+        if isinstance(head, Eagle3Head) and head.fused is not None and head.fused.grows:
+            *fields, state.levels = head.fused.draft(drafter, state, slots, noise)
             return Tree(*fields)
         return super().draft(drafter, state, slots, noise)
 
@@ -126,8 +127,10 @@ class CpuBackend(TorchBackend):
         self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor,
         caches: packed.CpuCaches, aux_layers: tuple[int, ...], scored: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(target, packed.PackedTransformer):
-            return target.verify(nodes, state.length, slots.shape[0], caches, aux_layers, scored)
+        if target.fused is not None:
+            return target.fused.verify(
+                target, nodes, state.length, slots.shape[0], caches, aux_layers, scored
+            )
         return super().verify(target, nodes, state, slots, caches, aux_layers, scored)
 
     def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:

@@ -3,9 +3,8 @@
 `pack_models` puts models there, in place. Packed modules are for decoding only: they have no gradient and no
 `weight`. Each has the backend whose operators (`ops`, see csrc/operators.cpp) it calls.
 
-Linear layers, MLPs and norms are replaced by modules of another kind. A block, a target or an EAGLE-3 head
-keeps its identity: once its layers are packed, its class becomes a subclass whose pass is one operator, as
-FSDP does with the modules that it shards.
+Linear layers, MLPs and norms are replaced by packed modules in their parents. A block, a target or an EAGLE-3
+head stays, and gets an object in its attribute `fused` that computes its whole pass in one operator.
 """
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
@@ -36,7 +35,7 @@ from model import (
     Transformer,
     lazy_zeros,
 )
-from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
+from networks.eagle import Eagle3Head, PEagleHead
 from networks.hybrid import SharedExperts
 from tree import FREE
 
@@ -95,7 +94,7 @@ class CpuCaches(KVCaches):
         """
         if self._network[0] is not model:
             args = model.args
-            stack = self.backend.ops.stack(*model.packed_weights, *self.lists, args.norm_eps)
+            stack = self.backend.ops.stack(*model.fused.weights, *self.lists, args.norm_eps)
             of = model.embed.weight, model.inv_freq.float(), args.rope_factor, stack, args.norm_eps
             self._network = model, of
         return self._network[1]
@@ -232,90 +231,88 @@ def _angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[
     return ops.angles(positions, inv_freq.float(), args.rope_factor)
 
 
-class PackedBlock(Block):
-    """A block as one operator."""
+# -- whole passes ------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
-        read = None if isinstance(self, TargetBlock) else x if inputs is None else inputs
-        ops = self.wqkv.backend.ops
-        eps = self.mlp_norm.eps
-        stack = ops.stack(*self.packed_weights, [cache.k], [cache.v], eps)
-        angles = self.own(shared.angles(partial(_angles, ops)))
+
+class FusedBlock:
+    """The pass of one layer as one operator. weights: see `_weights`."""
+
+    def __init__(self, block: Block):
+        self.weights = _weights(block)
+
+    def __call__(
+        self, block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None
+    ) -> Tensor:
+        """`Block.forward` of this block."""
+        read = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
+        ops, eps = block.wqkv.backend.ops, block.mlp_norm.eps
+        stack = ops.stack(*self.weights, [cache.k], [cache.v], eps)
+        angles = block.own(shared.angles(partial(_angles, ops)))
         x, _ = ops.layers(x, *angles, stack, shared.slots, shared.visible, eps, (), read)
         return x
 
 
-class PackedTargetBlock(PackedBlock, TargetBlock):
-    """A target's block as one operator."""
+class FusedTransformer:
+    """The pass of a whole target as one operator. scoring: see `_scoring`."""
 
+    def __init__(self, target: Transformer, scoring: tuple):
+        self.weights, self.scoring = _joined(target.layers), scoring
+        self.embedding_scale = target.args.embedding_scale(target.embed.weight.dtype)
 
-class PackedEagle3Block(PackedBlock, Eagle3Block):
-    """An EAGLE-3 head's first block as one operator."""
-
-
-class PackedTransformer(Transformer):
-    """A target whose pass is one operator."""
-
-    def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
-        aux_layers: tuple[int, ...] = (),
+    def __call__(
+        self, target: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
+        caches: CpuCaches, aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        given = tokens, positions, slots, visible, self.scale, aux_layers
-        x, features = self.backend.ops.target(*given, *caches.network(self))
+        """`Transformer.forward` of this target."""
+        given = tokens, positions, slots, visible, self.embedding_scale, aux_layers
+        x, features = target.backend.ops.target(*given, *caches.network(target))
         return x, features if aux_layers else None
 
     def verify(
-        self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int, caches: CpuCaches,
-        aux_layers: tuple[int, ...], scored: tuple[int, int],
+        self, target: Transformer, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int,
+        caches: CpuCaches, aux_layers: tuple[int, ...], scored: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
-        """`TorchBackend.verify` in one operator. slots: how many are live."""
-        given = length, slots, *scored, self.scale, aux_layers, *self.scoring
-        logits, features = self.backend.ops.verify(*nodes, *given, *caches.network(self))
+        """`TorchBackend.verify` in one operator. slots: the number of live slots."""
+        given = length, slots, *scored, self.embedding_scale, aux_layers, *self.scoring
+        logits, features = target.backend.ops.verify(*nodes, *given, *caches.network(target))
         return logits, features if aux_layers else None
 
 
-class PackedEagle3Head(Eagle3Head):
-    """An EAGLE-3 head whose pass is one operator, as far as that has its variants.
+class FusedEagle3Head:
+    """The pass of all layers of an EAGLE-3 head as one operator.
 
-    at_once: `draft` grows its whole tree in one operator.
+    grows: `draft` grows its whole tree in one operator, scored by `scoring`.
     """
 
-    packed_weights = None
-    at_once = False
+    def __init__(self, head: Eagle3Head, scoring: tuple | None):
+        self.weights, self.scoring = _joined([head.layer, *head.more_layers]), scoring
+        one_pass = isinstance(head, PEagleHead)
+        self.grows = scoring is not None and not (one_pass or head.args.recycle_normed)
 
-    def run_layers(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    def __call__(
+        self, head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor,
+        visible: Tensor, caches: CpuCaches,
     ) -> Tensor:
-        if self.packed_weights is None:
-            return super().run_layers(tokens, feature, positions, slots, visible, caches)
-        return self.backend.ops.head(tokens, feature, positions, slots, visible, *self._pass(caches))
+        """`Eagle3Head.run_layers` of this head."""
+        return head.backend.ops.head(tokens, feature, positions, slots, visible, *self._network(head, caches))
 
-    def _pass(self, caches: CpuCaches) -> tuple:
+    def _network(self, head: Eagle3Head, caches: CpuCaches) -> tuple:
         """Return what operators take of this head for a pass, as csrc/operators.cpp: Head."""
-        return self.layer.embed_norm.scale, self.layer.feature_norm.scale, *caches.network(self)
+        return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
         """Return the fields of the tree that `TorchBackend.draft` grows with this head, and its levels."""
-        ops, shape, fc = self.backend.ops, drafter.shape, self.fc
+        head, shape = drafter.network, drafter.shape
+        ops, fc = head.backend.ops, head.fc
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
         growing = (
             state.root, state.length, *sizes, *(state.prices or FREE), *self.scoring,
-            noise if drafter.coupled else None, self.draft_ids, *self._pass(drafter.caches),
+            noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
-        if self.fc_norms or not isinstance(fc, PackedLinear):
+        if head.fc_norms or not isinstance(fc, PackedLinear):
             return ops.grow(drafter.catch_up(state, slots), *growing)
         unread = drafter.own_features(state.features), state.window, *fc.operands, fc.columns
         return ops.draft(state.tokens, state.n_new, *unread, *growing)
-
-
-class PackedPEagleHead(PackedEagle3Head, PEagleHead):
-    """A P-EAGLE head whose layers are one operator."""
-
-
-AT_ONCE = {  # the subclass that a module of each class takes
-    Block: PackedBlock, TargetBlock: PackedTargetBlock, Eagle3Block: PackedEagle3Block,
-    Transformer: PackedTransformer, Eagle3Head: PackedEagle3Head, PEagleHead: PackedPEagleHead,
-}
 
 
 # -- packing models ----------------------------------------------------------------------------
@@ -359,33 +356,26 @@ def pack_models(backend, *models: nn.Module) -> bool:
         for block in model.modules():
             if isinstance(block, Block) and attends and block.sinks is not None:
                 block.sinks = _constant(block.sinks.detach().float())
-            if type(block) in AT_ONCE and isinstance(block, Block) and attends and _is_packed(block):
-                block.packed_weights = _weights(block)
-                block.__class__ = AT_ONCE[type(block)]
+            if isinstance(block, Block) and block.standard and attends and _is_packed(block):
+                block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
             # With several ranks a layer's sums are theirs: an operator for each part.
             model.whole = attends and all(_is_packed(layer, summed=True) for layer in model.layers)
             complete = complete and model.whole
-            model.scoring = _scoring(model)
-            together = model.scoring is not None and all(_is_packed(layer) for layer in model.layers)
-            if model.whole and type(model) in AT_ONCE and together:
-                model.packed_weights, model.scale = _together(model.layers), model.args.embedding_scale(dtype)
-                model.__class__ = AT_ONCE[type(model)]
-        if isinstance(model, Eagle3Head):
-            _pack_head(model, attends)
+            scoring = _scoring(model)
+            if model.whole and scoring is not None and all(layer.fused for layer in model.layers):
+                model.fused = FusedTransformer(model, scoring)
+        if isinstance(model, Eagle3Head) and _fits_operator(model):
+            model.fused = FusedEagle3Head(model, _scoring(model))
     return complete
 
 
-def _pack_head(head: Eagle3Head, attends: bool) -> None:
-    head.__class__ = AT_ONCE.get(type(head), type(head))
-    layers, first = [head.layer, *head.more_layers], head.layer
+def _fits_operator(head: Eagle3Head) -> bool:
+    """Return whether `ops.head` computes this variant, with these weights."""
+    first = head.layer
     plain = isinstance(head.embed, nn.Embedding) and not first.norm_before_residual
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
-    if attends and plain and normed and all(map(_is_packed, layers)):
-        head.packed_weights = _together(layers)
-    head.scoring = _scoring(head)
-    level_by_level = type(head) is PackedEagle3Head and not head.args.recycle_normed  # P-EAGLE: one pass
-    head.at_once = level_by_level and None not in (head.scoring, head.packed_weights)
+    return plain and normed and all(layer.fused for layer in (first, *head.more_layers))
 
 
 def _scoring(model: Transformer | Eagle3Head) -> tuple | None:
@@ -415,10 +405,10 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     return [w for w in weights if w is not None], [has, layer.window, gate_up.mode]
 
 
-def _together(layers) -> tuple[list[Tensor], list[int]]:
-    """Return the weights of packed layers, one after the other."""
-    each = [layer.packed_weights for layer in layers]
-    return tuple([x for of in lists for x in of] for lists in zip(*each))
+def _joined(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
+    """Return the weights of fused layers, one layer after the other."""
+    each = [layer.fused.weights for layer in layers]
+    return tuple([x for one in lists for x in one] for lists in zip(*each))
 
 
 def takes_rows(columns: int, dtype: torch.dtype, device: torch.device) -> bool:

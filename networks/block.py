@@ -37,6 +37,8 @@ class BlockLayer(Block):
     The keys and values of the features come from the same weights as those of the rows.
     """
 
+    standard = False
+
     def __init__(self, args: BlockArgs, layer: int):
         super().__init__(args, layer=layer)
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)

@@ -63,8 +63,11 @@ class Eagle1Head(Head):
 class Eagle3Head(Head):
     """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
 
-    The flags of `HeadArgs` are the variants in SpecForge, SGLang and speculators.
+    The flags of `HeadArgs` are the variants in SpecForge, SGLang and speculators. fused: a backend's kernel
+    for `run_layers`, called with this head and the arguments.
     """
+
+    fused = None
 
     def __init__(self, args: HeadArgs):
         super().__init__(args)
@@ -94,6 +97,8 @@ class Eagle3Head(Head):
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
         """Compute the residual stream [B, T, H] after the last layer; arguments as for `forward`."""
+        if self.fused is not None:
+            return self.fused(self, tokens, feature, positions, slots, visible, caches)
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         inputs, x = self.layer.inputs(self.embed(tokens), feature)
         x = self.layer(x, caches[0], shared, inputs)

@@ -77,6 +77,8 @@ class SharedExperts(nn.Module):
 class GatedBlock(TargetBlock):
     """A layer with attention whose output is multiplied by a gate: `wqkv` computes q, k, v and the gate."""
 
+    standard = False
+
     def __init__(self, args: ModelArgs, layer: int = 0):
         super().__init__(args, layer)
         H, width = args.hidden_size, args.num_heads * args.head_dim
@@ -92,6 +94,8 @@ class GatedBlock(TargetBlock):
 
 class DeltaBlock(TargetBlock):
     """A layer with a gated delta net in place of attention."""
+
+    standard = False
 
     def __init__(self, args: ModelArgs, layer: int = 0):
         super().__init__(args, layer)

@@ -13,7 +13,7 @@ from drafters.eagle import Eagle
 from engine.engine import Engine
 from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
-from kernels.packed import PackedLinear, PackedTransformer
+from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
@@ -81,7 +81,7 @@ def test_a_packed_model_is_the_model(options):
     choose_backend("cpu").prepare(target, head)
     assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
     assert isinstance(head.fc, PackedLinear)
-    assert (head.packed_weights is None) == head.args.norm_before_residual  # whose pass stays in parts
+    assert (head.fused is None) == head.args.norm_before_residual  # whose pass stays in parts
     target = copy.deepcopy(target)
     after = decode()
     assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
@@ -157,7 +157,7 @@ def test_a_mixture(mode):
         for layer in target.layers:
             layer.mlp.router.weight.data *= 50  # so that rounding makes no tie
         defined, tokens, at = copy.deepcopy(target), torch.randint(0, 512, (2, 50)), torch.arange(50)[None]
-        assert choose_backend("cpu").prepare(target, head) and isinstance(target, PackedTransformer)
+        assert choose_backend("cpu").prepare(target, head) and target.fused
         found, want = target.causal(tokens)[0], defined.causal(tokens)[0]
         assert dtype != torch.float32 or (found - want).norm() < limit * want.norm()
         at, visible = at.expand(2, -1), (torch.arange(64) <= at[0, :, None]).expand(2, -1, -1)
@@ -183,7 +183,7 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     target, head = tiny(dtype, of_head=of_head)
     head.attend_to(window)
     choose_backend("cpu").prepare(target, head)
-    assert head.at_once != head.args.recycle_normed
+    assert head.fused.grows != head.args.recycle_normed
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
     state.window, state.backend = 4, target.backend
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
