@@ -41,8 +41,7 @@ def parser() -> Options:
     g.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]",
                    help=f"of {', '.join(METHODS)}; plain decoding always runs")
     for flag, value, what in (
-        ("--draft", "DIR", "head or draft model"), ("--tree", "SPEC", "as for generate.py"),
-        ("--accept", "RULE", "equal or residual"),
+        ("--draft", "DIR", "head or draft model"), ("--tree", "SPEC", "as for generate.py")
     ):
         metavar = f"[METHOD=]{value}"
         g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")

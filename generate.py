@@ -15,7 +15,7 @@ from common.errors import InputError
 from common.files import read_json, read_text
 from common.torchrun import several
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
-from sampling.options import RULES, Sampling, add_sampling
+from sampling.options import Sampling, add_sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import ANY_OBJECT, grammar_of
 
@@ -71,9 +71,6 @@ def parser() -> Options:
     add("--tree-nodes", type=within(2, MOST), help="nodes of the draft tree, root included")
     add("--tree-depth", type=within(0, MOST), help="expansions after the first level")
     add("--tree-width", type=within(1, MOST), help="nodes expanded per level")
-    rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
-    add("--accept", choices=RULES, default="equal",
-        help=f"how drafts are accepted at temperature > 0: {rules}")
     refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
 
@@ -170,11 +167,10 @@ def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampli
     tokenizer, ranks = engine.tokenizer, engine.target.ranks
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
     requests, turns, printed, interrupted = [], [], 0, False
-    rule = engine.drafter.rule if o.temperature > 0 else "equal"
 
     def print_one(i: int) -> None:
         if o.json:
-            row = as_json(requests[i], prompts[i], rule, ranks.count if ranks else 1)
+            row = as_json(requests[i], prompts[i], ranks.count if ranks else 1)
             print(json.dumps(row | compared([(a[i], b[i]) for a, b in turns], row)), flush=True)
         elif len(ids) > 1:
             text = as_text(requests[i], tokenizer)

@@ -62,10 +62,10 @@ def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
     return request.text if tokenizer else ",".join(map(str, request.ids))
 
 
-def as_json(request: Request, prompt: str | list[int], rule: str = "equal", ranks: int = 1) -> dict:
+def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
     """Return the object that `--json` prints.
 
-    rule: of acceptance. ranks: number of processes that the target was dealt among.
+    ranks: number of processes that the target was dealt among.
     """
     row = {
         "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
@@ -73,7 +73,7 @@ def as_json(request: Request, prompt: str | list[int], rule: str = "equal", rank
         "tokens_per_second": request.tokens_per_second, "tau": request.tau,
         "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
         "step_seconds": request.step_seconds, "seed": request.sampling.seed,
-        "finish": request.finish or "interrupted", "accept": rule, "ranks": ranks,
+        "finish": request.finish or "interrupted", "ranks": ranks,
     }
     if request.stop is not None:
         row["stop"] = request.stop

@@ -19,7 +19,6 @@ from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
 from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
-from sampling.options import RULES
 
 MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
 TARGET = "target"  # what a draft model is, as a checkpoint
@@ -62,7 +61,7 @@ METHODS: dict[str, Method | None] = {
     "hydra": Method("drafters.medusa", "Hydra heads: the same, each guess knowing those before it", "hydra"),
     "mtp": Method("drafters.eagle", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
-    "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying"),
+    "lookahead": Method("drafters.lookahead", "n-grams that the target predicts while verifying"),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
     "rest": Method("drafters.rest", "what followed the same words in a store of texts (REST)"),
     AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
@@ -218,7 +217,7 @@ def _heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class Drafting:
-    """Options of drafting and acceptance.
+    """Options of drafting.
 
     tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", as large as pays
     (`engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
@@ -228,7 +227,6 @@ class Drafting:
     method: str = "none"  # one of METHODS, or two with a plus; "none" is plain decoding
     draft: str | Path | None = None  # folder of the head (default CHECKPOINT/KIND) or of the draft model
     tree: TreeSpec = None
-    accept: str = "equal"  # one of `sampling.options.RULES`
     coupled: bool = True  # draft with the target's sampling noise
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
@@ -241,11 +239,6 @@ class Drafting:
         name, methods = self.method, methods_of(self.method)
         if isinstance(self.tree, str):
             object.__setattr__(self, "tree", read_tree(self.tree))
-        if self.accept not in RULES:
-            raise InputError(f"--accept {self.accept}: unknown; choose from {', '.join(RULES)}")
-        if self.accept != "equal" and [method.draft for method in methods.values()] != [TARGET]:
-            raise InputError(f"--accept {self.accept}: is for --speculate draft-model, which can draw its"
-                             f" proposals at random, not for {name}")
         if not any(method.draft for method in methods.values()):
             for option, value in (("draft", self.draft), ("tree", self.tree)):
                 if value:
@@ -278,8 +271,7 @@ class Drafting:
     def of(cls, o: argparse.Namespace) -> Drafting:
         """Return the drafting that a command's options ask for, see `add_drafting`."""
         return cls(
-            o.speculate, o.draft, o.tree, getattr(o, "accept", "equal"), o.coupled, o.draft_int8,
-            given_flags(o), window=o.draft_window,
+            o.speculate, o.draft, o.tree, o.coupled, o.draft_int8, given_flags(o), window=o.draft_window
         )
 
     def at(self, checkpoint: Path, say: Callable[[str], None]) -> Drafting:

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -57,29 +57,6 @@ class Setup:
             head.attend_to(window if window < self.max_seq_len else 0)
         self.prepare(head)
         return head
-
-
-class ExtraRows(NamedTuple):
-    """Rows that a drafter adds to the verify pass for its own use. They are never accepted.
-
-    learn: called in the step with the target's likeliest tokens [B, heard] at the last `heard` of these rows.
-    """
-
-    tokens: Tensor  # [B, E]
-    depth: Tensor  # [B, E] distance from the root
-    # [B, E, T+E] bool: the nodes of the tree and the extra rows that each attends to, itself included.
-    sees: Tensor
-    heard: int
-    learn: Callable[[Tensor], None]
-
-
-class Proposal(NamedTuple):
-    """The tree of one step."""
-
-    tree: Tree
-    # [B, T-1, V] of a chain drawn at random: the distribution of each node after the root.
-    distribution: Tensor | None = None
-    extra: ExtraRows | None = None
 
 
 def constants(module: nn.Module, **values) -> None:
@@ -145,9 +122,7 @@ class Drafter(nn.Module):
     """
 
     method = "none"  # of --speculate
-    rule = "equal"  # of acceptance, see `sampling.options`
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
-    extra_rows = 0  # that it adds to the verify pass, see `ExtraRows`
     made_of = ""  # identity of a drafter without weights, in evaluate.py's record
     all_layers: tuple[int, ...] = ()  # those of the features in the state, if it drafts beside another one
     reads = True  # its step reads the tokens committed before; if not, unread tokens add up
@@ -202,7 +177,7 @@ class Drafter(nn.Module):
     @property
     def extra_slots(self) -> int:
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
-        return self.shape.extra_slots + self.extra_rows
+        return self.shape.extra_slots
 
     def extra_slots_after(self, window: int) -> int:
         """Return `extra_slots` for the catch-up of another tree, with a wider window."""
@@ -247,11 +222,14 @@ class Drafter(nn.Module):
         for part in self.parts:
             part.read(state, features, positions, visible)
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         """Draft a tree below the root.
 
         state: an `engine.state.State`. slots [n]: the live cache slots 0..n-1.
         noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when
         greedy.
         """
-        return Proposal(Tree(state.root.clone(), state.zero, state.zero, state.one))
+        return Tree(state.root.clone(), state.zero, state.zero, state.one)
+
+    def observe(self, state, logits) -> None:
+        """Learn from the target's logits [B, T, V], or a `Part` of them, at the nodes that were proposed."""

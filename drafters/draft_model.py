@@ -13,10 +13,9 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Proposal, Setup, newest, unread_rows
+from drafters.base import Setup, newest, unread_rows
 from drafters.network import NetworkDrafter
 from model import KVCaches, Transformer
-from sampling.noise import PROPOSING
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
 
@@ -29,20 +28,11 @@ class DraftModel(NetworkDrafter):
 
     read_ahead = 1
 
-    def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True, rule: str = "equal"):
-        """rule "residual": proposals are drawn at random, as in the papers.
-
-        The tree must then be a chain, else ValueError is raised.
-        """
+    def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
         if model.keeps_state:  # its passes over drafted tokens would move the state on
             raise ValueError("--draft: a model with gated delta nets cannot draft for another one yet")
-        if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
-            raise ValueError(
-                "accepting by residuals needs a chain, such as --tree 6,4,1,"
-                f" not {shape.nodes},{shape.depth},{shape.width}"
-            )
-        self.model, self.rule = model, rule
+        self.model = model
 
     @property
     def network(self) -> Transformer:
@@ -55,19 +45,6 @@ class DraftModel(NetworkDrafter):
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
-
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        if noise is None or self.rule != "residual":
-            return super().propose(state, slots, noise)
-        temperature = state.temperature[:, None, None]
-        positions = state.length[:, None] + 1 + torch.arange(self.shape.window - 1, device=slots.device)
-        key, size = state.key ^ PROPOSING, self.model.args.vocab_size
-        own = state.backend.gumbel(key, positions, state.temperature, size)
-        logits: list[Tensor] = []
-        h = self.catch_up(state, slots)
-        grown = self.grow(h, state, slots, own, self.shape, logits)
-        tree = state.backend.prune(grown, state.root[:, 0])
-        return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read up to W rows that end with the root; the last step committed the last n_new of them."""
@@ -103,6 +80,4 @@ def build(setup: Setup) -> DraftModel:
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
     model = model.reaching(setup.max_seq_len)
-    chain = drafting.accept == "residual" and drafting.tree is None
-    tree = TreeShape(6, 4, 1) if chain else setup.grown_tree
-    return DraftModel(model, tree, drafting.coupled, drafting.accept)
+    return DraftModel(model, setup.grown_tree, drafting.coupled)

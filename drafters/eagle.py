@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Proposal, Setup
+from drafters.base import Setup
 from drafters.network import HeadDrafter
-from tree import EAGLE1_TREE, PathTree
+from tree import EAGLE1_TREE, PathTree, Tree
 
 
 class Eagle(HeadDrafter):
@@ -28,7 +28,7 @@ class StaticEagle(Eagle):
 
     grows = False
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         backend, noise, B = state.backend, self.draft_noise(noise), state.length.shape[0]
         h = self.catch_up(state, slots)
         tokens, scores, used = [state.root], [], 0
@@ -46,7 +46,7 @@ class StaticEagle(Eagle):
             tokens.append(ranked[:, level.nodes])  # of [B, rows * width]
             scores.append(level_scores[:, level.nodes])
         scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent
-        return Proposal(self.static.of(torch.cat(tokens, dim=1), scores))
+        return self.static.of(torch.cat(tokens, dim=1), scores)
 
 
 def build(setup: Setup) -> Eagle:

@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, Proposal, Setup, constants
-from tree import chains
+from drafters.base import Drafter, Setup, constants
+from tree import Tree, chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
 LONGEST = 4  # tokens of context that are compared, the root included
@@ -69,8 +69,8 @@ class Lookup(Drafter):
             for first, temperature, done in of_texts
         )
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        return Proposal(self.static.of(*state.backend.follow(self, state, slots)))
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        return self.static.of(*state.backend.follow(self, state, slots))
 
     def follow(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tree's tokens [B, T] and the log-probability of each after its parent [B, T].

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Proposal, Setup, constants, newest
+from drafters.base import Setup, constants, newest
 from drafters.network import HeadDrafter
 from networks.medusa import HydraHeads, MedusaHeads
-from tree import PAPER_TREE, PathTree, likely_tree, pick
+from tree import PAPER_TREE, PathTree, Tree, likely_tree, pick
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
 
@@ -32,7 +32,7 @@ class Medusa(HeadDrafter):
         super().__init__(head, shape, coupled)
         constants(self, level=[len(p) - 1 for p in shape.paths], rank=[p[-1] for p in shape.paths])
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         last = pick(state.features, newest(state, state.features.shape[1]))[:, 0]
         logits = self.head.logits(self.head.fuse(self.own_features(last)))
         logits = logits[:, : self.shape.window - 1]  # [B, levels, Vd]
@@ -40,7 +40,7 @@ class Medusa(HeadDrafter):
         scores, tokens = (x[:, self.level, self.rank] for x in found)
         root = state.root
         scores = torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
-        return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
+        return self.static.of(torch.cat((root, tokens), 1), scores)
 
 
 class Hydra(HeadDrafter):
@@ -48,7 +48,7 @@ class Hydra(HeadDrafter):
 
     grows = False
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(state, slots)  # [B, 1, H]
         k, root = self.shape.width, state.root
         paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]
@@ -60,7 +60,7 @@ class Hydra(HeadDrafter):
             level_scores, ranked = state.backend.rank(logits, shift, k, self._names)
             tokens.append(ranked.flatten(1)[:, level.nodes])
             scores.append(level_scores.flatten(1)[:, level.nodes])
-        return Proposal(self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1)))
+        return self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1))
 
 
 def published_tree() -> PathTree:

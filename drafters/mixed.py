@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Drafter, ExtraRows, Proposal
+from drafters.base import Drafter
 from tree import AnyTree, Tree, TreeShape
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
@@ -36,7 +35,6 @@ class Mixed(Drafter):
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         for part in parts:
             part.all_layers = self.aux_layers
-        self.extra_rows = max(part.extra_rows for part in parts)
         self.made_of = " ".join(part.made_of for part in parts)
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)
@@ -57,28 +55,19 @@ class Mixed(Drafter):
 
     @property
     def extra_slots(self) -> int:
-        # Extra rows stand behind the joint tree; a head's own rows behind the widest window.
-        extra = max(part.extra_slots - part.shape.nodes for part in self.parts)
-        own = (part.extra_slots_after(self.shape.window) for part in self.parts)
-        return max(self.shape.nodes + max(extra, 0), *own)
+        # A head's own rows stand behind the widest window.
+        return max(self.shape.nodes, *(p.extra_slots_after(self.shape.window) for p in self.parts))
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         prices, temperature = state.prices, state.temperature.clamp(0, 1)[:, None]
-        trees, extra, levels = [], None, 0
+        trees, levels = [], 0
         for part in self.parts:
             if prices is not None:  # a graph must change nothing but tensors
                 state.prices = prices if part is self.grown else None
-            tree, _, more = part.propose(state, slots, noise)
+            tree = part.propose(state, slots, noise)
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
-            extra, levels = extra or more, state.levels if part is self.grown else levels
+            levels = state.levels if part is self.grown else levels
         if prices is not None:
             state.prices, state.levels = prices, levels
-        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels, prices)
-        return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
-
-    def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:
-        """Put extra rows behind another tree. They see its root only."""
-        own = extra.sees[..., -extra.tokens.shape[1] :]
-        drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
-        return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))
+        return state.backend.join(*trees, self.shape.nodes, self.shape.levels, prices)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, Proposal, newest, unread_rows
+from drafters.base import Drafter, newest, unread_rows
 from kernels.backend import TorchBackend
 from model import KVCaches
 from networks.head import Head
-from tree import Growth, PathTree, TreeShape, pick
+from tree import Growth, PathTree, Tree, TreeShape, pick
 
 
 class NetworkDrafter(Drafter):
@@ -40,20 +40,18 @@ class NetworkDrafter(Drafter):
         self.coupled = coupled
         self.deepest = None if drafts is None else drafts - 1  # depth of the deepest tree; None: unlimited
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        return Proposal(state.backend.draft(self, state, slots, noise))
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        return state.backend.draft(self, state, slots, noise)
 
     def grow(
-        self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
-        level_logits: list[Tensor] | None = None,
+        self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape
     ) -> Growth:
         """All candidates below the root.
 
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
-        level_logits: takes the logits [B, R, Vd] of every level.
         """
         k, base, backend = shape.width, state.length + self.read_ahead, state.backend
-        scores, tokens = self._best(backend, last, noise, 0, k, level_logits)
+        scores, tokens = self._best(backend, last, noise, 0, k)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
         row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
@@ -69,7 +67,7 @@ class NetworkDrafter(Drafter):
             own_slots = row_slots[:, :rows] + drafted
             feature = self._rows(grown.beam_tokens, feature, positions, own_slots, visible)
             drafted += rows
-            children = self._best(backend, feature, noise, level + 1, k, level_logits)
+            children = self._best(backend, feature, noise, level + 1, k)
             if level + 1 < shape.depth:
                 feature = pick(feature, backend.extend(grown, *children, more=True))
             else:
@@ -77,16 +75,13 @@ class NetworkDrafter(Drafter):
         return grown
 
     def _best(
-        self, backend: TorchBackend, h: Tensor, noise: Tensor | None, step: int, k: int,
-        level_logits: list[Tensor] | None = None,
+        self, backend: TorchBackend, h: Tensor, noise: Tensor | None, step: int, k: int
     ) -> tuple[Tensor, Tensor]:
         """The k likeliest next tokens after rows h [B, R, H].
 
         Returns log-probabilities and target ids, both [B, R, k].
         """
         logits = self.network.logits(h)
-        if level_logits is not None:
-            level_logits.append(logits)
         return backend.rank(logits, None if noise is None else noise[:, step, None], k, self._names)
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
@@ -125,7 +120,7 @@ class HeadDrafter(NetworkDrafter):
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
         other = type(self)(self.head, shape, self.coupled)
-        for name in ("rule", "method", "caches"):
+        for name in ("method", "caches"):
             setattr(other, name, getattr(self, name))
         return other
 

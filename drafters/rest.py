@@ -38,7 +38,7 @@ from common.cli import Options, check_replaceable, command
 from common.errors import InputError, counted
 from common.files import check_file, read_json, read_text, staging
 from common.schema import Schema, Sha256, whole
-from drafters.base import Drafter, Proposal, Setup, constants
+from drafters.base import Drafter, Setup, constants
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 from tree import AnyTree, Tree, link
@@ -125,7 +125,7 @@ class Rest(Drafter):
         begin, end = self.search(state)
         return bool(((end > begin) & ~state.done[:, None]).any())
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         root, T, D = state.root, self.shape.nodes, self.depth
         begin, end = self.search(state)
         best = (end > begin).long().argmax(-1, keepdim=True)  # the longest is the first
@@ -159,7 +159,7 @@ class Rest(Drafter):
         share = torch.where(real_node, (top // (D + 1)).float() / live, 0.0).log()
         zero = torch.zeros_like(root)
         tokens, parents = torch.cat((root, token), 1), torch.cat((zero, parent), 1)
-        return Proposal(Tree(tokens, parents, *link(parents, D), torch.cat((zero.float(), share), 1)))
+        return Tree(tokens, parents, *link(parents, D), torch.cat((zero.float(), share), 1))
 
 
 def build(setup: Setup) -> Rest:

@@ -184,7 +184,7 @@ class Passes:
         """Raise ValueError if the target does not take a tree of such a size."""
         rows, levels = self.target.most_rows, self.target.most_levels
         for one in drafters if rows else ():
-            nodes, deep = one.shape.nodes + one.extra_rows, one.shape.window - 1
+            nodes, deep = one.shape.nodes, one.shape.window - 1
             if nodes > rows or deep > levels:
                 raise ValueError(
                     f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"

@@ -4,14 +4,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
 from kernels.tp import Part, agreed, logits_of, own_logits
 from model import KVCaches, Transformer
-from sampling.acceptance import accept_residual
 from sampling.adjust import adjust, allow, floor
 from sampling.options import Modes
 from tree import Tree, pick
@@ -46,7 +44,6 @@ class Verified(NamedTuple):
     """A tree that the target has read."""
 
     tree: Tree
-    distribution: Tensor | None  # see `drafters.base.Proposal`
     logits: Tensor  # [B, T, V], the target's at each node; see `kernels.tp.own_logits`
     features: Tensor | None  # [B, T, F]
     noise: Tensor | None  # [B, W, V]
@@ -61,22 +58,9 @@ def verify(
     Plain decoding has a tree of one node.
     """
     noise = noise_ahead(state, drafter.shape.window, target.args.vocab_size) if noisy else None
-    tree, distribution, extra = drafter.propose(state, slots, noise)
-    tree, distribution = agreed(target, tree, distribution)
-
-    T, heard, nodes = tree.tokens.shape[1], 0, (tree.tokens, tree.depth, tree.ancestors)
-    if extra is not None:
-        heard = extra.heard
-        tokens, depth, sees = nodes
-        nodes = (
-            torch.cat((tokens, extra.tokens), 1), torch.cat((depth, extra.depth), 1),
-            torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1),
-        )
-    own, features = state.backend.verify(target, nodes, state, slots, caches, drafter.aux_layers, (T, heard))
-    if extra is not None:
-        extra.learn(logits_of(target, own[:, T:], whole=True).argmax(-1))
-        own, features = own[:, :T], None if features is None else features[:, :T]
-    return Verified(tree, distribution, own, features, noise)
+    tree = agreed(target, drafter.propose(state, slots, noise))
+    own, features = state.backend.verify(target, tree, state, slots, caches, drafter.aux_layers)
+    return Verified(tree, own, features, noise)
 
 
 def commit(
@@ -90,17 +74,12 @@ def commit(
     root first.
     """
     backend, modes, window = state.backend, Modes(*modes), drafter.shape.window
-    tree, distribution, own, features, noise = verified
-    residual = modes.noisy and drafter.rule != "equal"
-    raw = logits_of(target, own, modes.rare or residual)
+    tree, own, features, noise = verified
+    raw = logits_of(target, own, modes.rare)
     logits = shape_logits(raw, state, modes, tree.tokens, tree.ancestors)
+    drafter.observe(state, logits)
     chosen = backend.draw(logits, noise, tree.depth)
-
-    if residual:
-        noise = pick(noise, tree.depth)
-        path, count, tokens = accept_residual(tree, distribution, logits, noise, chosen, state)
-    else:
-        path, count, tokens = backend.accept(tree, chosen, window)
+    path, count, tokens = backend.accept(tree, chosen, window)
     if modes.scored:
         state.score(pick(raw, path), tokens)
     # The root, the only node of plain decoding, is where it belongs already.

@@ -18,7 +18,6 @@ from evaluation.answers import Answer
 from kernels.tp import Ranks
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
-from sampling.options import RULES
 from tokens.ids import common_prefix
 
 # Largest error of a logit by rounding, as a share of the largest logit: twice the unit of the dtype. Actual
@@ -48,17 +47,6 @@ class Difference:
     def tie(self) -> bool:
         """True if rounding explains it."""
         return abs(self.gap) <= self.bound
-
-
-def label(method: str, rule: str) -> str:
-    """Name a method that accepts by this rule of `sampling.options`."""
-    return method if rule == "equal" else f"{method}+{rule}"
-
-
-def bound_to_be_plain(method: str, temperature: float) -> bool:
-    """Return True if the texts of a method with this label must be those of plain decoding."""
-    others = tuple(label("", rule) for rule in RULES if rule != "equal")
-    return temperature == 0 or not method.endswith(others)
 
 
 def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:

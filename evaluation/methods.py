@@ -14,7 +14,6 @@ from engine.prompt import encode
 from engine.request import Draft
 from engine.target import Target
 from evaluation.answers import PLAIN, Turn
-from evaluation.lossless import label
 from model import Block
 from sampling.options import Sampling
 from tokens.tokenizer import TooLong
@@ -40,11 +39,11 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
 
 
 def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Drafting]:
-    """Return each method's `Drafting` by its label, plain decoding first, as the options of evaluate.py ask.
+    """Return each method's `Drafting` by its name, plain decoding first, as the options of evaluate.py ask.
 
     Flags that only some methods take go to these. Raises InputError or ValueError.
     """
-    read = {name: by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree", "accept")}
+    read = {name: by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree")}
     given = given_flags(o)
     taken = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
@@ -52,8 +51,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
         window = o.draft_window if grows(name) or not any(map(grows, methods)) else None
-        drafting = Drafting(name, flags=flags, window=window, **own)
-        draftings[label(name, drafting.accept)] = drafting
+        draftings[name] = Drafting(name, flags=flags, window=window, **own)
     return draftings
 
 
@@ -67,7 +65,7 @@ class Contender(NamedTuple):
 def load_contenders(
     target: Target, draftings: dict[str, Drafting], max_seq_len: int | None
 ) -> dict[str, Contender]:
-    """Make an engine for each method, by its label, all on one target.
+    """Make an engine for each method, by its name, all on one target.
 
     Raises InputError if the target cannot hold a conversation, or if a drafter cannot be made; ValueError if
     memory is short.

@@ -19,7 +19,7 @@ from drafters import Drafting
 from engine.runtime import Runtime
 from engine.target import check_draft, converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
-from evaluation.lossless import Difference, Judge, bound_to_be_plain
+from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
 from evaluation.table import summarise, text_of
@@ -122,8 +122,7 @@ class Evaluation:
         answers = [*self._answers()]
         plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
         pairs = ((plain.get((a.set, a.question, a.temperature)), a) for a in answers)
-        judged = ((p, a) for p, a in pairs if p and bound_to_be_plain(a.method, a.temperature))
-        differences = [d for d in (self.judge.difference(p, a) for p, a in judged) if d]
+        differences = [d for d in (self.judge.difference(p, a) for p, a in pairs if p) if d]
         rows = summarise(answers, [*self.sets], [*self.contenders], differences)
         if not rows:
             self.say("no answers yet")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from evaluation.answers import MEAN, PLAIN, Answer
-from evaluation.lossless import Difference, bound_to_be_plain
+from evaluation.lossless import Difference
 
 MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
 LONGEST_NAME = 19  # characters of a method's or a set's name in the table
@@ -26,7 +26,6 @@ def summarise(
     the complete set, without each answer's first token. All three are None if no answer has a second token.
     `seconds`, `prefill_seconds`: of the complete set; see `answers.Turn` for prompts that are known in part.
     `equal`: number of the `questions` with the text of plain decoding; `ties` and `errors` count the others.
-    All three are None if texts need not be equal.
     """
     answers = sorted(answers, key=lambda a: a.temperature)
     plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
@@ -55,17 +54,14 @@ def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Differenc
         speedup = statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed)
         speedup_total = rate / (sum(p.tokens for _, p in timed) / sum(p.seconds for _, p in timed))
     lengths = [n for a, _ in pairs for n in a.lengths]
-    equal = ties = errors = None
-    if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature):
-        keys = {a.key for a, _ in pairs}
-        tied = [d.tie for d in differences if (d.set, d.question, d.method, d.temperature) in keys]
-        equal, ties, errors = len(pairs) - len(tied), tied.count(True), tied.count(False)
+    keys = {a.key for a, _ in pairs}
+    tied = [d.tie for d in differences if (d.set, d.question, d.method, d.temperature) in keys]
     return {
         "questions": len(pairs), "tokens_per_second": rate, "speedup": speedup,
         "speedup_total": speedup_total, "tau": statistics.fmean(lengths) if lengths else None,
         "seconds": sum(a.seconds for a, _ in pairs),
         "prefill_seconds": sum(t.prefill_seconds for a, _ in pairs for t in a.turns),
-        "equal": equal, "ties": ties, "errors": errors,
+        "equal": len(pairs) - len(tied), "ties": tied.count(True), "errors": tied.count(False),
     }
 
 
@@ -101,8 +97,6 @@ def _cells(row: dict) -> list[str]:
     names = "plain" if row["method"] == PLAIN else row["method"], row["set"]
     figures = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
     numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in figures]
-    equal = ["other draws", "", ""]
-    if row["equal"] is not None:
-        equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
+    equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
     short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
     return [*short, *numbers, *equal]

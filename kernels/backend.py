@@ -153,21 +153,17 @@ class TorchBackend:
     # -- verifying ----------------------------------------------------------------------------
 
     def verify(
-        self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor, caches: KVCaches,
-        aux_layers: tuple[int, ...], scored: tuple[int, int],
+        self, target: nn.Module, drafted: Tree, state, slots: Tensor, caches: KVCaches,
+        aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """Let a target read nodes: tokens and depth [B, T], the nodes that each sees [B, T, T].
+        """Run the target on the nodes of a tree.
 
-        scored: of how many first and how many last rows logits are wanted. Returns these, one below the
-        other, see `kernels.tp.own_logits`, and the features, see `Transformer.forward`.
+        Returns their logits, see `kernels.tp.own_logits`, and features, see `Transformer.forward`.
         """
-        tokens, depth, sees = nodes
-        own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
-        visible = self.visible_slots(slots, state.length, sees)
-        x, features = target(tokens, state.length[:, None] + depth, own, visible, caches, aux_layers)
-        first, last = scored
-        if first < x.shape[1]:
-            x = torch.cat((x[:, :first], x[:, x.shape[1] - last :]), 1)
+        own = state.length[:, None] + torch.arange(drafted.tokens.shape[1], device=slots.device)
+        positions = state.length[:, None] + drafted.depth
+        visible = self.visible_slots(slots, state.length, drafted.ancestors)
+        x, features = target(drafted.tokens, positions, own, visible, caches, aux_layers)
         return own_logits(target, x), features
 
     # -- drawing ------------------------------------------------------------------------------

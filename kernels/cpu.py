@@ -124,14 +124,12 @@ class CpuBackend(TorchBackend):
         return super().draft(drafter, state, slots, noise)
 
     def verify(
-        self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor,
-        caches: packed.CpuCaches, aux_layers: tuple[int, ...], scored: tuple[int, int],
+        self, target: nn.Module, drafted: Tree, state, slots: Tensor, caches: packed.CpuCaches,
+        aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         if target.fused is not None:
-            return target.fused.verify(
-                target, nodes, state.length, slots.shape[0], caches, aux_layers, scored
-            )
-        return super().verify(target, nodes, state, slots, caches, aux_layers, scored)
+            return target.fused.verify(target, drafted, state.length, slots.shape[0], caches, aux_layers)
+        return super().verify(target, drafted, state, slots, caches, aux_layers)
 
     def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))

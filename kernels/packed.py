@@ -37,7 +37,7 @@ from model import (
 )
 from networks.eagle import Eagle3Head, PEagleHead
 from networks.hybrid import SharedExperts
-from tree import FREE
+from tree import FREE, Tree
 
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the others, by the activation of gates
@@ -269,11 +269,12 @@ class FusedTransformer:
         return x, features if aux_layers else None
 
     def verify(
-        self, target: Transformer, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int,
-        caches: CpuCaches, aux_layers: tuple[int, ...], scored: tuple[int, int],
+        self, target: Transformer, drafted: Tree, length: Tensor, slots: int, caches: CpuCaches,
+        aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         """`TorchBackend.verify` in one operator. slots: the number of live slots."""
-        given = length, slots, *scored, self.embedding_scale, aux_layers, *self.scoring
+        nodes = drafted.tokens, drafted.depth, drafted.ancestors, length, slots
+        given = self.embedding_scale, aux_layers, *self.scoring
         logits, features = target.backend.ops.verify(*nodes, *given, *caches.network(target))
         return logits, features if aux_layers else None
 

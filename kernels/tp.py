@@ -397,17 +397,16 @@ def logits_of(target: Transformer, own: Tensor, whole: bool) -> Tensor | Part:
     return target.ranks.join(own, head.tokens) if whole else Part(own, head.before, target.ranks)
 
 
-def agreed(target: Transformer, tree: Tree, distribution: Tensor | None) -> tuple[Tree, Tensor | None]:
-    """The first rank's tree, and the distributions it was drawn from, on every rank of a target.
+def agreed(target: Transformer, tree: Tree) -> Tree:
+    """Return the first rank's tree on every rank of a target.
 
     The drafting network is whole everywhere and computes the same. But if a last bit differed on another
     processor, the ranks would verify different trees, and add up rows of different nodes.
     """
     if target.ranks is None or tree.tokens.shape[1] == 1:
-        return tree, distribution
+        return tree
     parts = tree.tokens, tree.parent, tree.depth, tree.ancestors.long()
     sent = target.ranks.first(torch.cat([part.flatten() for part in parts]))
     # One after the other: GPU kernels would copy what lies between other numbers before they read it.
     told = [part.view_as(own) for part, own in zip(sent.split([part.numel() for part in parts]), parts)]
-    tree = Tree(*told[:3], told[3].bool(), tree.scores)
-    return tree, None if distribution is None else target.ranks.first(distribution)
+    return Tree(*told[:3], told[3].bool(), tree.scores)

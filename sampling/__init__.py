@@ -1,1 +1,1 @@
-"""Drawing tokens from logits, and accepting drafted ones."""
+"""Sampling tokens from logits."""

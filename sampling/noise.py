@@ -19,8 +19,6 @@ MASK32 = 0xFFFFFFFF
 # or compiled.
 _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 _GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
-# A key ^ one of these is that of another stream of random numbers: for drawing proposals, for accepting them.
-PROPOSING, ACCEPTING = 0x3C6EF372, 0x5BE0CD19
 
 
 def seed_of(*what) -> int:

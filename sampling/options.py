@@ -14,8 +14,6 @@ from typing_extensions import TypedDict
 from common.cli import seed
 from common.schema import Schema, Text, as_python, number, whole
 
-# Rules of accepting drafted nodes at temperature > 0; at 0 both are `equal`.
-RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
 MOST_BIAS = 100.0
 MOST_STOPS = 16

@@ -222,17 +222,14 @@ std::tuple<Tensor, Tensor> target(const Longs& tokens, const Longs& positions, c
 // `target` over the nodes of a tree -> logits, features, see kernels/backend.py: verify. tokens, depth [B, T], sees
 // [B, T, T]; length [B], n live slots.
 std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const Flags& sees, const Longs& length,
-                                  int64_t n, int64_t first, int64_t last, double scale, const std::vector<int64_t>& aux,
-                                  const Scoring& scoring, const Network& network) {
+                                  int64_t n, double scale, const std::vector<int64_t>& aux, const Scoring& scoring,
+                                  const Network& network) {
   const int64_t B = depth.size(0), T = depth.size(1);
   const Longs positions({B, T}), slots({B, T});
   for (int64_t i = 0; i < B * T; i++)
     positions[i] = length[i / T] + depth[i], slots[i] = length[i / T] + i % T;
   const auto [x, features] = target(tokens, positions, slots, see(length, sees, n), scale, aux, network);
-  const int64_t K = first + last;  // scored rows
-  const Longs scored({B, K});
-  for (int64_t i = 0; i < B * K; i++) scored[i] = i % K < first ? i % K : T - K + i % K;
-  return {logits(picked(x, scored), scoring, std::get<4>(network)), features};
+  return {logits(x, scoring, std::get<4>(network)), features};
 }
 
 // The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose

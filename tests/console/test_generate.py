@@ -37,7 +37,7 @@ def test_json_has_the_promised_keys(cli):
     row, plain = done.row, done.row["plain"]
     keys = {
         "prompt", "text", "output_ids", "tokens", "seconds", "prefill_seconds", "tokens_per_second", "tau",
-        "accept_lengths", "trees", "step_seconds", "seed", "finish", "accept", "ranks",
+        "accept_lengths", "trees", "step_seconds", "seed", "finish", "ranks",
     }
     assert done.status == 0 and keys <= plain.keys() and row.keys() >= keys | {"plain", "speedup", "equal"}
     assert row["prompt"] == "Hello" and row["tokens"] == len(row["output_ids"]) == 40
@@ -107,7 +107,7 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
     flags = [places.get(flag, flag) for flag in flags]
     args = "--prompt", "abc abc abc", "--max-new-tokens", 40, "--json", "--compare", "--trace"
     row, trace = cli(*args, tmp_path / "trace", *flags).row, load_file(tmp_path / "trace")
-    assert row["equal"] is True and row["tau"] > 1 and row["accept"] == "equal"
+    assert row["equal"] is True and row["tau"] > 1
     assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
 
 

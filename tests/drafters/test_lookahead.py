@@ -28,6 +28,12 @@ class Lists:
             del known[: -self.guesses]
         self.rows = [*self.rows[1:], new]
 
+    def check_window(self, drafted: dict[tuple, int], right: int) -> None:
+        """Each cell stands below the one above it, row 0 is a path below the root."""
+        for r, row in enumerate(self.rows):
+            for c, token in list(enumerate(row))[r == 0 :]:
+                assert drafted[(right,) * c + (right + 1,) * r] == token
+
     def tree(self, root: int) -> list[list[int]]:
         known = self.pool.get(root, [])
         return [[root] * (self.level - 1)] * (self.guesses - len(known)) + known
@@ -41,15 +47,18 @@ def test_every_step_is_that_of_lists(window, level, guesses):
     engine = Engine(target, drafter, max_seq_len=100, compile=False)
     for seed, prompt in enumerate(([0, 1, 2, 3], [1, 2])):
         engine.admit(prompt, Sampling(60, 1.0, seed=seed), watch=True)
-        text, lists = list(prompt), Lists(target, drafter.window_rows[0].tolist(), level, guesses)
+        text, lists = list(prompt), Lists(target, drafter.window[0].tolist(), level, guesses)
         assert {token for row in lists.rows for token in row} <= {*prompt}
         while engine.busy:
             for event in engine.step():
                 if event.draft:
-                    chains = [event.draft.tokens[1 + c :: guesses] for c in range(guesses)]
+                    paths = drafter.shape.paths
+                    drafted = dict(zip(paths, event.draft.tokens[1:]))
+                    chains = [[drafted[(c,) + (0,) * i] for i in range(level - 1)] for c in range(guesses)]
+                    lists.check_window(drafted, guesses)
                     assert chains == lists.tree(text[-1])
                     whole += chains[0] != [text[-1]] * (level - 1)
                     lists.learn(text)
-                    assert drafter.window_rows[0].tolist() == lists.rows
+                    assert drafter.window[0].tolist() == lists.rows
                 text += event.ids
     assert whole > 10

@@ -7,7 +7,7 @@ import pytest
 from helpers import edit
 from helpers.refusals import refused
 
-from drafters import METHODS, Drafting, rest
+from drafters import Drafting, rest
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 
@@ -19,7 +19,7 @@ def folder(golden, tmp_path_factory) -> Path:
     """Draft models, which are the target again, and stores, each with something about it that does not fit.
     """
     folder = tmp_path_factory.mktemp("drafts")
-    for name in ("renamed", "short", "larger", "fitting"):
+    for name in ("renamed", "short", "larger"):
         ignored = shutil.ignore_patterns("tokenizer*") if name == "larger" else None
         shutil.copytree(golden, folder / name, ignore=ignored)
     tokenizer = (golden / "tokenizer.json").read_text()
@@ -38,9 +38,7 @@ def folder(golden, tmp_path_factory) -> Path:
     *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
         ("", "unknown"), ("lookup", "join two methods"), ("none", "join two"), ("eagle3+rest", "join"),
     )),
-    *(({"method": method, "accept": "residual"}, "--accept residual: is for --speculate draft-model")
-      for method in (*sorted(METHODS.keys() - {"draft-model"}), "lookup+draft-model")),
-    ({"method": "eagle3", "accept": "some"}, "--accept some: unknown; choose from equal,"),
+    ({"method": "lookup+lookahead"}, "--speculate lookup+lookahead: lookahead cannot be combined"),
     ({"method": "lookup", "flags": {"level": 4}}, "--level belongs to --speculate lookahead"),
     ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': must be 1 to 1,024"),
     ({"method": "eagle3", "tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
@@ -50,8 +48,6 @@ def folder(golden, tmp_path_factory) -> Path:
         ("short", "reads 64 tokens, there is room for 65; --max-seq-len 64"),
     )),
     ({"method": "draft-model", "draft": "short", "tree": "auto"}, "--speculate draft-model: takes --tree"),
-    ({"method": "draft-model", "draft": "fitting", "tree": TREE, "accept": "residual"},
-     "accepting by residuals needs a chain"),
     *(({"method": "rest", "flags": {"datastore": name}}, words) for name, words in (
         ("short", "--datastore short: no store, it holds no store.json"), ("cut", "cut/tokens.bin: is "),
         ("few", "few: made for a vocabulary of 7, the target has 320"), ("other", "other: made with another"),
@@ -65,6 +61,5 @@ def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):
 
 
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, folder):
-    for options in ({"tree": TREE}, {"accept": "residual"}):
-        engine = llm.target.engine(Drafting("draft-model", folder / "short", **options))
-        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1)) and engine.max_seq_len == 64
+    engine = llm.target.engine(Drafting("draft-model", folder / "short", tree=TREE))
+    assert engine.drafter.shape == TREE and engine.max_seq_len == 64

@@ -21,7 +21,6 @@ PROMPTS = [list(b"u:the tide comes in and the tide\na:"), [256, *range(97, 120)]
 SAMPLED = [Sampling(40, 1.0, seed=seed) for seed in range(3)]
 SIZES = {"batch": 3, "max_seq_len": 200}
 DRAFTING = [name for name in NAMES if name != "plain"]
-SAME = [name for name in DRAFTING if name != "residual"]  # which draws with other random numbers
 SCHEMA = json.dumps({
     "type": "object", "additionalProperties": False, "required": ["word", "count"],
     "properties": {"word": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99}},
@@ -50,9 +49,6 @@ def asked(golden, models):
 def test_in_pytorch(models, models1, asked, name):
     """Three at a time, as they come and go; each is what it is alone."""
     (made, expected, options), target = asked, models[0]
-    if name not in SAME:
-        greedy = [not sampling.temperature for _, sampling in made]
-        made, expected = ([x for x, kept in zip(xs, greedy) if kept] for xs in (made, expected))
     drafter = make_drafter(name, *models, models1[1], lambda model: None)
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False, **options)
     check_texts(decode(engine, made, random.Random(2)), expected, made)
@@ -78,7 +74,7 @@ def on_kernels(request, golden):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", DRAFTING)
 def test_on_the_kernels(on_kernels, name):
     make, expected = on_kernels
     engine = make(name)
@@ -112,7 +108,7 @@ def family(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.dear] * (name not in {"p-eagle", "dspark", "hydra++"}))
-    for name in SAME
+    for name in DRAFTING
 ])
 def test_families(family, name):
     """A request in a batch, as they come and go, has the text that it has alone without drafts."""

@@ -5,7 +5,6 @@ import pytest
 from helpers.decoding import ids, plain, prompts
 
 from drafters.eagle import Eagle
-from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from engine.autotune import LIMITS, Choice, Tuner
@@ -83,12 +82,3 @@ def test_ctrl_c_anywhere(models, seed):
         for i, request in zip(some, requests):
             assert request.ids == expected[i][: len(request.ids) if request.finish is None else None]
     assert 0 < interrupted < 30
-
-
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_cut_trees_beside_extra_rows(models, temperature):
-    """Lookahead's rows stand behind a tree that is smaller than the largest."""
-    drafter = Mixed(Lookahead(models[0].args.vocab_size, 3, 3, 3), Eagle(models[1], SMALL))
-    engine, texts = tuned(models, drafter, batch=3), prompts(4, seed=5)
-    how = [Sampling(50, temperature, seed=i) for i in range(4)]
-    assert ids(engine, texts, how) == ids(plain(models, batch=3), texts, how)

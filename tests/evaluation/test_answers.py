@@ -46,11 +46,11 @@ def test_sets_are_named_by_file_or_folder(tmp_path):
 
 def test_options_reach_the_methods_that_take_them():
     line = "--checkpoint x --out x --speculate eagle3,draft-model,lookahead --draft draft-model=DIR"
-    line += " --tree eagle3=8,2,4 --accept draft-model=residual --draft-window 64 --level 3"
+    line += " --tree eagle3=8,2,4 --draft-window 64 --level 3"
     o = parser().parse_args(line.split(" "))
     assert read_draftings(o, ["none", "eagle3", "draft-model", "lookahead"]) == {
         "none": Drafting(), "eagle3": Drafting("eagle3", tree=TreeShape(8, 2, 4), window=64),
-        "draft-model+residual": Drafting("draft-model", "DIR", accept="residual"),
+        "draft-model": Drafting("draft-model", "DIR"),
         "lookahead": Drafting("lookahead", flags={"level": 3}),
     }
     with refused("--level belongs to --speculate lookahead"):

@@ -21,13 +21,12 @@ from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (
     "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",
-    "draft-model", "residual", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
-    "lookahead+hydra++", "eagle3 window", "dspark window",
+    "draft-model", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
+    "eagle3 window", "dspark window",
 )
 # Like others in what they read and keep; `make test-fast` leaves them out.
 SLOW = {
-    "plain", "eagle2", "dflash", "hydra", "eagle1+dspark", "lookahead+hydra++", "eagle3 window",
-    "dspark window",
+    "plain", "eagle2", "dflash", "hydra", "eagle1+dspark", "eagle3 window", "dspark window",
 }
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
@@ -114,10 +113,8 @@ def make_drafter(
         "hydra": lambda: Hydra(guessing("hydra"), likely_tree(12, 3)),
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
-        "residual": lambda: DraftModel(target, TreeShape(6, 4, 1), rule="residual"),
         "lookup+eagle3": lambda: Mixed(Lookup(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
-        "lookahead+hydra++": lambda: Mixed(make("lookahead"), make("hydra++")),
         "eagle3 window": lambda: Eagle(block("eagle3", window=12), TreeShape(8, 2, 3)),
         "dspark window": lambda: BlockDrafter(block("dspark", 8, 12), TreeShape(10, 3, 3)),
         "lookahead": lambda: Lookahead(size, 3, 3, 3),

@@ -30,7 +30,7 @@ TREE, TOKENS, FEW = TreeShape(8, 2, 3), 12, 8
 PROMPTS = [[7, 21, 90], [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]]
 # One of each kind of what a drafter reads of the target.
 DRAFTERS = (
-    "plain", "eagle3", "eagle1", "dspark", "hydra++", "draft-model", "residual", "lookahead", "lookup+eagle3",
+    "plain", "eagle3", "eagle1", "dspark", "hydra++", "draft-model", "lookahead", "lookup+eagle3",
     "eagle3 window",
 )
 OF_TWO = "Qwen3.5", "Qwen3-Next", "drafters", "modes"  # only compared with two ranks
@@ -99,7 +99,6 @@ def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     for name in DRAFTERS:
         heads = (load_head(folder / kind, whole, kind) for kind in ("eagle3", "eagle"))
         drafter = make_drafter(name, whole, *heads, lambda module: None)
-        drafter.rule = "residual" if name == "residual" else "equal"
         found[name] = drawn_too(target, tie_again(drafter, whole, target))
     return found
 

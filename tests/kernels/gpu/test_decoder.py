@@ -18,7 +18,7 @@ from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
-COUPLED = [name for name in NAMES if name != "residual"]  # whose text is that of the seed
+COUPLED = NAMES
 if here.INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
     COUPLED = ("eagle3", *dear("hydra++", "lookahead", "eagle3 window"))
     TRACES = dear(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
