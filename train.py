@@ -22,7 +22,7 @@ import sys
 
 import torch
 
-from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed, within
+from common.cli import Options, check_replaceable, command, count, positive, seed, within
 from common.torchrun import several
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
@@ -31,7 +31,7 @@ from training.heads import DRAFTS, MARKOV_RANK, TRAINED
 from training.losses import STEPS
 from training.processes import PATIENCE, Processes
 from training.session import DRAFT_VOCAB, Session
-from training.trainer import SHORT, Plan
+from training.trainer import Plan
 
 
 def parser() -> Options:
@@ -61,9 +61,6 @@ def parser() -> Options:
     add("--max-len", type=within(SHORTEST + 1), default=1024,
         help="conversations are cut to N tokens (default 1024)")
     add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")
-    add("--copy", metavar="CHECKPOINT",
-        help="a quantised copy of the target, which writes the text and computes the states that the head"
-        " reads: nearly the same, sooner")
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument
@@ -86,15 +83,9 @@ def parser() -> Options:
     add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
     add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
         help="end after M minutes of training, if the epochs take longer (0: never)")
-    add("--short-epochs", type=count, default=plan.short_epochs, metavar="N",
-        help=f"the first N epochs unroll {SHORT} steps only, which is faster (default 0)")
     add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
-    add("--ema", type=within(0, 0.99999, float), default=plan.ema, metavar="KEEP",
-        help="train an average of the weights too, such as 0.999 (default 0: none)")
     add("--batch-tokens", type=positive, default=plan.batch_tokens,
         help="padded tokens per optimizer step, over all processes (default 1024)")
-    add("--cache-features", nargs="?", const="", metavar="FOLDER",
-        help="compute the target's states once, to disk (default OUT-work/features)")
     add("--validate-prompts", type=count, default=16,
         help="held-out prompts that are decoded after every epoch (default 16)")
     add_rules(p)
@@ -105,7 +96,6 @@ def add_rules(p: Options) -> None:
     """Add the rules of the options."""
     refuse = p.refuse
     p.judge(lambda o: check_replaceable("--out", o.out))
-    p.judge(lambda o: o.cache_features and check_folder("--cache-features", o.cache_features))
     refuse(lambda o: not (o.prompts or o.synthesize or o.conversations or o.shards),
            lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE,"
            " --shards FOLDER or several")

@@ -166,12 +166,11 @@ train() {
     [ -n "${TRAIN_DATA:-}" ] || { left_out "train (no TRAIN_DATA)"; return; }
     set -- ${KINDS:-eagle3 p-eagle dflash dspark}
     each=$((60 * ${MINUTES:-7} / $#))
-    # The states of the target are the same five for all, and computed once. The last 0.3 of a kind's time is
-    # for what is not training: loading, validation, export.
+    # The last 0.3 of a kind's time is for what is not training: loading, validation, export.
     for kind in "$@"; do
         echo "== train-$kind: at most $each s"
         timeout -s INT -k 20 "$each" "$PYTHON" train.py --checkpoint "$CHECKPOINT" --kind "$kind" --states 5 \
-            --shards "$TRAIN_DATA" --out "runs/gpu-$kind" --cache-features runs/gpu-features \
+            --shards "$TRAIN_DATA" --out "runs/gpu-$kind" \
             --minutes "$(awk "BEGIN { print $each * 0.7 / 60 }")" ${TRAIN_OPTIONS:-}
         case $? in
         0) ;;

@@ -6,9 +6,9 @@
 # 0, 1 and 29 (scripts in git history): put them into COPY/hydra, COPY/medusa and runs/draft.
 set -euo pipefail
 C=checkpoints/smollm2-135m COPY=runs/twelve-target
-TRAIN="python train.py --checkpoint $C --shards $1 --copy $C-w8a8 --max-len 1100 --batch-tokens 1024 --lr 1e-3 --ema 0.999
-    --epochs 20 --minutes 12 --seed 1 --validate-prompts 0"
-NEW="$TRAIN --cache-features runs/features --states 3 --draft-vocab 8192 --loss lk"
+TRAIN="python train.py --checkpoint $C --shards $1 --max-len 1100 --batch-tokens 1024 --lr 1e-3 --epochs 20 --minutes 12
+    --seed 1 --validate-prompts 0"
+NEW="$TRAIN --states 3 --draft-vocab 8192 --loss lk"
 cp -r $C $COPY
 for kind in eagle3 dspark dflash; do
     $NEW --kind $kind $([ $kind = eagle3 ] && echo --steps 4) --out runs/$kind

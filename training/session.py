@@ -40,7 +40,7 @@ from training.writing import Collector
 
 LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
-MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
+CACHE_BYTES = 6 * 2**30  # of features in memory
 WRITTEN = CONFIG, WEIGHTS, "README.md"  # to OUT
 
 
@@ -92,25 +92,13 @@ class Session:
         # Training needs unpacked weights.
         self.decoding = self.target if backend is TORCH else copy.deepcopy(self.target)
         backend.prepare(self.decoding)
-        self.copy = self.copy_name = None
-        if o.copy:
-            self._load_copy()
         self.collect()
         if o.collect_only:
             return
         trainer = self.prepare()
         log = trainer.run()
         if processes.first:
-            self.export(trainer, trainer.trained(), log)
-
-    def _load_copy(self) -> None:
-        """Load the quantised copy of the target. Raises InputError if it is no copy."""
-        self.copy, config = load_model(self.o.copy, self.device, self.target.embed.weight.dtype)
-        same = replace(self.copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
-        if not same or config["stop_ids"] != self.config["stop_ids"]:
-            raise InputError(f"--copy {self.o.copy}: its shape or its stop ids are not those of the target")
-        self.copy_name = identity(self.copy)  # before its weights are packed
-        self.decoding.backend.prepare(self.copy)
+            self.export(trainer, trainer.objective.trained(), log)
 
     # -- collect ---------------------------------------------------------------------------------------------
 
@@ -155,8 +143,8 @@ class Session:
         return rows
 
     def _collector(self) -> Collector:
-        """Return the collector that writes text with the target, or with its copy."""
-        o, stop_ids, target = self.o, self.config["stop_ids"], self.copy or self.decoding
+        """Return the collector that writes text with the target."""
+        o, stop_ids, target = self.o, self.config["stop_ids"], self.decoding
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
             raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
@@ -168,7 +156,7 @@ class Session:
         )
         return Collector(
             engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
-            target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,
+            target=identity(self.target), max_new_tokens=o.max_new_tokens,
             temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
         )
 
@@ -177,27 +165,21 @@ class Session:
     def prepare(self) -> Trainer:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
         o, learning = self.o, training_copy(self.target)
-        text = self.rows + self.held_out
         longest = max(len(row["ids"]) for row in self.rows)
-        shape = replace(self.shape, mask_id=data.unused(text, learning.args.vocab_size), longest=longest)
+        mask_id = data.unused(self.rows + self.held_out, learning.args.vocab_size)
+        shape = replace(self.shape, mask_id=mask_id, longest=longest)
         head = new_head(learning, o.kind, self.draft_ids, shape, o.seed, self.start)
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
         objective = TRAINED[o.kind].objective(
             learning, head, o.steps, lk=LK * (o.loss == "lk"), compiled=compiled, start=self.start
         )
-        stored = o.cache_features is not None
-        features = Features(
-            learning, objective.aux_layers, dtype=self.target.embed.weight.dtype, reader=self.copy,
-            room=0 if stored else MEMORY, folder=Path(o.cache_features or self.work / "features"),
-            name=self.copy_name or identity(self.target), processes=self.processes,
-        )
-        if stored:
-            features.fill(text, max(8192, o.batch_tokens))
+        dtype = self.target.embed.weight.dtype
+        features = Features(learning, objective.aux_layers, cache_bytes=CACHE_BYTES, dtype=dtype)
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
-            validator=self._validator(), copy=self.copy_name,
+            validator=self._validator(),
         )
         if trainer.resume():
             note(f"resumed at step {trainer.step} of {trainer.total}")

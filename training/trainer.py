@@ -1,7 +1,6 @@
 """The training loop: a fixed plan of batches, exact state, any number of processes."""
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from checkpoint.loading import identity
 from common.cli import library_errors
 from common.errors import InputError
 from common.files import atomic_path, digest
-from networks.head import Head
 from sampling.noise import seed_of
 from training.batches import batches
 from training.features import Features
@@ -26,8 +24,6 @@ from training.validate import Validator
 
 STATE = "state.pt"  # in WORK
 SAMPLE = 16  # rows that the scale of the features is learnt from
-# Unrolled steps of the short epochs: they teach most of what later steps need, in a quarter of the time.
-SHORT = 3
 WARMUP = 0.03  # share of the run while the learning rate rises
 CLIP = 0.5  # norm of the gradient
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
@@ -41,9 +37,7 @@ class Plan:
 
     epochs: int = 4
     minutes: float = 0.0  # end then, with the learning rate down as after all epochs; 0: never
-    short_epochs: int = 0  # how many, the first, unroll at most SHORT steps
     lr: float = 1e-3
-    ema: float = 0.0  # share of the average that stays at every step; 0: no average
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
 
@@ -67,23 +61,22 @@ def save_state(folder: Path, state: dict) -> None:
 class Trainer:
     """Trains `objective.head` on rows.
 
-    copy: identity of the copy that computes the features, if one does. Neither MICRO nor the number of
-    processes changes the batches or their gradients, which are sums over all of an optimizer step.
+    Neither MICRO nor the number of processes changes the batches or their gradients, which are sums over all
+    of an optimizer step.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
-        work: Path, *, processes: Processes, validator: Validator | None = None, copy: str | None = None,
+        work: Path, *, processes: Processes, validator: Validator | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
-        self.processes, self.validator, self.copy = processes, validator, copy
+        self.processes, self.validator = processes, validator
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=plan.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused
         )
-        self.average = {name: p.detach().clone() for name, p in self.parameters.items()} if plan.ema else {}
         generator = torch.Generator().manual_seed(plan.seed)
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
@@ -137,16 +130,12 @@ class Trainer:
         return [seed_of(self.plan.seed, self.epoch, p) for p in places]
 
     def update(self) -> float:
-        """Update the weights by the gradients, then their average. Return the learning rate."""
+        """Update the weights by the gradients. Return the learning rate."""
         lr = self.plan.rate(self._progress(), self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # A short average at first, or it would never forget the start.
-        keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
-        for name, mean in self.average.items():
-            mean.lerp_(self.parameters[name].detach(), 1 - keep)
         return lr
 
     def _progress(self) -> float:
@@ -184,8 +173,6 @@ class Trainer:
     def _run_epoch(self) -> None:
         """Run the rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.objective.steps
-        if self.epoch < self.plan.short_epochs:
-            steps = min(SHORT, steps)
         counted = time.monotonic()
         while self.in_epoch < len(epoch) and self._progress() < self.total:
             places = epoch[self.in_epoch]
@@ -217,7 +204,7 @@ class Trainer:
         """Validate the first `epochs` epochs in the first process, while the others wait for it."""
         if self.log:
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
-            if self.validator and (tau := self.validator.tau(self.trained())):
+            if self.validator and (tau := self.validator.tau(self.objective.trained())):
                 entry["tau"] = tau
             self.log.validation(entry)
         self.processes.wait()
@@ -226,32 +213,12 @@ class Trainer:
         """Return how often the head's first choice is the target's on held-out text, by draft step."""
         steps = self.objective.steps
         hits = valid = torch.zeros(steps, dtype=torch.float64)
-        with self.averaged():
-            for places in batches(self.held_out, min(MICRO, self.plan.batch_tokens)):
-                rows = [self.held_out[p] for p in places]
-                batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
-                _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
-                hits, valid = hits + batch_hits.cpu(), valid + torch.tensor(batch.valid)
+        for places in batches(self.held_out, min(MICRO, self.plan.batch_tokens)):
+            rows = [self.held_out[p] for p in places]
+            batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
+            _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
+            hits, valid = hits + batch_hits.cpu(), valid + torch.tensor(batch.valid)
         return (hits / valid.clamp(min=1)).tolist()
-
-    def trained(self) -> Head:
-        """Return the head for use: with the average if there is one, reading unscaled features."""
-        with self.averaged():
-            return self.objective.trained()
-
-    @contextlib.contextmanager
-    def averaged(self):
-        """Give the head the averaged weights, if there is an average, until the context ends."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def _swap(self) -> None:
-        for name, mean in self.average.items():
-            p = self.parameters[name]
-            p.data, mean.data = mean.data, p.data
 
     # -- state -----------------------------------------------------------------------------------------------
 
@@ -260,7 +227,7 @@ class Trainer:
         """Settings and data of the run. A resumed run must have the same."""
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
         return {
-            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes), "copy": self.copy,
+            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
             "data": digest([row["ids"] for row in self.held_out + self.rows]),
             "target": identity(self.objective.target),
         }
@@ -269,7 +236,7 @@ class Trainer:
         """Save everything that an exact resume needs, in the first process."""
         if self.processes.first:
             save_state(self.work, {
-                "head": {name: p.detach() for name, p in self.parameters.items()}, "average": self.average,
+                "head": {name: p.detach() for name, p in self.parameters.items()},
                 "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
                 "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds,
                 "options": self.fingerprint,
@@ -290,9 +257,8 @@ class Trainer:
             if differs := sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n)):
                 raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
                                  " use another --out, or delete it")
-            for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
-                for name, tensor in tensors.items():
-                    tensor.data.copy_(saved[name])
+            for name, p in self.parameters.items():
+                p.data.copy_(state["head"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.objective.scale, self.seconds = state["scale"], state["seconds"]
             self.step, self.epoch, self.in_epoch = state["at"]

@@ -38,14 +38,14 @@ Steps = Generator[tuple[list[int], Sampling], Request, tuple[list[dict], str]]
 class Collector:
     """Plans conversations (`from_prompts`, `synthesize`, `from_conversations`) and writes the missing ones.
 
-    target: its `checkpoint.loading.identity`; copy: that of a copy which writes. `planned` are the digests of
-    the conversations of this run, in order, each with a function that begins it.
+    target: its `checkpoint.loading.identity`. `planned` are the digests of the conversations of this run, in
+    order, each with a function that starts it.
     """
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, folder: Path, *, stop_ids: list[int], target: str,
         seed: int, max_new_tokens: int, temperature: float, max_prompt_tokens: int,
-        processes: Processes, copy: str | None = None,
+        processes: Processes,
     ):
         self.engine, self.tokenizer, self.folder, self.target = engine, tokenizer, folder, target
         self.stop_ids, self.seed, self.max_new_tokens = stop_ids, seed, max_new_tokens
@@ -54,7 +54,7 @@ class Collector:
         self.planned: dict[str, Callable[[], Steps]] = {}
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
         self.made_by = digest(target, tokenizer.template, probe, stop_ids, seed, max_new_tokens, temperature,
-                              max_prompt_tokens, TURN_TOKENS, copy)
+                              max_prompt_tokens, TURN_TOKENS)
 
     def from_prompts(self, prompts: list[list[dict]]) -> None:
         """Plan to answer the user messages of conversations, which may begin with a system message.

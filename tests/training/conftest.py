@@ -6,7 +6,7 @@ import pytest
 from helpers.training import options
 
 KINDS = {  # with what their runs ask for; all parts of a kind are used by one of them
-    "eagle3": {"steps": 4, "short-epochs": 2, "ema": 0.9},
+    "eagle3": {"steps": 4},
     "p-eagle": {"steps": None, "drafts": 4, "markov-rank": 4},
     "dflash": {"steps": None, "drafts": 4, "layers": 2},
     "dspark": {"steps": None, "drafts": 4, "markov-rank": 8, "states": 3, "loss": "lk"},

@@ -28,7 +28,7 @@ def weights(folder: Path) -> dict:
 
 def test_a_killed_run_resumes_exactly(golden, prompt_file, tmp_path, capsys):
     """kill -9 at whatever instant it hits; log and head are those of a run left alone."""
-    asked = {"ema": 0.9, "epochs": 8, "validate-prompts": 0, "batch-tokens": 200}
+    asked = {"epochs": 8, "validate-prompts": 0, "batch-tokens": 200}
     assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", **asked)) == 0
     argv = options(golden, prompt_file, tmp_path / "broken", **asked)
     log = tmp_path / "broken" / "head-work" / "log.jsonl"
@@ -71,12 +71,12 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
 def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_file, tmp_path):
     """Two machines of a process each, of which one is killed in training; then two processes go on.
 
-    Text, features, losses, norms of gradients, which Adam hides, and the head agree with one process.
+    Text, losses, norms of gradients, which Adam hides, and the head agree with one process.
     """
     run = {"epochs": 3, "batch-tokens": 200, "decode-batch": 1, "max-new-tokens": 16, "synthesize": 4}
     one, two = tmp_path / "one", tmp_path / "two"
     assert train.main(options(golden, prompt_file, one, **run)) == 0
-    argv = options(golden, prompt_file, two, **run, **{"cache-features": two / "features"})
+    argv = options(golden, prompt_file, two, **run)
     script = tmp_path / "saving.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SAVING}\n")
     launch, log = Launch([str(script), *argv], machines=2, each=1), two / "head-work" / "log.jsonl"
@@ -85,7 +85,6 @@ def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_fil
     assert all(codes) and not (two / "head").exists()
     codes, printed = Launch(["train.py", *argv], machines=1, each=2).end()
     assert codes == [0] and "resumed at step" in printed, printed
-    assert list((two / "features").glob("*/*.safetensors"))
     a, b = (sorted("".join(p.read_text() for p in (x / "head-work/data").iterdir()).splitlines())
             for x in (one, two))
     assert a == b and len(a) == 28 and len(list((two / "head-work/data").iterdir())) == 2

@@ -1,4 +1,4 @@
-"""The training loop: batches, gradients, the average, the schedule, the saved state."""
+"""The training loop: batches, gradients."""
 import pytest
 import torch
 from helpers.training import ROWS
@@ -43,15 +43,3 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path, monke
     for name, p in whole.parameters.items():
         both = sum(part.parameters[name].grad for part in parts)
         torch.testing.assert_close(both, p.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_the_average_is_what_is_used(models, tmp_path):
-    t, name = trainer(models[0], tmp_path, ema=0.5, lr=1e-2), "layer.wo.weight"
-    first = t.parameters[name].detach().clone()
-    t.gradients([0, 1, 2, 3], 3)
-    t.update()
-    # At first the average is short: (1 + 0) / (10 + 0).
-    now = t.parameters[name].detach().clone()
-    torch.testing.assert_close(t.average[name], first * 0.1 + now * 0.9)
-    assert torch.equal(t.trained().state_dict()[name], t.average[name])
-    assert torch.equal(t.parameters[name], now)
