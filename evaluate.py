@@ -12,7 +12,6 @@ same command.
 FOLDER/table.md, table.json   the table, also after Ctrl-C
 FOLDER/answers.jsonl          all answers: texts, token ids, times, tokens of each step
 FOLDER/differences.json       where a text is not the plain one, scored again in float32
-FOLDER/acceptance.png         how often drafted tokens are accepted, by depth and rank
 
 The exit status is 1 if any text differs from the plain one by more than rounding explains.
 """
@@ -26,7 +25,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, count, positive, seed, within
+from common.cli import Options, check_folder, command, positive, seed, within
 from common.torchrun import is_first
 from drafters import METHODS, add_flags
 
@@ -54,11 +53,6 @@ def parser() -> Options:
     add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
     p.add_runtime()
-
-    add = p.add_argument_group("drafted trees").add_argument
-    add("--observe", type=count, default=4, metavar="N",
-        help="questions per set answered again, untimed, for acceptance.png (default 4; 0: none)")
-    add("--show-tree", action="store_true", help="print the tree with most accepted nodes")
     return p
 
 
@@ -68,7 +62,7 @@ def temperatures(text: str) -> list[float]:
 
 
 def say(line: str) -> None:
-    """Print a line to stderr, above the live line. Everything but the table and the tree goes there."""
+    """Print a line to stderr, above the live line. Everything but the table goes there."""
     tqdm.write(line, file=sys.stderr)
 
 
@@ -110,10 +104,7 @@ def run(o) -> int:
                     say("the table so far:")
                     evaluation.report()
                 raise
-            errors = evaluation.report()
-            if o.observe or o.show_tree:
-                evaluation.observe(o.observe, o.show_tree)
-            return int(errors > 0)
+            return int(evaluation.report() > 0)
 
 
 if __name__ == "__main__":

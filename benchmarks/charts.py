@@ -10,8 +10,7 @@ import csv
 import json
 
 from bench import RESULTS, ROOT  # first: it makes the modules below importable
-
-from common.plots import picture
+from plots import picture
 
 DARK, GREY = "#2a6fbb", "#b8b8b8"
 SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum", "mean")

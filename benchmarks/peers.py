@@ -31,13 +31,13 @@ import bench  # first: it makes the modules below importable
 import ours
 import torch
 from bench import Contender, positive
+from plots import picture
 from processes import LlamaServer, OpenVino
 from shapes import shape_of
 
 from checkpoint.folder import read_config
 from common.cli import note
 from common.errors import InputError, first_line
-from common.plots import picture
 from tokens.dataset import read_prompts
 from tree import PAPER_TREE, TreeShape
 

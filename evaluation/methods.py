@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import NamedTuple
 
 from checkpoint.loading import identity
@@ -11,7 +10,6 @@ from common.files import digest
 from drafters import Drafting, flags_of, given_flags, grows
 from engine.engine import Engine
 from engine.prompt import encode
-from engine.request import Draft
 from engine.target import Target
 from evaluation.answers import PLAIN, Turn
 from model import Block
@@ -91,13 +89,10 @@ def load_contenders(
     return contenders
 
 
-def ask(
-    engine: Engine, question: dict, sampling: Sampling, watch: Callable[[Draft], None] | None = None
-) -> list[Turn]:
+def ask(engine: Engine, question: dict, sampling: Sampling) -> list[Turn]:
     """Ask a question turn by turn, each with the engine's own answers as history.
 
     The conversation ends before a turn that no longer fits; if the first one does not, the list is empty.
-    watch: called with the drafted tree of each step.
     """
     messages, turns = [], []
     for text in question["turns"]:
@@ -108,11 +103,7 @@ def ask(
             break
         if len(ids) >= engine.max_seq_len:
             break
-        request = engine.admit(ids, sampling, watch=watch is not None)
-        while engine.busy:
-            for event in engine.step():
-                if event.draft:
-                    watch(event.draft)
+        request, = engine.generate([ids], sampling)
         messages.append({"role": "assistant", "content": request.text})
         turns.append(Turn(
             ids, request.ids, request.text, request.finish, request.prefill_seconds, request.seconds,

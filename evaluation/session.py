@@ -21,7 +21,6 @@ from engine.target import check_draft, converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
 from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
-from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
 from evaluation.table import summarise, text_of
 from kernels.backend import backend_of
 from kernels.tp import Ranks
@@ -147,29 +146,3 @@ class Evaluation:
         write_text(out / "table.json", json.dumps(rows, indent=1) + "\n")
         write_text(out / "differences.json", json.dumps(listed, indent=1) + "\n")
         print(text_of(rows) + rest + f"all figures: {out / 'table.json'}")
-
-    def observe(self, questions: int, show_tree: bool) -> None:
-        """Draw how often drafted nodes are accepted in a few questions of every set, answered again, untimed.
-
-        They are answered greedily: with noise, the drafter's confidence is not its probability. show_tree:
-        print the tree with most accepted nodes.
-        """
-        statistics = {name: TreeStatistics() for name in self.contenders if name != PLAIN}
-        sampling = Sampling(min(128, self.o.max_new_tokens), seed=self.o.seed)
-        for name, counts in statistics.items():
-            for question in (q for group in self.sets.values() for q in group[: max(1, questions)]):
-                first_turn = question | {"turns": question["turns"][:1]}
-                ask(self.contenders[name].engine, first_turn, sampling, counts.add)
-        drafted = {name: s.best for name, s in statistics.items() if s.best}
-        if drafted:
-            draw_acceptance(statistics, self.book.folder / "acceptance.png")
-        if show_tree and not drafted:
-            self.say("--show-tree: nothing was drafted")
-        elif show_tree:
-            method = max(drafted, key=lambda name: len({*drafted[name].path}))
-            tokenizer = self.contenders[method].engine.tokenizer
-
-            def word(token: int) -> str:
-                return tokenizer.piece(token).decode("utf-8", "replace")
-
-            print(f"a tree of {method}, greedy; ● accepted:\n{text_tree(drafted[method], word)}")

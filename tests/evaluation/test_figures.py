@@ -1,16 +1,13 @@
-"""Figures are the arithmetic of the answers, differences are judged rightly, trees are counted."""
+"""Figures are the arithmetic of the answers, differences are judged rightly."""
 import dataclasses
-import math
 
 import pytest
 import torch
 
 from checkpoint.loading import load_model
 from engine.engine import Engine
-from engine.request import Draft
 from evaluation.answers import Answer, Turn
 from evaluation.lossless import ROUNDED_TIE, TIE, Judge, first_difference
-from evaluation.observing import TreeStatistics
 from evaluation.table import summarise, text_of
 from sampling.options import Sampling
 
@@ -73,13 +70,3 @@ def test_ties_and_errors(golden):
     assert exact.share == 0 and not judged(exact, other).tie  # on our kernels nothing is excused
     shares = [Judge(str(golden), torch.float32, "cpu", kv=kv).share for kv in ("auto", "int8", "fp8")]
     assert shares == [TIE[torch.float32], TIE[torch.float32], ROUNDED_TIE["fp8"]]  # int8: on our kernels only
-
-
-def test_steps_are_counted_where_a_node_had_a_chance():
-    scores = [math.log(p) for p in (1.0, 0.65, 0.25, 0.65 * 0.55, 0.65 * 0.15, 0.25 * 0.85)]
-    statistics = TreeStatistics()
-    statistics.add(Draft([*range(6)], [0, 0, 0, 1, 1, 2], [0, 1, 0], scores))
-    assert (statistics.depth, statistics.rank) == ({1: [1, 1], 2: [1, 0]}, {1: [2, 1], 2: [2, 0]})
-    statistics.add(Draft([5], [0], [0], None))  # a bare root has nothing to count
-    statistics.add(Draft([5, 6, 7], [0, 0, 1], [0, 1, 2], [0.0, -math.inf, -math.inf]))  # fillers
-    assert statistics.depth[2] == [2, 1]
