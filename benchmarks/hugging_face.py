@@ -17,7 +17,7 @@ from checkpoint.loading import load_model
 from common.errors import InputError
 from common.files import read_json, staging
 from model import Transformer, blank
-from tokens.tokenizer import copy_files
+from tokens.convert import copy_files
 
 
 def as_llama(target: Transformer):

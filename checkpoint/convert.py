@@ -45,8 +45,8 @@ from common.schema import named
 from common.torchrun import several
 from kernels.quantized import MXFP4, Scheme
 from model import ModelArgs
+from tokens.convert import find_template
 from tokens.files import ENCODERS, MERGES
-from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
 # Buffers that old checkpoints carry and that follow from the config.

@@ -19,7 +19,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_json
 from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, whole
-from tokens.tokenizer import copy_files
+from tokens.convert import copy_files
 
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

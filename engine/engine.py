@@ -37,9 +37,7 @@ from model import Transformer
 from sampling.adjust import log_probabilities
 from sampling.options import MOST_LOGPROBS, Modes, Sampling
 from tokens.grammar import Guide
-from tokens.ids import common_prefix
-from tokens.stops import StopStream
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, common_prefix
 from tree import AnyTree, PathTree, TreeShape
 
 DRAFTED, PLAIN, READING = range(3)  # groups: decoding with drafts, decoding without as asked for, reading
@@ -156,7 +154,7 @@ class Engine:
         self.check(prompt, sampling)
         if sampling.json_schema is not None and guide is None:
             guide = self.guide(sampling.json_schema)
-        stream = self.tokenizer and StopStream(self.tokenizer.stream(shown, continues), sampling.stop)
+        stream = self.tokenizer and self.tokenizer.output(sampling.stop, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         request.place, same = self._place_for(prompt)
         # One token back: the drafter's last row was read together with the token that followed it then.

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from sampling.options import Sampling
 from tokens.grammar import Guide
-from tokens.stops import StopStream
+from tokens.tokenizer import TextStream
 
 # "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
 # cache is full. "error": see `Request.error`.
@@ -65,7 +65,7 @@ class Request:
     prompt: list[int]
     sampling: Sampling
     guide: Guide | None = field(default=None, repr=False)
-    stream: StopStream | None = field(default=None, repr=False)
+    stream: TextStream | None = field(default=None, repr=False)
     watch: bool = False
     plain: bool = False
     prompt_scores: list[Score] | None = None
@@ -133,7 +133,7 @@ class Request:
         """
         text, count = "", len(ids)
         if self.stream:
-            text, count, self.stop = self.stream.push(ids)
+            text, count, self.stop = self.stream.emit(ids)
         self.ids += ids[:count]
         self.scores += scores[:count]
         self.text += text

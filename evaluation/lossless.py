@@ -18,7 +18,7 @@ from evaluation.answers import Answer
 from kernels.tp import Ranks
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
-from tokens.ids import common_prefix
+from tokens.tokenizer import common_prefix
 
 # Largest error of a logit by rounding, as a share of the largest logit: twice the unit of the dtype. Actual
 # differences are a tenth of it.

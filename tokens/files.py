@@ -1,16 +1,18 @@
-"""Files of a tokenizer in a checkpoint folder: their names, their keys, and the settings that they give.
-
-A file that holds tokens or settings of a tokenizer is read here, except the encoder's own
-(`tokens.backends`) and the chat template (`tokens.templates`).
-"""
+"""Files of a tokenizer in a checkpoint folder: their names, and the settings and chat templates in them."""
 from __future__ import annotations
 
+import json
 import os
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import tokenizers
 from tokenizers import AddedToken
 
-from common.files import read_json
+from common.errors import InputError
+from common.files import read_json, read_text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
 MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former stands beside vocab.json
@@ -32,6 +34,8 @@ END_TOKENS = (
 # Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
 DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # of those with a vocab.json
 LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
+SPACE = "▁"  # how sentencepiece spells a space
+MAX_GAPS = 1 << 16  # ids that stand for nothing, below the highest
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -96,3 +100,111 @@ def listed_tokens(settings: dict) -> list[str]:
 
 def _text(token: object) -> object:
     return token.get("content") if isinstance(token, dict) else token
+
+
+def stop_ids(eos: str | None, control: Mapping[str, int]) -> list[int]:
+    """Return the ids of control tokens that end a text. control: text -> id."""
+    names = [eos, *END_TOKENS]
+    if END_OF_ANSWER in control and eos != END_OF_MESSAGE:
+        names.remove(END_OF_MESSAGE)
+    return [*dict.fromkeys(control[name] for name in names if name in control)]
+
+
+def add_tokens(
+    model: tokenizers.Tokenizer, settings: dict, path: Path
+) -> tuple[dict[int, str], dict[int, AddedToken]]:
+    """Add the tokens of the settings to the tokenizer of a file, and give its own their flags.
+
+    Returns id -> text of all tokens, and id -> token of those beside the vocabulary. Raises InputError on
+    ids that are too high.
+    """
+    new = _set_flags(model, settings)
+    tokens, added = {i: token for token, i in model.get_vocab().items()}, model.get_added_tokens_decoder()
+    # The library numbers new tokens from here on, also where ids above are taken. Fillers go before those
+    # whose id is higher, and up to the highest id.
+    begin = max(model.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))
+    free = {i: token for i, token in new if i >= begin and i not in tokens}
+    last = max([*tokens, *free])
+    late = [token for i, token in new if free.get(i) is not token]
+    free |= dict(enumerate(late, last + 1))
+    tokens |= {i: token.content for i, token in free.items()}
+    size, nonce = 1 + max(tokens), secrets.token_hex(8)
+    if size - len(tokens) > MAX_GAPS:
+        raise InputError(f"{path}: {len(tokens):,} tokens have ids up to {size - 1:,}; expected at most"
+                         f" {MAX_GAPS:,} gaps")
+    fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, size))
+    model.add_tokens([free.get(i, filler) for i, filler in enumerate(fillers, begin)])
+    return tokens, added | free
+
+
+def _set_flags(model: tokenizers.Tokenizer, settings: dict) -> list[tuple[int, AddedToken]]:
+    """Give tokens of the file the flags of the settings. Returns ids and tokens that only the settings have.
+
+    A token that either makes special is special. So is one that the settings only name or list; it has
+    the id -1 if it is new. A list changes no flag of an added token.
+    """
+    known, changed, new = model.get_added_tokens_decoder(), [], []
+    decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
+    named = special_tokens_map(settings).values()
+    for content in filter(None, dict.fromkeys((*decoder, *named, *listed_tokens(settings)))):
+        (i, given), at = decoder.get(content, (-1, None)), model.token_to_id(content)
+        old = known.get(at)
+        token = given or old or AddedToken(content, special=True)
+        token.special |= content in named or bool(old and old.special)
+        if at is None:
+            new.append((i, token))
+        elif token is old or repr(token) != repr(old):
+            changed.append(token)
+    model.add_tokens(changed)
+    return sorted(new, key=lambda found: found[0])
+
+
+class Decoder(NamedTuple):
+    """How the tokens of a tokenizer.json spell bytes."""
+
+    byte_level: bool
+    byte_fallback: bool  # <0xE2> stands for a byte
+    strips_space: bool  # encoding puts a space before the first word, which decoding removes
+
+
+def decoder_of(model: tokenizers.Tokenizer, path: Path) -> Decoder:
+    """Return the decoder of a tokenizer.json. Raises InputError on one of another kind."""
+    decoder = json.loads(model.decoder.__getstate__()) if model.decoder else {"decoders": []}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+    byte_level = set(steps) == {"ByteLevel"}
+    known = byte_level or (
+        steps and steps.keys() <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
+    if not known or steps.get("Replace", {}).get("pattern", {"String": SPACE}) != {"String": SPACE}:
+        kind = "+".join(steps) or "none"
+        raise InputError(f"{path}: decoder {kind} is neither byte-level nor sentencepiece's")
+    prepend_scheme = steps.get("Metaspace", {}).get("prepend_scheme", "never")
+    return Decoder(byte_level, "ByteFallback" in steps, "Strip" in steps or prepend_scheme != "never")
+
+
+class Template(NamedTuple):
+    """A chat template, None if there is none, and the file that it stands in."""
+
+    text: str | None
+    file: Path
+
+
+def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
+    """Return the chat templates of a folder without and with tools; they are one if it has only one.
+
+    settings: of `tokenizer_settings`. Raises InputError if a file is damaged.
+    """
+    own = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
+    file = folder / (own or "tokenizer_config.json")
+    if file.suffix == ".jinja":
+        found = read_text(file)
+    else:
+        found = (read_json(file) if own else settings).get("chat_template")
+    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or an object of the same
+    named = {x["name"]: x["template"] for x in found} if isinstance(found, list) else found
+    by_name = named if isinstance(named, dict) else {"default": named}
+    text = by_name.get("default", next(iter(by_name.values()), None))
+    for_tools = Template(by_name.get("tool_use", text), file)
+    for name in TOOL_TEMPLATES:
+        if has(folder, name):
+            for_tools = Template(read_text(folder / name), folder / name)
+    return (for_tools if text is None else Template(text, file)), for_tools

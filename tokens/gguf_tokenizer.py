@@ -16,8 +16,8 @@ from tokenizers import AddedToken
 from common.cli import library_errors
 from common.errors import InputError
 from tokens.calls import TAGS
-from tokens.files import END_TOKENS
-from tokens.templates import Template, render_template
+from tokens.files import END_TOKENS, Template
+from tokens.templates import render_template
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.

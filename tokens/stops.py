@@ -3,17 +3,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import NamedTuple
 
-from tokens.tokenizer import TextStream
-
-
-class Found(NamedTuple):
-    """Text that is certain after some ids, the number of ids that count, and the stop text that ended it."""
-
-    text: str
-    ids: int
-    stop: str | None = None
+from tokens.tokenizer import Emission, TextStream
 
 
 def begun(text: str, words: Collection[str]) -> int:
@@ -41,17 +32,15 @@ class StopStream:
         self._texts = {ord(mark): stream.piece(i).decode() for i, mark in self._marks.items()}
         self._stream, self._held = stream, ""
 
-    def push(self, ids: list[int]) -> Found:
+    def emit(self, ids: list[int]) -> Emission:
         """Return what these ids give. Push nothing after a stop."""
-        if not self._stops:
-            return Found(self._stream.push(ids), len(ids))
         certain = ""
         for i, token in enumerate(ids):
             text, stop = self._take(self._marks.get(token) or self._stream.push([token]))
             certain += text
             if stop is not None:
-                return Found(certain, i + 1, stop)
-        return Found(certain, len(ids))
+                return Emission(certain, i + 1, stop)
+        return Emission(certain, len(ids))
 
     def flush(self) -> str:
         """Return the text that still waits, for an output that ended without a stop."""

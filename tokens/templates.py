@@ -1,81 +1,35 @@
-"""Chat templates: choosing, reading and rendering one, and hiding the control tokens that a user typed.
-
-`chat_templates/` has templates for models whose files carry none. They render the strings of FastChat's
-conversation templates (`vicuna_v1.1` and `llama-2`, https://github.com/lm-sys/FastChat), which the papers'
-evaluations use. FastChat's script for Llama 2 adds a space after `[/INST]`. Ours does not, because no
-training text has it.
+"""Chat templates: rendering one, and hiding the control tokens that a user typed.
 
 A template runs in this process, in jinja's immutable sandbox. We trust the user's checkpoints not to run
 for ever.
 """
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
-from pathlib import Path
-from typing import NamedTuple
 
 import jinja2
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InputError, one_line
-from common.files import read_json, read_text
-from tokens.files import TEMPLATE_FILES, TOOL_TEMPLATES, has
+from tokens.files import Template
 
-_FOLDER = Path(__file__).parent / "chat_templates"
-TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
-# Pattern of the name under which a model is published: its template.
-PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
+PLAIN, ROLES = {"role", "content"}, ("system", "user", "assistant")
 JOINED = 64  # longest control token, in characters, whose end is searched for at the start of a text
 
 
-def find_template(choice: str, *names: str) -> str | None:
-    """Return the template to add to a checkpoint that has none; None to add none.
-
-    choice: "auto" goes by the names (of the source, of its config), "none" adds none, else one of
-    `TEMPLATES` or a file. Raises InputError on any other choice.
-    """
-    if choice == "none":
-        return None
-    if choice == "auto":
-        known = (TEMPLATES[template] for pattern, template in PUBLISHED_NAMES.items()
-                 if any(re.search(pattern, name, re.IGNORECASE) for name in names))
-        return next(known, None)
-    return TEMPLATES[choice] if choice in TEMPLATES else read_text(choice, what="--template")
-
-
-class Template(NamedTuple):
-    """A chat template, None if there is none, and the file that it stands in."""
-
-    text: str | None
-    file: Path
-
-
-def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
-    """Return the chat templates of a folder without and with tools; they are one if it has only one.
-
-    settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
-    """
-    own = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
-    file = folder / (own or "tokenizer_config.json")
-    if file.suffix == ".jinja":
-        found = read_text(file)
-    else:
-        found = (read_json(file) if own else settings).get("chat_template")
-    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}], or an object of the same
-    named = {x["name"]: x["template"] for x in found} if isinstance(found, list) else found
-    by_name = named if isinstance(named, dict) else {"default": named}
-    text = by_name.get("default", next(iter(by_name.values()), None))
-    for_tools = Template(by_name.get("tool_use", text), file)
-    for name in TOOL_TEMPLATES:
-        if has(folder, name):
-            for_tools = Template(read_text(folder / name), folder / name)
-    return (for_tools if text is None else Template(text, file)), for_tools
+def ready(messages: Iterable[dict]) -> list[dict]:
+    """Return messages as chat templates take them; see `tokens.messages`, which plain ones do not need."""
+    messages = [*messages]
+    if all(m.keys() == PLAIN and m["role"] in ROLES and type(m["content"]) is str for m in messages):
+        return messages
+    return importlib.import_module("tokens.messages").ready(messages)
 
 
 def render_template(template: Template, messages: list[dict], variables: dict) -> str:

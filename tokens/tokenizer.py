@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Control tokens never come out of messages of a chat. The libraries (`tokens.backends`) are set not to search
-for them. In a rendered chat template, or a raw prompt, we find them here; `ControlTokenMask` hides those that
-the messages contain.
+Control tokens never come out of messages of a chat. The library is set not to search for them. In a rendered
+chat template, or a raw prompt, they are found here; `tokens.templates.ControlTokenMask` hides those that the
+messages contain.
 
 Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
 and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
@@ -11,46 +11,114 @@ nothing is decoded twice.
 from __future__ import annotations
 
 import codecs
-import json
+import importlib
+import os
 import re
-import shutil
+import secrets
 from collections.abc import Collection, Iterable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
+import tokenizers
 from tokenizers import AddedToken
 
 from common.cli import library_errors
 from common.errors import InputError
-from common.files import read_json
 from tokens import files
-from tokens.backends import JsonBackend, SentencePieceBackend, open_library
-from tokens.messages import ready
-from tokens.templates import ControlTokenMask, read_templates, render_template
 
-BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
+# Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Modules that are imported when they are needed. Those of encoder files have `open_backend(path, settings)`.
+EXTENSIONS = {
+    "tokenizer.model": "tokens.sentencepiece_backend", "vocab.json": "tokens.convert",
+    "chat": "tokens.templates", "stops": "tokens.stops",
+}
 VISIBLE = bytes(range(33, 127))
+
+
+def extension(name: str) -> ModuleType:
+    """Import the module of an entry of `EXTENSIONS`."""
+    return importlib.import_module(EXTENSIONS[name])
 
 
 class TooLong(InputError, ValueError):
     """A text has more tokens than there is room for. The message gives their number."""
 
 
-def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files of one folder to another. Returns False if there are none.
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Return the number of token ids that two sequences share at their start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
-    Raises InputError, and copies nothing, if they do not load.
+
+def byte_alphabet() -> dict[str, int]:
+    """Return character -> byte of byte-level BPE (GPT-2, https://github.com/openai/gpt-2, encoder.py).
+
+    Visible Latin-1 characters stand for themselves, U+0100 and up for the other bytes.
     """
-    if Tokenizer.load(source) is None:
-        return False
-    for name in files.COPIED:
-        if files.has(source, name):
-            shutil.copyfile(source / name, target / Path(name).name)
-    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
-        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
-        config = target / "tokenizer_config.json"
-        config.write_text(json.dumps(files.DEFAULTS | (read_json(config) if config.exists() else {})))
-    return True
+    visible = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b]
+    others = sorted({*range(256)} - {*visible})
+    return {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+BYTES = byte_alphabet()
+
+
+def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
+    """Return the bytes of a sentencepiece piece: b"\\xe2" for `<0xE2>` if `byte_fallback`."""
+    if byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace(files.SPACE, " ").encode()
+
+
+class JsonBackend:
+    """A tokenizer of the `tokenizers` library. It gets a text cut into plain text and ids of control tokens.
+
+    size: one more than the highest id
+    ids: the ids of the vocabulary
+    added: id -> `AddedToken`, tokens beside the vocabulary; those with `special` are control tokens
+    unmatched: added tokens that the library does not find in a text
+    special_tokens_map: "bos_token" -> "<s>", ..., for names that the settings lack
+    bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
+    strips_space: see `tokens.files.Decoder`
+    id_of: token -> its id, None if there is no such token
+
+    The library is set to take control tokens in a text for plain text. A control token that is meant goes
+    in as a stand-in, a string that no text contains. So the library treats the text around it as it does
+    with the original.
+    """
+
+    def __init__(self, path: Path, settings: dict, model: tokenizers.Tokenizer | None = None):
+        self._model = model = model or tokenizers.Tokenizer.from_file(str(path))
+        self._tokens, self.added = files.add_tokens(model, settings, path)
+        model.no_truncation()  # some files carry the settings of their training
+        model.no_padding()
+        model.encode_special_tokens = True
+        probe, nonce = model.encode("a"), secrets.token_hex(8)
+        self.adds_bos = probe.special_tokens_mask[:1] == [1]
+        self.bos_id = probe.ids[0] if self.adds_bos else None
+        self._byte_level, self._byte_fallback, self.strips_space = files.decoder_of(model, path)
+        self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
+        model.add_tokens([AddedToken(text, normalized=False) for text in self._stand_ins.values()])
+        self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
+        self.ids, self.size, self.id_of = self._tokens.keys(), 1 + max(self._tokens), model.token_to_id
+        self.unmatched, self.special_tokens_map = frozenset(), {}
+
+    def encode(self, parts: list[str | int]) -> list[int]:
+        """Return the ids of a text whose control tokens are ids already."""
+        text = "".join(self._stand_ins[p] if isinstance(p, int) else p for p in parts)
+        # The fast form makes no offsets, which cost as much as the rest and 40 bytes per byte of text.
+        ids = self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return [self._originals.get(i, i) for i in ids]
+
+    def bytes_of(self, i: int) -> bytes:
+        """Return the bytes that an id of the vocabulary stands for, b"" for other ids."""
+        token = self._tokens.get(i, "")
+        if self._byte_level:
+            return bytes(BYTES[c] for c in token) if BYTES.keys() >= set(token) else token.encode()
+        return piece_bytes(token, self._byte_fallback)
 
 
 class Tokenizer:
@@ -67,17 +135,17 @@ class Tokenizer:
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
-    Nothing changes after loading, so any number of threads may use one tokenizer. `tokenizers` and
-    sentencepiece release the interpreter while they encode; templates do not. A stream belongs to one
-    thread.
+    Nothing changes after loading, so any number of threads may use one tokenizer. A stream belongs to one.
     """
 
     def __init__(self, folder: Path, encoder: str):
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             settings = files.tokenizer_settings(folder)
-            self._backend = backend = BACKENDS[encoder](self._file, settings)
-            self._templates = read_templates(folder, settings)
+            with library_errors(f"{self._file}: cannot be read as a tokenizer"):
+                open_backend = extension(encoder).open_backend if encoder in EXTENSIONS else JsonBackend
+                self._backend = backend = open_backend(self._file, settings)
+            self._templates = files.read_templates(folder, settings)
             self.special_tokens_map = backend.special_tokens_map | files.special_tokens_map(settings)
             bos = self.special_tokens_map.get("bos_token")
             self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
@@ -90,12 +158,8 @@ class Tokenizer:
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
+        self.stop_ids = files.stop_ids(self.special_tokens_map.get("eos_token"), self.control)
         self._names = {i: text.encode() for text, i in self.control.items()}
-        names = [self.special_tokens_map.get("eos_token"), *files.END_TOKENS]
-        if files.END_OF_ANSWER in self.control and names[0] != files.END_OF_MESSAGE:
-            names.remove(files.END_OF_MESSAGE)
-        ends = map(self.control.get, names)
-        self.stop_ids = [*dict.fromkeys(i for i in ends if i is not None)]
         # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
         # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
         # kind. The backend itself finds those without an id here.
@@ -116,8 +180,6 @@ class Tokenizer:
             return None
         stats = [(folder / name).stat() for name in files.TOKENIZER_FILES if (folder / name).exists()]
         return _load(folder, encoder, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
-
-    # -- text to ids --------------------------------------------------------------------------
 
     def encode(
         self, text: str, bos: bool = True, parse_special: bool = False, at_most: int | None = None
@@ -143,7 +205,7 @@ class Tokenizer:
         variables becomes a control token. at_most: see `encode`. Raises InputError if there is no template,
         it refuses the messages, or a content is no text.
         """
-        (hidden, more), originals = self._mask.hide((ready(messages), variables))
+        (hidden, more), originals = self._mask.hide((extension("chat").ready(messages), variables))
         rendered = self.render(hidden, **more)
         self._check_size(rendered, at_most)
         parts = self._cut(rendered, parse_special=True)
@@ -153,12 +215,12 @@ class Tokenizer:
         """Return the text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
-        names = self.special_tokens_map | variables
-        return render_template(self._templates[bool(variables.get("tools"))], messages, names)
+        template = self._templates[bool(variables.get("tools"))]
+        return extension("chat").render_template(template, messages, self.special_tokens_map | variables)
 
     @cached_property
-    def _mask(self) -> ControlTokenMask:
-        return ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
+    def _mask(self):
+        return extension("chat").ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def _encode_parts(self, parts: list[str | int]) -> list[int]:
         with library_errors(f"{self._file}: cannot encode this text"):
@@ -185,22 +247,20 @@ class Tokenizer:
         token with most of them. A character before one outside ASCII does not count, because both may become
         one.
         """
-        if at_most is None or len(text) <= at_most or not self._most:
+        if at_most is None or len(text) <= at_most or not self._max_visible:
             return
         data = text if text.isascii() else re.sub(r"[\0-\x7f]?[^\0-\x7f]+", "", text)
-        if (fewest := -(-_visible(data.encode()) // self._most)) > at_most:
+        if (fewest := -(-_visible(data.encode()) // self._max_visible)) > at_most:
             raise TooLong(f"has at least {fewest:,} tokens ({len(text):,} characters)")
 
     @cached_property
-    def _most(self) -> int:
+    def _max_visible(self) -> int:
         """The number of visible characters of the token with most of them, 0 if encoding drops some."""
         if self.decode(self.encode(VISIBLE.decode(), bos=False)) != VISIBLE.decode():
             return 0
         tokens = {token.content.encode() for token in self._backend.added.values()}
         tokens.update(map(self._backend.bytes_of, self._backend.ids))
         return max(map(_visible, tokens))
-
-    # -- ids to text --------------------------------------------------------------------------
 
     def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
         """Return the text of some ids; bytes that are no UTF-8 become U+FFFD. shown: see `stream`."""
@@ -210,6 +270,11 @@ class Tokenizer:
     def stream(self, shown: Collection[int] = (), continues: bool = False) -> TextStream:
         """Return a decoder that takes ids as they come. See `TextStream`."""
         return TextStream(self, shown, continues)
+
+    def output(self, stops: tuple[str, ...], shown: Collection[int] = (), continues: bool = False):
+        """Return a `TextStream`, or the `tokens.stops.StopStream` of an output that stop texts may end."""
+        stream = self.stream(shown, continues)
+        return extension("stops").StopStream(stream, stops) if stops else stream
 
     def spelled(self, i: int) -> bytes:
         """Return the bytes of an id; of a control token, its name."""
@@ -225,6 +290,14 @@ class Tokenizer:
         if token is None:
             return self._backend.bytes_of(i)
         return b"" if token.special else token.content.encode()
+
+
+class Emission(NamedTuple):
+    """Text that some ids complete, the number of ids that count, and the stop text that ended the output."""
+
+    text: str
+    ids: int
+    stop: str | None = None
 
 
 class TextStream:
@@ -248,6 +321,10 @@ class TextStream:
         if data and self._strip:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
+
+    def emit(self, ids: list[int]) -> Emission:
+        """As `tokens.stops.StopStream.emit`, for an output without stop texts."""
+        return Emission(self.push(ids), len(ids))
 
     def flush(self) -> str:
         """Return the text that still waits: U+FFFD for a character that was never completed, else nothing."""

@@ -19,8 +19,7 @@ from common.errors import InputError
 from common.files import digest, read_text
 from common.schema import Whole
 from tokens.dataset import is_answer
-from tokens.ids import common_prefix
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, common_prefix
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
 

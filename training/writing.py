@@ -20,8 +20,7 @@ from engine.engine import Engine
 from engine.request import Request
 from sampling.noise import seed_of
 from sampling.options import Sampling
-from tokens.ids import common_prefix
-from tokens.tokenizer import Tokenizer, TooLong
+from tokens.tokenizer import Tokenizer, TooLong, common_prefix
 from training.data import Line, extend, of_conversation, read_shards
 from training.processes import Processes
 from training.report import live_bar, read_log

@@ -15,7 +15,7 @@ from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from model import Transformer
-from tokens.templates import TEMPLATES
+from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
 
 # Every source form, the same tensors

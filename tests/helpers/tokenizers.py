@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tokens.backends import byte_alphabet
-from tokens.tokenizer import Tokenizer, copy_files
+from tokens.convert import copy_files
+from tokens.tokenizer import Tokenizer, byte_alphabet
 from tokens.word_rules import WordRule
 
 CORPUS = [

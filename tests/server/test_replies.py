@@ -12,7 +12,6 @@ from server.metrics import Metrics
 from server.replies import Reply
 from server.worker import Worker
 from tokens.channels import CHANNEL_TAGS
-from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
 
 TOOLS = [
@@ -33,8 +32,7 @@ class Engine:
         self.check = self.guide = lambda *_: None
 
     def admit(self, prompt, sampling, shown=(), **_) -> Request:
-        stream = StopStream(self.tokenizer.stream(shown), ())
-        self.request = Request(prompt, sampling, stream=stream, first=1.0)
+        self.request = Request(prompt, sampling, stream=self.tokenizer.stream(shown), first=1.0)
         self.left = self.tokenizer.encode(self.text, parse_special=True)
         self.free, self.busy = 0, True
         return self.request

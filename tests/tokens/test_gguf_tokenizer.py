@@ -7,9 +7,8 @@ import pytest
 from helpers.tokenizers import CHATML, CORPUS, sentencepiece_library, train_bpe
 from tokenizers import pre_tokenizers
 
-from tokens.backends import byte_alphabet
 from tokens.gguf_tokenizer import rebuild
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, byte_alphabet
 from tokens.word_rules import WORD_RULES
 
 

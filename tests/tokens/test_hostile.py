@@ -7,10 +7,11 @@ import re
 import pytest
 
 from common.errors import InputError
+from tokens.convert import copy_files
 from tokens.dataset import read_conversations, read_prompts, read_questions, row_texts
 from tokens.gguf_tokenizer import rebuild
 from tokens.grammar import Grammars
-from tokens.tokenizer import Tokenizer, copy_files
+from tokens.tokenizer import Tokenizer
 
 JSON, CONFIG, JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 

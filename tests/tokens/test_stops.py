@@ -23,7 +23,7 @@ def test_random_texts_and_blocks(byte_tokenizer):
         stream, ids = StopStream(byte_tokenizer.stream(), stops), [*text.encode()]
         out, used, stop = "", 0, None
         while used < len(ids) and stop is None:
-            found = stream.push(ids[used : used + draw.randrange(1, 5)])
+            found = stream.emit(ids[used : used + draw.randrange(1, 5)])
             out, used, stop = out + found.text, used + found.ids, found.stop
             assert text.startswith(out)
             if stop is None:  # no more waits than may begin a stop text
@@ -48,7 +48,7 @@ def test_a_control_token_matches_its_name(byte_tokenizer, stops, written, text, 
     for size in (1, 3, 9):
         stream, out, done, found = StopStream(byte_tokenizer.stream(), stops), "", 0, None
         while done < len(ids) and not (found and found.stop):
-            found = stream.push(ids[done : done + size])
+            found = stream.emit(ids[done : done + size])
             out, done = out + found.text, done + found.ids
         out += "" if found.stop else stream.flush()
         assert (out, done, found.stop) == (text, used, stop)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from helpers.tokenizers import changed_json, json_library, sentencepiece_library, with_template
 
-from tokens.templates import TEMPLATES, Template, find_template, render_template
-from tokens.tokenizer import Tokenizer, copy_files
+from tokens.convert import TEMPLATES, copy_files, find_template
+from tokens.files import Template
+from tokens.templates import render_template
+from tokens.tokenizer import Tokenizer
 
 # Each conversation and the texts that the built-in templates have made of it since their first release.
 RENDERED = json.loads((Path(__file__).parent / "rendered_chats.json").read_text(encoding="utf-8"))

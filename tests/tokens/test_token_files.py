@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.tokenizers import CHATML, write_byte_tokenizer
 
-from tokens.backends import byte_alphabet
-from tokens.tokenizer import Tokenizer, copy_files
+from tokens.convert import copy_files
+from tokens.tokenizer import Tokenizer, byte_alphabet
 
 START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 MAP = {"special_tokens_map": {"eos_token": END}}

@@ -11,7 +11,8 @@ import tokenizers
 from helpers.tokenizers import CORPUS, json_library, sentencepiece_library
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tokens.tokenizer import Tokenizer, TooLong, copy_files
+from tokens.convert import copy_files
+from tokens.tokenizer import Tokenizer, TooLong
 
 
 def test_json_equals_the_library(bpe):

@@ -6,7 +6,7 @@ from helpers.training import users
 from checkpoint.loading import load_model
 from engine.engine import Engine
 from sampling.options import Sampling
-from tokens.templates import TEMPLATES
+from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.processes import Processes

@@ -1,0 +1,83 @@
+"""What converting a tokenizer needs: its files copied, vocab.json read, a chat template chosen.
+
+`chat_templates/` has templates for models whose files carry none. They render the strings of FastChat's
+conversation templates (`vicuna_v1.1` and `llama-2`, https://github.com/lm-sys/FastChat), which the papers'
+evaluations use. FastChat's script for Llama 2 adds a space after `[/INST]`. Ours does not, because no
+training text has it.
+"""
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import tokenizers
+
+from common.errors import InputError
+from common.files import read_json, read_text
+from tokens import files
+from tokens.tokenizer import JsonBackend, Tokenizer
+from tokens.word_rules import WORD_RULES, byte_level_bpe
+
+WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
+_FOLDER = Path(__file__).parent / "chat_templates"
+TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
+# Pattern of the name under which a model is published: its template.
+PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
+
+
+def find_template(choice: str, *names: str) -> str | None:
+    """Return the template to add to a checkpoint that has none; None to add none.
+
+    choice: "auto" goes by the names (of the source, of its config), "none" adds none, else one of
+    `TEMPLATES` or a file. Raises InputError on any other choice.
+    """
+    if choice == "none":
+        return None
+    if choice == "auto":
+        known = (TEMPLATES[template] for pattern, template in PUBLISHED_NAMES.items()
+                 if any(re.search(pattern, name, re.IGNORECASE) for name in names))
+        return next(known, None)
+    return TEMPLATES[choice] if choice in TEMPLATES else read_text(choice, what="--template")
+
+
+def open_backend(path: Path, settings: dict) -> JsonBackend:
+    """Read a vocab.json and the merges.txt beside it."""
+    return JsonBackend(path, settings, _open_vocab(path, settings))
+
+
+def _open_vocab(path: Path, settings: dict) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a vocab.json and the merges.txt beside it.
+
+    They do not say how a text is cut into words: the class of the tokenizer does, or the model's type.
+    Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.
+    """
+    config = path.with_name("config.json")
+    kind = settings.get("tokenizer_class")
+    known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
+    words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
+    if words is None:
+        raise InputError(f"{path}: tokenizer_class {kind!r} is not known (Qwen2Tokenizer and GPT2Tokenizer"
+                         " are); save the tokenizer as tokenizer.json")
+    vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(files.MERGES)))
+    model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
+    model.add_special_tokens([token for token in {*files.DEFAULTS.values()} if token in vocab])
+    return model
+
+
+def copy_files(source: Path, target: Path) -> bool:
+    """Copy the tokenizer files of one folder to another. Returns False if there are none.
+
+    Raises InputError, and copies nothing, if they do not load.
+    """
+    if Tokenizer.load(source) is None:
+        return False
+    for name in files.COPIED:
+        if files.has(source, name):
+            shutil.copyfile(source / name, target / Path(name).name)
+    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
+        _open_vocab(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
+        config = target / "tokenizer_config.json"
+        config.write_text(json.dumps(files.DEFAULTS | (read_json(config) if config.exists() else {})))
+    return True

@@ -1,0 +1,73 @@
+"""The sentencepiece library behind a tokenizer.model."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from tokenizers import AddedToken
+
+from common.cli import library_errors
+from common.files import check_file
+from tokens.files import listed_tokens, special_tokens_map
+from tokens.tokenizer import piece_bytes
+
+
+class SentencePieceBackend:
+    """A sentencepiece tokenizer.model. The library neither makes nor finds a control token in a text."""
+
+    def __init__(self, path: Path, settings: dict):
+        check_file(path)
+        content, given = path.read_bytes(), settings["added_tokens_decoder"]
+        with library_errors(f"{path}: cannot be read as a sentencepiece model"):
+            proto = sentencepiece_model_pb2.ModelProto.FromString(content)
+            named = dict.fromkeys((*special_tokens_map(settings).values(), *listed_tokens(settings)))
+            control = named.keys() | {token.content for token in given.values() if token.special}
+            for piece in proto.pieces:
+                if piece.piece in control and piece.type != piece.UNKNOWN:
+                    piece.type = piece.CONTROL
+            proto.normalizer_spec.add_dummy_prefix &= settings.get("add_prefix_space", True)
+            self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
+            self.strips_space = proto.normalizer_spec.add_dummy_prefix
+            # The first Llama tokenizers put a space before the text that follows a control token too, unless
+            # it begins with one.
+            self._no_prefix_before = " " if settings.get("legacy", True) else ""
+            proto.normalizer_spec.add_dummy_prefix = False
+            self._model_without_prefix = SentencePieceProcessor(model_proto=proto.SerializeToString())
+        pieces, known = len(proto.pieces), {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        given = {known.get(token.content, i): token for i, token in given.items()}
+        names = known.keys() | {token.content for token in given.values()}
+        new = (AddedToken(name, special=True) for name in named if name not in names)
+        given |= dict(enumerate(new, max([pieces - 1, *given]) + 1))
+        self.ids = range(pieces)
+        self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
+        self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
+        for i in self.ids:
+            if self._model.is_control(i) or self._model.is_unknown(i):
+                self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
+        self.id_of = (known | {token.content: i for i, token in self.added.items()}).get
+        self.size = max(pieces, 1 + max(self.added, default=0))
+        ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
+        self.bos_id = ends["bos_token"] if ends["bos_token"] >= 0 else None
+        self.adds_bos = self.bos_id is not None
+        self.special_tokens_map = {name: self._model.id_to_piece(i) for name, i in ends.items() if i >= 0}
+
+    def encode(self, parts: list[str | int]) -> list[int]:
+        """As `JsonBackend.encode`."""
+        ids = []
+        for n, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                bare = n and part.startswith(self._no_prefix_before)
+                ids += (self._model_without_prefix if bare else self._model).encode(part)
+        return ids
+
+    def bytes_of(self, i: int) -> bytes:
+        """As `JsonBackend.bytes_of`."""
+        if i not in self.ids or self._model.is_unused(i):
+            return b""
+        piece = self._model.id_to_piece(i)
+        return piece_bytes(piece, self._model.is_byte(i))
+
+
+open_backend = SentencePieceBackend
