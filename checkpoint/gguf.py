@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from checkpoint.families import Family, family_of
+from checkpoint.gguf_file import GGUFTensor, read_gguf
 from checkpoint.huggingface import PUBLISHED
 from checkpoint.source import Entry, Source, unique_ids
-from common.cli import library_errors
 from common.errors import InputError
-from common.files import check_file
+from common.threads import parallel_map
 from tokens.gguf_tokenizer import rebuild
 
-BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
+BLOCK = 1 << 17  # numbers per dequantised block: it stays in a processor's cache, and malloc keeps its memory
 # Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
 DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
 # Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
@@ -51,7 +51,7 @@ MTP = {  # of the layer after the last, under nextn.
 
 def open_gguf(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
-    fields, stored = _read(path)
+    fields, stored = read_gguf(path)
     arch = str(fields.get("general.architecture"))
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
@@ -61,7 +61,7 @@ def open_gguf(path: Path) -> Source:
                 if f"rope_{name}.weight" in stored}
     config = PUBLISHED.require(_config(path, arch, fields, stored, divisors), path)
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
-    kept = {tensor.tensor_type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
+    kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
         name = _name(theirs, names, layers)
         if "_exps." not in theirs and len(tensor.shape) < 3:
@@ -71,7 +71,7 @@ def open_gguf(path: Path) -> Source:
             entry = _entry(tensor, config.get("head_dim") if interleaved else None)
             tensors[name] = _as_published(name, known, entry)
             continue
-        for e in range(int(tensor.shape[-1])):  # a matrix, or a bias, for each expert
+        for e in range(tensor.shape[0]):  # a matrix, or a bias, for each expert
             own = name.replace("{e}", str(e)) if "{e}" in name else f"{name}[{e}]"
             if kept and len(tensor.shape) == 3:  # at 4 bits
                 tensors[own], tensors[f"{own.removesuffix('weight')}scale"] = _mxfp4(tensor, e)
@@ -118,18 +118,6 @@ def _as_published(name: str, family: Family, entry: Entry) -> Entry:
     return entry
 
 
-def _read(path: Path) -> tuple[dict, dict]:
-    """Return the metadata by key, and the tensors by name, read by the package gguf. Raises InputError."""
-    import gguf
-
-    check_file(path)
-    # The reader maps the file, and takes no memory for a length that a damaged one pretends.
-    with library_errors(f"{path}: truncated or damaged"):
-        reader = gguf.GGUFReader(path)
-        fields = {key: field.contents() for key, field in reader.fields.items()}
-    return fields, {tensor.name: tensor for tensor in reader.tensors}
-
-
 def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors: dict) -> dict:
     """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
 
@@ -150,7 +138,7 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors: dict) 
     if arch == "gemma3" and blocks == 62 and hidden and heads:
         scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
     config |= {
-        "vocab_size": config.get("vocab_size") if embed is None else int(embed.shape[-1]),
+        "vocab_size": config.get("vocab_size") if embed is None else embed.shape[0],
         "num_hidden_layers": blocks and blocks - get("nextn_predict_layers", 0),
         "num_key_value_heads": config.get("num_key_value_heads", heads), "head_dim": head_dim,
         "rms_norm_eps": None if eps is None else _shortest_decimal(eps),
@@ -178,7 +166,7 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict 
     if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors):
         raise InputError(f"{path}: rope scaling of type {kind!r} is not supported")
     if divisors:  # llama3 scaling is stored as one divisor per frequency, longrope as two
-        numbers = {key: _numbers(one.data, one).flatten().tolist() for key, one in divisors.items()}
+        numbers = {key: one.numbers().flatten().tolist() for key, one in divisors.items()}
         if "divisors" in numbers:
             return {"rope_type": "divisors", **numbers}
         return {
@@ -199,19 +187,12 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict 
     return {"rope_type": kind, "factor": factor, **values}
 
 
-def _numbers(data, tensor) -> Tensor:
-    """Return rows of a tensor's data as numbers."""
-    from gguf.quants import dequantize
-
-    return torch.tensor(dequantize(data, tensor.tensor_type))
-
-
-def _mxfp4(tensor, expert: int) -> tuple[Entry, Entry]:
+def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
     """Return the values [N, K/2] and exponents [N, K/32] of one matrix in MXFP4, both in bytes.
 
     A block of 32 is its exponent and 16 bytes, which hold the first 16 values in their low bits.
     """
-    inputs, outputs = map(int, tensor.shape[:2])
+    _, outputs, inputs = tensor.shape
 
     def blocks() -> Tensor:
         return torch.tensor(tensor.data[expert]).view(outputs, inputs // 32, 17)
@@ -226,26 +207,27 @@ def _mxfp4(tensor, expert: int) -> tuple[Entry, Entry]:
         Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]))
 
 
-def _entry(tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
-    """One tensor, or one matrix (or bias) of a stack.
+def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
+    """One tensor, or one matrix (or bias) of a stack. Quantised types become bf16, which is precise enough.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
     expert: which matrix of a stack.
     """
-    shape = tuple(map(int, tensor.shape[::-1]))
-    data = tensor.data
     if expert is not None:
-        shape, data = shape[1:], data[expert]
-    # Quantised types become bf16, which is precise enough for all of them.
-    dtypes = {"F32": torch.float32, "F16": torch.float16}
-    unit = interleaved or 1
-    rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
+        tensor = GGUFTensor(tensor.type, tensor.shape[1:], tensor.data[expert])
+    dtype = {"F32": torch.float32, "F16": torch.float16}.get(tensor.type.name, torch.bfloat16)
+    shape, unit = tensor.shape, interleaved or 1
+    step = max(BLOCK // math.prod(shape[1:]) // unit, 1) * unit
+
+    def read(rows: slice) -> Tensor:
+        block = tensor.numbers(rows).to(dtype)
+        if interleaved:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
+            block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return block
 
     def blocks() -> Iterator[Tensor]:
-        for start in range(0, shape[0] if len(shape) > 1 else 1, rows):
-            block = _numbers(data[start : start + rows] if len(shape) > 1 else data, tensor)
-            if interleaved:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
-                block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
-            yield block
+        if len(shape) == 1:
+            return iter([read(slice(None))])
+        return parallel_map(read, (slice(start, start + step) for start in range(0, shape[0], step)))
 
-    return Entry(shape, dtypes.get(tensor.tensor_type.name, torch.bfloat16), blocks)
+    return Entry(shape, dtype, blocks)

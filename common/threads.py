@@ -3,9 +3,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
 _decided = False  # whether `use_threads` was called
 
 
@@ -56,3 +60,24 @@ def use_threads(count: int | None = None, say: Callable[[str], None] = lambda li
     torch.set_num_threads(min(wanted, most))
     if count is not None and count > most:
         say(f"--threads {count}: this process may use fewer processors; it runs with {most}")
+
+
+def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield function(item) for each item in order, computed by as many threads as PyTorch has.
+
+    Few results wait at a time. PyTorch computes each call, and the caller's work in between, with one thread.
+    """
+    import torch
+
+    count, waiting = torch.get_num_threads(), deque[Future[Result]]()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > 2 * count:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+    finally:
+        torch.set_num_threads(count)

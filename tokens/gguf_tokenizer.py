@@ -133,11 +133,13 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     """Write the tokenizer.model of a sentencepiece BPE. Returns whether a text starts with BOS."""
     from sentencepiece import sentencepiece_model_pb2 as spm
 
-    tokens, kinds = metadata["tokens"], metadata["token_type"]
+    tokens, kinds = metadata["tokens"], [*metadata["token_type"]]
+    unknown = metadata.get("unknown_token_id", 0 if UNKNOWN not in kinds else kinds.index(UNKNOWN))
+    kinds[unknown] = UNKNOWN  # Gemma's is a control token, and the library wants one of this type
     pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
               for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)]
     special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2),
-               "unk": kinds.index(UNKNOWN)}
+               "unk": unknown}
     trainer = spm.TrainerSpec(
         model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in kinds,
         pad_id=metadata.get("padding_token_id", -1), **{f"{name}_id": i for name, i in special.items()},

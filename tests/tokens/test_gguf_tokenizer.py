@@ -72,13 +72,15 @@ def test_words_are_split_as_each_family_does(pre, pieces, words, tmp_path):
     assert len(tiny(tmp_path, "gpt2", ("ab", 1), pre=pre).encode("ab")) == pieces
 
 
+@pytest.mark.parametrize("unknown", [{}, {"unknown_token_id": 0}], ids=("typed", "named"))
 @pytest.mark.parametrize("prefix", [{}, {"add_space_prefix": False}], ids=("space", "none"))
-def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
+def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix, unknown):
+    """Gemma's <unk> is of type CONTROL, and named by the metadata."""
     library = sentencepiece_library(sp)
-    kinds = dict.fromkeys(range(library.get_piece_size()), 1) | {0: 2, 1: 3, 2: 3}
+    kinds = dict.fromkeys(range(library.get_piece_size()), 1) | {0: 3 if unknown else 2, 1: 3, 2: 3}
     kinds |= {i: 6 for i in kinds if library.is_byte(i)} | {library.piece_to_id("<sep>"): 4}
     tok = rebuilt(tmp_path, "llama", [(library.id_to_piece(i), kind) for i, kind in kinds.items()],
-                  scores=[library.get_score(i) for i in kinds], **prefix)
+                  scores=[library.get_score(i) for i in kinds], **prefix, **unknown)
     for text in (*CORPUS, "a<sep>b <s>"):
         assert prefix or tok.encode(text) == [1, *library.encode(text)]
         assert tok.decode(tok.encode(text)) == text
