@@ -1,11 +1,13 @@
-"""The targets: LLaMA, Qwen, Mistral, Mixtral, Phi-3, Gemma 3 and gpt-oss. Definitions only.
+"""Dense LLaMA and Qwen2/3 decoders, with a static KV cache. Definitions only.
+
+Other families subclass `ModelArgs`, `TargetBlock` and `Transformer` (`extensions.TARGETS`).
 
 Shapes use one alphabet throughout the project:
-B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
+B sequences, T tokens of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
 L layers, nh query heads, nkv key/value heads, hd head size, S cache slots, n live slots (n <= S).
 
-A pass never allocates a cache. The caller hands in positions, cache slots and a mask, which windows narrow:
-the same forward serves prefill (causal), plain decoding (one row) and a drafted tree.
+A pass never allocates a cache. The caller passes positions, cache slots and a mask: the same forward serves
+prefill (causal), plain decoding (one token) and a drafted tree.
 """
 from __future__ import annotations
 
@@ -14,9 +16,8 @@ import copy
 import math
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -24,27 +25,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from common.schema import Flag, Ids, Layers, Many, Width, number, whole
+import extensions
+from common.schema import Flag, Ids, Layers, Many, Text, Width, number, whole
 
-
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gpt-oss' (up + 1) * gate * sigmoid(1.702 * gate), of gate <= 7 and up in -7..7."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
-
-
-ACTIVATIONS = {  # of gate and up
-    "silu": lambda gate, up: F.silu(gate) * up,
-    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    "clamped_swiglu": clamped_swiglu,
+Factor, Length = number(1e-3, 1e6), number(1, 2**31)
+LLAMA3 = {  # fields of `rope_scaling`
+    "factor": Factor, "low_freq_factor": Factor, "high_freq_factor": Factor,
+    "original_max_position_embeddings": Length,
 }
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The shape of a target, as the checkpoint's own `config.json` gives it.
+    """The shape of a target, as its `config.json` has it.
 
-    The types say what a file may hold; relations between fields are in `checkpoint.folder`.
+    The types say what a file may hold, `relations` how fields depend on each other.
+    rope_factor: factor of cos and sin.
+    short_length: longest sequence that `inverse_frequencies()` is for (longrope has others beyond).
     """
 
     vocab_size: Ids
@@ -56,82 +53,74 @@ class ModelArgs:
     head_dim: Many  # explicit: it need not be hidden_size / num_heads
     norm_eps: number(above=0, high=1) = 1e-6
     rope_base: number(above=1, high=1e15) = 10000.0
-    rope_scaling: dict | None = None  # see `inverse_frequencies`
+    rope_scaling: dict | None = None
     tie_embeddings: Flag = False
     max_seq_len: whole(1) = 2048  # the longest context the model was trained for
     qkv_bias: Flag = False  # Qwen2
     qk_norm: Flag = False  # Qwen3: an RMSNorm over each query and key head, before RoPE
-    num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP. With experts, intermediate_size is of one expert
-    experts_per_token: whole(0, 10_000) = 0  # A
-    renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
-    windows: tuple[whole(), ...] = ()  # last tokens that a row of each layer sees, 0: all; (): all layers all
-    sinks: Flag = False  # gpt-oss: each query head has a score beside those of the slots, with no value
-    biases: Flag = False  # the attention's output, the router and the MLP have biases, too
-    activation: Literal[tuple(ACTIVATIONS)] = "silu"
-    # The rest is Gemma's.
-    local_rope_base: number(above=1, high=1e15) | None = None  # of layers with a window, if it is another
-    scaled_embedding: Flag = False  # embeddings are multiplied by the square root of H
-    zero_centred: Flag = False  # norms multiply by 1 + weight
-    output_norms: Flag = False  # outputs of attention and of the MLP are normed, too
-    query_scalar: number(above=0, high=1e6) | None = None  # scores are over its square root; None: head_dim
-    # For `networks.hybrid`: heads of gated delta nets (nv, and nk of q and k) and their sizes (dk, dv).
-    delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention; (): neither
-    delta_heads: whole(0, 2**16) = 0
-    delta_key_heads: whole(0, 2**16) = 0
-    delta_key_dim: whole(0, 2**16) = 0
-    delta_value_dim: whole(0, 2**16) = 0
-    delta_taps: whole(0, 64) = 0  # tokens that a short convolution reads
-    rotary_dim: whole(0, 2**16) = 0  # numbers of a head that turn: the first of pairs (j, j + hd/2); 0: all
-    shared_expert_size: whole(0, 2**22) = 0  # inner size of the expert that all rows use; 0: there is none
+    windows: tuple[whole(), ...] = ()  # sliding window of each layer in tokens, 0: none; (): no layer has one
+    activation: Text = "silu"  # or one of `extensions.ACTIVATIONS`
+
+    def __post_init__(self):
+        # Attributes, not properties: code that torch.compile traces reads them.
+        rope = self._scaled_rope
+        object.__setattr__(self, "rope_factor", rope.attention_factor(self) if rope else 1.0)
+        object.__setattr__(self, "short_length", rope.short_length(self) if rope else math.inf)
 
     @classmethod
     def from_config(cls, config: dict):
-        """Take the fields of this class out of a config.json that was checked (`checkpoint.folder`)."""
+        """Take the fields of this class out of a config.json that was checked (`checkpoint.load`)."""
         names = {f.name for f in fields(cls)}
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
 
-    @property
-    def delta_width(self) -> int:
-        """The width of q, k and v of a delta net side by side."""
-        keys = 2 * self.delta_key_heads * self.delta_key_dim
-        return keys + self.delta_heads * self.delta_value_dim
+    def relations(self) -> list[tuple[str, bool, str]]:
+        """Return conditions on several fields: (key, whether it holds, the value that is expected)."""
+        heads, pairs = self.num_heads, self.head_dim // 2
+        divisors = [value for key, value in (self.rope_scaling or {}).items() if key.endswith("divisors")]
+        known = "silu", *extensions.ACTIVATIONS
+        return [
+            ("activation", self.activation in known, f"{str(known[:-1])[1:-1]} or {known[-1]!r}"),
+            ("num_kv_heads", heads % self.num_kv_heads == 0, f"a divisor of num_heads, {heads}"),
+            ("head_dim", self.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
+            ("rope_scaling", all(len(each) == pairs for each in divisors),
+             f"{pairs} divisors, half of head_dim"),
+        ]
 
     @property
-    def short_length(self) -> float:
-        """The longest text that longrope's short divisors are for; infinity without longrope."""
+    def rope_type(self) -> str:
+        """The type of `rope_scaling`."""
         scaling = self.rope_scaling or {}
-        return scaling["original_max_position_embeddings"] if "long_divisors" in scaling else math.inf
+        return scaling.get("rope_type", scaling.get("type", "default"))
+
+    @property
+    def _scaled_rope(self):
+        entry = extensions.ROPE.get(self.rope_type)
+        return extensions.load(entry) if entry else None
+
+    def inverse_frequencies(self, length: int = 0) -> Tensor:
+        """Return RoPE's inverse frequencies [hd/2], float32, on the CPU. length: of the longest sequence.
+
+        `llama3`: Llama-3.1's rescaling by wavelength, applied at all lengths.
+        """
+        # On the CPU, whatever device modules are being made on: see `blank`.
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu").float() / self.head_dim
+        freq = 1.0 / (self.rope_base**exponents)
+        if rope := self._scaled_rope:
+            return rope.frequencies(self, freq, length)
+        if self.rope_type != "llama3":
+            return freq
+        factor, low, high, original = (float(self.rope_scaling[key]) for key in LLAMA3)
+        turns = original * freq / (2 * math.pi)  # of each pair within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
+        return (1 - blend) * freq / factor + blend * freq
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
-        """The factor of embeddings, rounded to their dtype."""
-        if not self.scaled_embedding:
-            return 1.0
-        return torch.tensor(self.hidden_size**0.5, dtype=dtype, device="cpu").item()
-
-    @property
-    def rope_factor(self) -> float:
-        """The factor of cos and sin. Scores have its square: attention needs no `query_scalar`."""
-        return self._scaling_factor * (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.25
-
-    @property
-    def _scaling_factor(self) -> float:
-        """The factor of cos and sin that belongs to yarn (arXiv 2309.00071, section 3.4) and to longrope."""
-        scaling = self.rope_scaling or {}
-        if scaling.get("rope_type", scaling.get("type")) not in ("yarn", "divisors"):
-            return 1.0
-        if scaling.get("attention_factor") is not None or "divisors" in scaling:
-            return float(scaling.get("attention_factor") or 1)
-
-        def magnitude(weight: float) -> float:
-            return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
-
-        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-            return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
-        return magnitude(1.0)
+        """Return the factor of embeddings, rounded to their dtype."""
+        return 1.0
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Leaves out what gives new weights their values."""
+    """Skip weight initialization."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
@@ -143,69 +132,16 @@ class _WithoutValues(TorchFunctionMode):
 def blank() -> Iterator[None]:
     """Make modules on the meta device within this context, without values and memory.
 
-    torch would import all of torch.compile, which takes seconds, to compute there.
+    Initialization is skipped: on meta tensors it imports all of torch.compile, which takes seconds.
     """
     with torch.device("meta"), _WithoutValues():
         yield
 
 
-def inverse_frequencies(args: ModelArgs, length: int = 0) -> Tensor:
-    """RoPE inverse frequencies [hd/2], float32. A `local_rope_base` makes them [2, hd/2], its own second.
-
-    length: the most tokens of a text, for longrope.
-
-    `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
-    divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
-    (arXiv 2309.00071); see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF
-    stores llama3 scaling (`rope_freqs.weight`), or two, of longrope.
-    """
-    if args.local_rope_base is not None:
-        usual = replace(args, local_rope_base=None)
-        local = replace(usual, rope_base=args.local_rope_base, rope_scaling=None)
-        return torch.stack((inverse_frequencies(usual), inverse_frequencies(local)))
-    if args.rotary_dim:  # the other pairs stand still
-        turning = inverse_frequencies(replace(args, head_dim=args.rotary_dim, rotary_dim=0))
-        return F.pad(turning, (0, (args.head_dim - args.rotary_dim) // 2))
-    # On the CPU, whatever device modules are being made on: see `blank`.
-    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
-    freq = 1.0 / (args.rope_base ** exponents)
-    scaling = args.rope_scaling
-    if not scaling:
-        return freq
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind == "linear":
-        return freq / float(scaling["factor"])
-    if kind == "divisors":
-        divisors = scaling["long_divisors" if length > args.short_length else "divisors"]
-        return freq / torch.tensor(divisors, dtype=torch.float32, device="cpu")
-    if kind == "llama3":
-        factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-        original = float(scaling["original_max_position_embeddings"])
-        turns = original * freq / (2 * math.pi)  # how often each pair turns within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
-        return (1 - blend) * freq / factor + blend * freq
-    if kind == "yarn":
-        factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
-
-        def pair(turns: float) -> float:  # the pair with this number of turns within the original context
-            return args.head_dim * math.log(
-                original / (turns * 2 * math.pi)
-            ) / (2 * math.log(args.rope_base))
-
-        low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
-        if scaling.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, args.head_dim - 1)
-        pairs = torch.arange(args.head_dim // 2, device="cpu")
-        ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-        return ramp * freq / factor + (1 - ramp) * freq
-    return freq  # "default"; no other kind is let through when a config is read
-
-
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The cosines and sines of `positions` [B, T]: two of [B, T, hd/2], float32.
 
-    They are computed once per pass and used by every layer. With two kinds of frequencies: [2, B, T, hd/2].
+    Computed once per pass and used by every layer. inv_freq [hd/2]; with [2, hd/2] they are [2, B, T, hd/2].
     """
     angles = positions[..., None].float() * (inv_freq if inv_freq.ndim == 1 else inv_freq[:, None, None])
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
@@ -219,24 +155,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Divide each row by its root mean square and scale by a weight (arXiv 1910.07467).
+    """Divide each token's x [..., size] by its root mean square and scale by a weight (arXiv 1910.07467)."""
 
-    zero_centred: scale by 1 + weight, in float32.
-    """
-
-    def __init__(self, size: int, eps: float, zero_centred: bool = False):
+    def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if zero_centred else torch.ones(size))
-        self.eps, self.zero_centred = eps, zero_centred
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     @property
     def scale(self) -> Tensor:
-        """The factor of each number of a row [size]."""
-        return 1 + self.weight.float() if self.zero_centred else self.weight
+        """The factors of x [size]."""
+        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.zero_centred:
-            return F.rms_norm(x.float(), (x.shape[-1],), self.scale, self.eps).to(x.dtype)
         # .to(): in training the weights are float32 and x may be bfloat16; the fused kernel wants one dtype.
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
@@ -272,10 +202,7 @@ class KVCache(nn.Module):
         self.v.index_put_((rows, slots), v)
 
     def live(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first `count` slots, [B, nkv, count, hd] each, in the model's dtype.
-
-        They are stored in it here; a subclass may store another.
-        """
+        """Return keys and values of the first `count` slots, [B, nkv, count, hd] each, in this dtype."""
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
@@ -284,16 +211,13 @@ class KVCache(nn.Module):
         qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a
         key/value head become G*T rows of it: keys and values are never repeated in memory.
         """
-        q, k, v = block.split(_rotated(block, qkv, *block.own(shared.angles())))
+        q, k, v = block.split(_rotated(block, qkv, *block.layer_angles(shared.angles())))
         self.write(k, v, shared.slots)
         B, T, nh, hd = q.shape
         nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype, block.window)
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
         k, v = self.live(bias.shape[-1], q.dtype)
-        sinks = block.sinks
-        if sinks is not None:
-            sinks = sinks.view(nkv, -1).repeat_interleave(T, 1)
-        out = attention(q, k, v, bias, sinks)
+        out = block.attention(q, k, v, bias)
         return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
 
 
@@ -364,172 +288,107 @@ def buffer_bytes(module: nn.Module) -> int:
 
 
 def last_seen(visible: Tensor, window: int) -> Tensor:
-    """Return visible [B, T, n], bool, with the last `window` of the slots that each row sees.
+    """Return visible [B, T, n] bool, with only the last `window` slots that each token sees.
 
-    A row sees one slot for each position of its text up to its own, in ascending order. So these are the
-    slots of the last positions, be they committed or its ancestors'.
+    A token sees one slot for each position up to its own, in ascending order: committed ones, then those of
+    its ancestors in the tree.
     """
     rank = visible.cumsum(-1)
     return visible & (rank > rank[..., -1:] - window)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Return softmax attention: q [B, h, R, hd], k and v [B, h, n, hd], bias that broadcasts to [B, h, R, n].
-
-    sinks: a score [h, R or 1] of each row that takes its share of the softmax and has no value. It is the
-    bias of one more slot with a key and a value of zeros.
-    """
-    if sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    rows = q.shape[:-1]
-    bias = torch.cat((bias.expand(*rows, -1), sinks.to(bias.dtype)[..., None].expand(*rows, 1)), dim=-1)
-    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
 class Pass:
     """The inputs that all layers of one forward pass share.
 
-    That is RoPE, the cache slots [B, T] to write, and which slots each row sees: [B, T, n] bool, or a
-    `kernels.backend.Sight`, whose `dense()` gives those.
+    positions, slots [B, T]: for RoPE, and the cache slots to write. visible [B, T, n] bool: the slots that
+    each token attends to; a backend may pass an object with `dense()`, which returns that, and
+    `within(window)`.
     """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
-        self._positions = args, inv_freq, positions
+        self._rope = args, inv_freq, positions
         self.slots, self.positions, self.visible = slots, positions, visible
-        self._made: dict[object, object] = {("seen", 0): visible}
+        self._cached: dict[object, object] = {("seen", 0): visible}
 
-    def made(self, what: object, make: Callable, *arguments):
-        """Return make(*arguments), made once. what: tells results apart."""
-        if what not in self._made:
-            self._made[what] = make(*arguments)
-        return self._made[what]
+    def cached(self, key: object, compute: Callable, *arguments):
+        """Return compute(*arguments), computed once per key."""
+        if key not in self._cached:
+            self._cached[key] = compute(*arguments)
+        return self._cached[key]
 
     def angles(self, table: Callable = rope_table) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of the rows' positions by `rope_table`, or a function like it; made once.
-
-        `Block.own` takes those of a layer.
-        """
-        return self.made("angles", table, *self._positions)
+        """The cosines and sines of all positions, by `rope_table` or a backend's function like it."""
+        return self.cached("angles", table, *self._rope)
 
     def seen(self, window: int):
-        """Return `visible` of layers with this window, made once."""
+        """Return `visible` of layers with this sliding window, 0: none."""
         within = partial(last_seen, self.visible) if isinstance(self.visible, Tensor) else self.visible.within
-        return self.made(("seen", window), within, window)
+        return self.cached(("seen", window), within, window)
 
     def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """Return that mask as an additive one [B, 1, groups*T, n], 0 or -inf, made once."""
-        def make() -> Tensor:
+        """Return that mask as an additive one [B, 1, groups*T, n], 0 or -inf."""
+        def compute() -> Tensor:
             seen = self.seen(window)
             visible = seen if isinstance(seen, Tensor) else seen.dense()
             zero = torch.zeros((), dtype=dtype, device=visible.device)
             return torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
 
-        return self.made(("bias", window), make)
+        return self.cached(("bias", window), compute)
 
 
 class Linear(nn.Linear):
-    """A linear layer that can add what it computes to the residual stream `onto`."""
+    """A linear layer [..., K] -> [..., N] that can add its output to the residual stream [..., N]."""
 
-    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        return y if onto is None else onto + y
+        return y if residual is None else residual + y
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32, for an lm_head."""
         return products(x, self.weight, self.bias)
 
 
-def products(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The products of x [..., H] with rows [V, H], plus bias [V], in float32 [..., V].
+def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x [..., H] @ weight [V, H]^T + bias [V] in float32 [..., V].
 
-    A GPU does not round its sums: rounded to 16 bits first, many a likeliest token would be a tie.
+    A GPU keeps its float32 sums: rounded to 16 bits first, many top-1 tokens would be ties.
     """
     if not (x.is_cuda and x.dtype.itemsize == 2) or torch.is_grad_enabled():
-        return F.linear(x, rows, bias).float()
-    y = torch.mm(x.flatten(0, -2), rows.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+        return F.linear(x, weight, bias).float()
+    y = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
 
 
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return SwiGLU's silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+def gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of gate and up that `ModelArgs.activation` names."""
+    return silu_gate if name == "silu" else extensions.load(extensions.ACTIVATIONS[name])
+
+
 class MLP(nn.Module):
-    def __init__(self, args: ModelArgs):
-        super().__init__()
-        self.activation = args.activation
-        self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=args.biases)
-        self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=args.biases)
-
-    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
-        """Normed x [B, T, H]; what comes out is added to the residual stream `onto` [B, T, H], if given."""
-        gate, up = self.w_gate_up(x).chunk(2, dim=-1)
-        return self.w_down(ACTIVATIONS[self.activation](gate, up), onto)
-
-
-class Experts(nn.Module):
-    """A mixture of E experts; every row uses its own A of them (Mixtral, Qwen3-MoE, gpt-oss).
-
-    The experts are one batched product of static shapes.
-    """
+    """A gated MLP: w_down(activation(gate, up))."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
-        self.used, self.renormalise = args.experts_per_token, args.renormalise_experts
-        self.activation = args.activation
-        self.router = Linear(H, E, bias=args.biases)
-        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
-        self.w_down = nn.Parameter(torch.empty(E, H, inner))
-        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * inner)) if args.biases else None
-        self.down_bias = nn.Parameter(torch.empty(E, H)) if args.biases else None
+        self.activation, self.gate = args.activation, gated_activation(args.activation)
+        self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
+        self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=False)
 
-    def _product(
-        self, x: Tensor, stack: nn.Module | Tensor, bias: Tensor | None, chosen: Tensor | None
-    ) -> Tensor:
-        """Multiply x by a stack of matrices [E, N, K], which may be quantised, and add its bias [E, N].
-
-        chosen [R, A]: x [R, K] or [R, A, K] by those of each row's experts -> [R, A, N]; None: x [R, K] or
-        [E, R, K] by all -> [E, R, N].
-        """
-        if isinstance(stack, nn.Module):
-            x, matrices = stack.rounded(x), stack(chosen, x.dtype)
-        else:
-            matrices = stack if chosen is None else stack[chosen]
-        if chosen is None:
-            y = x @ matrices.transpose(1, 2)
-            return y if bias is None else y + bias[:, None]
-        y = torch.einsum("rk,rank->ran" if x.ndim == 2 else "rak,rank->ran", x, matrices)
-        return y if bias is None else y + bias[chosen]
-
-    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
-        """As `MLP.forward`."""
-        rows = x.flatten(0, -2)  # [R, H]
-        weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
-        if self.renormalise:
-            weight = weight / weight.sum(-1, keepdim=True)
-        out = self.mixed(rows, weight.to(x.dtype), chosen).view_as(x)
-        return out if onto is None else onto + out
-
-    def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Return the outputs [R, H] of experts `chosen` [R, A] for rows [R, H], added up by weight [R, A]."""
-        # Few rows, as in plain decoding: only the weights of the experts they use are read. Many rows use
-        # nearly all experts: every expert computes every row, and each row takes what it wants.
-        few = chosen.numel() < self.router.out_features
-        experts = chosen if few else None
-        both = self._product(rows, self.w_gate_up, self.gate_up_bias, experts)
-        inner = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
-        out = self._product(inner, self.w_down, self.down_bias, experts)
-        if few:
-            return (out * weight[..., None]).sum(1)
-        share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
-        return torch.einsum("erh,re->rh", out, share)
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Normed x [B, T, H] -> the output [B, T, H], added to the residual stream [B, T, H] if given."""
+        return self.w_down(self.gate(*self.w_gate_up(x).chunk(2, dim=-1)), residual)
 
 
 # The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace
 # and lower each once and reuse it for all L layers: half the compile time of L unrolled copies, and the same
-# speed or better. (For the few layers of a head it takes longer, not shorter.) A region must return whole
-# tensors, never views: inductor (2.13) frees the buffer of a returned view and reuses it too early.
+# speed or better. (For the few layers of a head it takes longer.) A region must return whole tensors, never
+# views: inductor (2.13) frees the buffer of a returned view and reuses it too early.
 @torch.compiler.nested_compile_region
-def projected(block: Block, x: Tensor) -> Tensor:
-    """`Block.project` in a region."""
+def _project(block: Block, x: Tensor) -> Tensor:
     return block.project(x)
 
 
@@ -544,48 +403,62 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer.
+    """One decoder layer. A target's layer norms its input (`TargetBlock`); a head's first layer does not.
 
-    A layer of the target norms what it reads (`TargetBlock`); the first layer of a head does not. layer: its
-    number, which tells its window. standard: it has this class's parts in this order, so that a kernel may
-    compute it. fused: a backend's kernel for `forward`, called with this block and the arguments.
+    standard: the parts and their order are those of this class, so that a kernel may compute it. fused: a
+    backend's kernel for `forward`, called with this block and the arguments. sinks: attention scores [nh]
+    without a value, or None.
     """
 
+    Norm, Cache = RMSNorm, KVCache
     standard, fused = True, None
 
-    def __init__(self, args: ModelArgs, input_size: int | None = None, layer: int = 0):
+    def __init__(self, args: ModelArgs, layer: int = 0, input_size: int | None = None):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
         self.window = args.windows[layer] if args.windows else 0
         H, width = args.hidden_size, args.num_heads * args.head_dim
-        norm = partial(RMSNorm, eps=args.norm_eps, zero_centred=args.zero_centred)
         self.wqkv = Linear(input_size or H, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.q_norm = norm(args.head_dim) if args.qk_norm else None
-        self.k_norm = norm(args.head_dim) if args.qk_norm else None
-        self.sinks = nn.Parameter(torch.empty(args.num_heads)) if args.sinks else None
-        self.wo = Linear(width, H, bias=args.biases)
-        self.wo_norm = norm(H) if args.output_norms else None
-        self.mlp_norm = norm(H)
-        self.mlp = Experts(args) if args.num_experts else MLP(args)
-        self.mlp_out_norm = norm(H) if args.output_norms else None
+        self.q_norm = self.Norm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.k_norm = self.Norm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.sinks = None
+        self.wo = Linear(width, H, bias=False)
+        self.mlp_norm = self.Norm(H, args.norm_eps)
+        self.mlp = self.make_mlp(args)
+
+    def make_mlp(self, args: ModelArgs) -> nn.Module:
+        """Make the MLP, a module that is called as `MLP`."""
+        return MLP(args)
 
     def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
         """Residual stream x [B, T, H] -> the stream after this layer; keys and values go to `cache`.
 
-        inputs: what attention reads if it is not x, [B, T, input_size].
+        inputs [B, T, input_size]: what attention reads, if not x.
         """
         if self.fused is not None:
             return self.fused(self, x, cache, shared, inputs)
         qkv = self.project(x if inputs is None else inputs)
         return self.finish(x, self.attend(cache, qkv, shared))
 
+    def project(self, x: Tensor) -> Tensor:
+        """Attention's input [B, T, input_size] -> queries, keys and values [B, T, (nh + 2*nkv)*hd]."""
+        return self.wqkv(x)
+
     def attend(self, cache: KVCache, qkv: Tensor, shared: Pass) -> Tensor:
-        """Output of `project` -> what `wo` reads."""
+        """Output of `project` -> input of `wo` [B, T, nh*hd]."""
         return cache.attend(self, qkv, shared)
 
-    def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values of what this layer reads [B, T, input_size]: [B, T, (nh + 2*nkv)*hd]."""
-        return self.wqkv(x)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """Softmax attention: q [B, h, R, hd], k and v [B, h, n, hd] -> [B, h, R, hd].
+
+        bias broadcasts to [B, h, R, n]; None: causal, R = n.
+        """
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream x [B, T, H] and attention's output [B, T, nh*hd] -> the stream after the layer."""
+        x = self.wo(attended, x)
+        return self.mlp(self.mlp_norm(x), x)
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
@@ -594,9 +467,9 @@ class Block(nn.Module):
             return None, None, 0.0
         return self.q_norm.scale, self.k_norm.scale, self.q_norm.eps
 
-    def own(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """This layer's cosines and sines [B, T, hd/2], of those of `rope_table`."""
-        return angles if angles[0].ndim == 3 else tuple(x[int(self.window > 0)] for x in angles)
+    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return this layer's cosines and sines [B, T, hd/2], from those of `rope_table`."""
+        return angles
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Output of `wqkv` -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
@@ -608,49 +481,47 @@ class Block(nn.Module):
         return torch.cat((rotate(qk, cos, sin), v), dim=2)
 
     def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, nh, hd] and k, v [B, T, nkv, hd] as views."""
+        """Output of `heads` -> q [B, T, nh, hd] and k, v [B, T, nkv, hd], as views."""
         return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream x [B, T, H] and attention output [B, T, nh*hd] -> the stream after the layer."""
-        x = self.wo(attended, x) if self.wo_norm is None else x + self.wo_norm(self.wo(attended))
-        if self.mlp_out_norm is None:
-            return self.mlp(self.mlp_norm(x), x)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), None))
 
 
 class TargetBlock(Block):
-    """A layer of the target: it reads the normed residual stream."""
+    """A layer of the target: it norms the residual stream before attention."""
 
     def __init__(self, args: ModelArgs, layer: int = 0):
-        super().__init__(args, layer=layer)
-        self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps, args.zero_centred)
+        super().__init__(args, layer)
+        self.attn_norm = self.Norm(args.hidden_size, args.norm_eps)
 
     def project(self, x: Tensor) -> Tensor:
         return self.wqkv(self.attn_norm(x))
 
 
 class Transformer(nn.Module):
-    """A LLaMA-architecture target.
+    """A target: embedding, layers, final norm, lm_head.
 
-    backend: what it was prepared for (`kernels.backend`), None: nothing. whole: that backend computes all of
-    its layers. Caches: the class of its caches. ranks: the processes that share it, if several
-    (`kernels.tp`). fused: a backend's kernel for `forward`, called with this model and the arguments.
+    Args, Layer, Caches: the classes of its shape, layers and KV caches. backend: what it was prepared for
+    (`kernels.backend`), or None. whole: that backend computes all of its layers. fused: a backend's kernel
+    for `forward`, called with this model and the arguments. ranks: the processes that share it
+    (`kernels.tp`). most_rows, most_levels: limits of a pass and of a tree, None: unlimited. keeps_state: its
+    cache holds a state beside keys and values, so a sequence must be read in order.
     """
 
+    Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
     backend, whole, ranks, fused = None, False, None, None
-    Caches = KVCaches
-    most_rows = most_levels = None  # of a pass, and of a tree below its root; None: unlimited
-    keeps_state = False  # beside keys and values: only texts that are read in order may be in a pass
+    most_rows, most_levels, keeps_state = None, None, False
 
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = nn.ModuleList(TargetBlock(args, i) for i in range(args.num_layers))
-        self.norm = RMSNorm(args.hidden_size, args.norm_eps, args.zero_centred)
+        self.layers = nn.ModuleList(self.make_layer(i) for i in range(args.num_layers))
+        self.norm = self.Layer.Norm(args.hidden_size, args.norm_eps)
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
-        self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
+        self.register_buffer("inv_freq", args.inverse_frequencies(), persistent=False)
+
+    def make_layer(self, layer: int) -> TargetBlock:
+        """Make the layer of this number."""
+        return self.Layer(self.args, layer)
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
         """Allocate a cache for every layer. device: of the weights if left out."""
@@ -665,43 +536,40 @@ class Transformer(nn.Module):
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible, caches: KVCaches,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute one pass over T rows per sequence.
+        """Run one pass over T tokens per sequence.
 
-        tokens, positions, slots [B, T] int64: what is read, its place in the text, where its keys/values go.
-        visible [B, T, n] bool: the cache slots each row attends to, its own included; only the first n are
-        read (see `Pass`). caches: one per layer, written in place. Returns the last residual stream [B, T, H]
-        (before the final norm) and, when `aux_layers` is given, the residual streams entering those layers
-        side by side [B, T, len(aux_layers)*H], else None.
+        tokens, positions, slots [B, T] int64: ids, positions in the sequence, cache slots to write. visible
+        [B, T, n] bool: the cache slots that each token attends to, its own included; only the first n are
+        read (see `Pass`). caches: one per layer, written in place.
+
+        Returns the residual stream after the last layer [B, T, H], before the final norm. With `aux_layers`
+        also the residual streams that enter those layers, side by side [B, T, len(aux_layers)*H]; else None.
         """
         if self.fused is not None:
             return self.fused(self, tokens, positions, slots, visible, caches, aux_layers)
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
-            return _finish(layer, x, layer.attend(caches[i], projected(layer, x), shared))
+            return _finish(layer, x, layer.attend(caches[i], _project(layer, x), shared))
 
-        return self.through(tokens, aux_layers, apply)
+        return self._run_layers(tokens, aux_layers, apply)
 
-    def reaching(self, length: int) -> Transformer:
-        """Return this target for texts of up to `length` tokens: all turn alike, see `short_length`."""
+    def for_length(self, length: int) -> Transformer:
+        """Return the model with RoPE for `length` tokens (longrope changes at `short_length`)."""
         if length <= self.args.short_length:
             return self
-        turning = inverse_frequencies(self.args, length).to(self.inv_freq.device)
+        inv_freq = self.args.inverse_frequencies(length).to(self.inv_freq.device)
         other = copy.copy(self)
-        other._buffers = self._buffers | {"inv_freq": turning}
+        other._buffers = self._buffers | {"inv_freq": inv_freq}
         return other
 
-    def through(
+    def _run_layers(
         self, tokens: Tensor, aux_layers: tuple[int, ...], apply: Callable
     ) -> tuple[Tensor, Tensor | None]:
-        """Take embeddings x [B, T, H] through all layers: x = apply(i, layer, x).
-
-        Returns the stream after them, and the streams entering `aux_layers` side by side (None without any);
-        the number of layers, L, stands for the stream after the last one.
-        """
+        """Embed tokens [B, T] and run x = apply(i, layer, x) over all layers; returns as `forward`."""
         x, features = self.embed(tokens), []
-        if self.args.scaled_embedding:
-            x = x * self.args.embedding_scale(x.dtype)
+        if (scale := self.args.embedding_scale(x.dtype)) != 1.0:
+            x = x * scale
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
                 features.append(x)
@@ -711,33 +579,26 @@ class Transformer(nn.Module):
         return x, torch.cat(features, dim=-1) if features else None
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Compute `forward` over complete sequences [B, T] from position 0, without a cache.
-
-        For training and for scoring.
-        """
+        """Run `forward` over complete sequences [B, T] without a cache, for training and scoring."""
         T = tokens.shape[1]
         at = torch.arange(T, device=tokens.device)
-        angles = rope_table(self.args, self.reaching(T).inv_freq, at[None])
+        angles = rope_table(self.args, self.for_length(T).inv_freq, at[None])
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
-            heads = layer.heads(layer.project(x), *layer.own(angles))
+            heads = layer.heads(layer.project(x), *layer.layer_angles(angles))
             q, k, v = (t.transpose(1, 2) for t in layer.split(heads))
-            groups = q.shape[1] // k.shape[1]  # of this rank's heads, where the target is dealt
+            groups, bias = q.shape[1] // k.shape[1], None
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            window = layer.window if 0 < layer.window < T else T
-            if window == T and layer.sinks is None:
-                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                near = (at <= at[:, None]) & (at > at[:, None] - window)
+            if 0 < layer.window < T:
+                near = (at <= at[:, None]) & (at > at[:, None] - layer.window)
                 bias = torch.zeros_like(near, dtype=q.dtype).masked_fill(~near, float("-inf"))
-                attended = attention(q, k, v, bias, None if layer.sinks is None else layer.sinks[:, None])
-            return layer.finish(x, attended.transpose(1, 2).flatten(2))
+            return layer.finish(x, layer.attention(q, k, v, bias).transpose(1, 2).flatten(2))
 
-        return self.through(tokens, aux_layers, apply)
+        return self._run_layers(tokens, aux_layers, apply)
 
     @property
     def lm_rows(self) -> Tensor:
-        """The rows [V, H] that logits are products with: the lm_head's weight or, tied, the embedding's."""
+        """The lm_head's weight [V, H]; tied, the embedding's."""
         return (self.embed if self.lm_head is None else self.lm_head).weight
 
     def logits(self, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def as_llama(target: Transformer):
     a = target.args
     if a.rope_scaling and a.rope_scaling.get("rope_type") != "llama3":
         raise InputError("transformers: this target scales its rotary embeddings in a way not handed over")
-    if a.qkv_bias or a.qk_norm or a.num_experts or any(a.windows):
+    if type(target) is not Transformer or a.qkv_bias or a.qk_norm or any(a.windows):
         raise InputError("transformers: this target is no LLaMA, or has windows")
     weights = {
         "model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight,

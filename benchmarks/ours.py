@@ -46,7 +46,8 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
     """
     def size(module, rows: int = 1) -> int:
         a, skip = module.args, () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
-        chosen = 1 - (1 - a.experts_per_token / a.num_experts) ** rows if a.num_experts else 1
+        experts = getattr(a, "num_experts", 0)
+        chosen = 1 - (1 - a.experts_per_token / experts) ** rows if experts else 1
         read = ((n, p.numel() * p.element_size()) for n, p in module.named_parameters())
         return int(sum(
             size * (chosen if OF_EXPERTS.search(n) else 1) for n, size in read if not n.startswith(skip)

@@ -1,15 +1,18 @@
 """Models of published shapes with random weights: speed does not depend on their values."""
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from checkpoint.folder import class_of
 from common.errors import InputError
+from families.experts import MixtureArgs
+from families.gpt_oss import GptOssArgs
 from kernels.quantized import BESIDE, FOUR_BITS, MXFP4, Scheme, replace_all
-from model import ModelArgs, Transformer, blank, inverse_frequencies
+from model import ModelArgs, Transformer, blank
 from networks.eagle import Eagle3Head
 from networks.head import Head, HeadArgs, eagle3_aux_layers
 
@@ -33,20 +36,20 @@ SHAPES = {
     ),
     "smollm2-135m": (ModelArgs(49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, None, True, 8192), 8192, 1536),
     "qwen3-30b-a3b": (
-        ModelArgs(
+        MixtureArgs(
             151936, 2048, 768, 48, 32, 4, 128, 1e-6, 1e6, max_seq_len=40960, qk_norm=True, num_experts=128,
             experts_per_token=8,
         ), 32000, 6144,
     ),
     "gpt-oss-20b": (
-        ModelArgs(
+        GptOssArgs(
             201088, 2880, 2880, 24, 64, 8, 64, 1e-5, 1.5e5, YARN, max_seq_len=131072, qkv_bias=True,
             num_experts=32, experts_per_token=4, windows=(128, 0) * 12, sinks=True, biases=True,
             activation="clamped_swiglu",
         ), 32000, 17280
     ),
     "tiny-mixture": (
-        ModelArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096, num_experts=6, experts_per_token=2), 256, 128
+        MixtureArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096, num_experts=6, experts_per_token=2), 256, 128
     ),
     "tiny": (ModelArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096), 256, 128),
 }
@@ -84,7 +87,7 @@ def random_models(
             else Scheme(mode, group if mode in FOUR_BITS else 0, beside)
         )
         of_head = Scheme(beside, 0, beside)
-    target = _random(Transformer, args, of_target, dtype, device)
+    target = _random(class_of({"kind": "target", **asdict(args)}), args, of_target, dtype, device)
     head = _random(Eagle3Head, head_args, of_head, dtype, device)
     head.draft_ids = torch.arange(draft_vocab, device=device)
     head.use_target(target)
@@ -109,7 +112,7 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
             p.random_(*(0, 256) if p.dtype == torch.uint8 else (-127, 128))
         else:
             p.copy_(torch.randn_like(p, dtype=torch.float32) * (0.02 if p.dtype.itemsize > 1 else 80))
-    model.inv_freq = inverse_frequencies(args).to(device)
+    model.inv_freq = args.inverse_frequencies().to(device)
     return model.eval()
 
 
@@ -123,9 +126,10 @@ def write_gguf(name: str, out: Path) -> None:
     import numpy as np
 
     a = shape_of(name)[0]
-    experts, kinds, files = a.num_experts, gguf.GGMLQuantizationType, gguf.LlamaFileType
+    used, experts = getattr(a, "experts_per_token", 0), getattr(a, "num_experts", 0)
+    gpt_oss, kinds, files = isinstance(a, GptOssArgs), gguf.GGMLQuantizationType, gguf.LlamaFileType
     family, file, of_experts, of_table, usual = (
-        ("gpt-oss", files.MOSTLY_MXFP4_MOE, kinds.MXFP4, kinds.Q8_0, kinds.Q8_0) if a.sinks else
+        ("gpt-oss", files.MOSTLY_MXFP4_MOE, kinds.MXFP4, kinds.Q8_0, kinds.Q8_0) if gpt_oss else
         ("qwen3moe" if experts else "llama", files.MOSTLY_Q4_0, kinds.Q4_0,
          kinds.Q4_0 if a.hidden_size % 256 else kinds.Q6_K, kinds.Q4_0)
     )
@@ -140,11 +144,11 @@ def write_gguf(name: str, out: Path) -> None:
         (writer.add_rope_freq_base, a.rope_base), (writer.add_vocab_size, a.vocab_size),
         (writer.add_tokenizer_model, "none"), (writer.add_file_type, file),
         (writer.add_quantization_version, gguf.GGML_QUANT_VERSION), (writer.add_expert_count, experts),
-        (writer.add_expert_used_count, a.experts_per_token),
+        (writer.add_expert_used_count, used),
         (writer.add_expert_feed_forward_length, a.intermediate_size if experts else 0),
     ):
         add(value)
-    if a.sinks:
+    if gpt_oss:
         writer.add_sliding_window(max(a.windows))
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(a.rope_scaling["factor"])
@@ -160,7 +164,7 @@ def write_gguf(name: str, out: Path) -> None:
             scale = slice(size - 2, size) if kind == kinds.Q6_K else slice(0, 2)
             data[..., scale] = np.frombuffer(np.float16(2.0**-8).tobytes(), np.uint8)
         writer.add_tensor(f"{key}.weight", data.reshape(*shape[:-1], -1), raw_dtype=kind)
-        if a.biases and key.startswith("blk."):
+        if gpt_oss and key.startswith("blk."):
             writer.add_tensor(f"{key}.bias", np.zeros(shape[:-1], np.float32))
 
     def add_norm(key: str, width: int = width) -> None:
@@ -178,7 +182,7 @@ def write_gguf(name: str, out: Path) -> None:
             (f"ffn_down{many}", *each, width, a.intermediate_size),
         ):
             add_matrix(f"blk.{i}.{key}", *shape, kind=of_experts if "_exps" in key else usual)
-        for key in ("attn_norm", "post_attention_norm" if a.sinks else "ffn_norm"):
+        for key in ("attn_norm", "post_attention_norm" if gpt_oss else "ffn_norm"):
             add_norm(f"blk.{i}.{key}")
         if a.qk_norm:
             for key in ("attn_q_norm", "attn_k_norm"):
@@ -186,7 +190,7 @@ def write_gguf(name: str, out: Path) -> None:
         if experts:
             router = draw.normal(0, 0.02, (experts, width)).astype(np.float32)
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
-        if a.sinks:
+        if gpt_oss:
             writer.add_tensor(f"blk.{i}.attn_sinks.weight", np.zeros(a.num_heads, np.float32))
             writer.add_tensor(f"blk.{i}.ffn_gate_inp.bias", np.zeros(experts, np.float32))
     writer.write_header_to_file()

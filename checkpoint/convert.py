@@ -61,7 +61,7 @@ def convert(
     """Convert `checkpoint` into the folder `out` and return it. Its tensors tell targets from heads.
 
     out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND, one of
-    `checkpoint.folder: HEADS`. target: the converted folder of the model that a head belongs to; needed for
+    `extensions.HEADS`. target: the converted folder of the model that a head belongs to; needed for
     a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is what most
     of the source's numbers are stored in, bf16 if quantised. answers: for a head, what its files leave open.
     template: for a target without chat template, the one to add; see `templates.find_template`. force:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint.folder import CONFIG, ROPE, check_rope, is_gguf
+from checkpoint.folder import CONFIG, check_rope, is_gguf, rope_fields
 from checkpoint.hybrid import hybrid_fields, rearranged
 from checkpoint.source import Entry, Source
 from common.errors import InputError
@@ -397,7 +397,8 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         check_rope(scaling)
     if grows:
         longest = max(longest, int(original * scaling["factor"]))
-    return {name: value for name, value in scaling.items() if name in {"rope_type", *ROPE[kind]}}, longest
+    known = {"rope_type", *rope_fields(kind)}
+    return {name: value for name, value in scaling.items() if name in known}, longest
 
 
 def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:

@@ -14,32 +14,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+import extensions
 from common.errors import InputError
 from common.files import check_file, read_json
-from common.schema import ABSENT, Flag, Schema, Sha256, Text, Wrong, named, number, schema_of, whole
+from common.schema import ABSENT, Schema, Sha256, Text, Wrong, named, schema_of, whole
+from extensions import HEADS
 from kernels.quantized import Scheme
-from model import ModelArgs
-from networks.block import BlockHead, DSparkHead
-from networks.eagle import Eagle1Head, Eagle3Head, MtpHead, PEagleHead
-from networks.medusa import HydraHeads, MedusaHeads
+from model import LLAMA3, ModelArgs, Transformer
+from networks.head import Head
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADVICE = "convert the checkpoint again"
-# The network of each kind of draft head. Their layouts in other programs' files are in `checkpoint.heads`.
-HEADS = {
-    "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "medusa": MedusaHeads,
-    "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead, "mtp": MtpHead,
-}
-
 # Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
 FOLDER = Schema(TypedDict("Folder", {
     "kind": Literal[("target", *HEADS)], "format": NotRequired[whole(1, 1000)],
@@ -48,29 +40,14 @@ FOLDER = Schema(TypedDict("Folder", {
     "quantization": NotRequired[dict],
 }))
 
-Factor, Length = number(1e-3, 1e6), number(1, 2**31)
-Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]
-# The fields of `rope_scaling` by its type, see `model.inverse_frequencies`.
-ROPE = {
-    "default": {},
-    "linear": {"factor": Factor},
-    "llama3": {
-        "factor": Factor, "low_freq_factor": Factor, "high_freq_factor": Factor,
-        "original_max_position_embeddings": Length,
-    },
-    "yarn": {
-        "factor": Factor, "original_max_position_embeddings": Length,
-        **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), NotRequired[Factor | None]),
-        **dict.fromkeys(("mscale", "mscale_all_dim"), NotRequired[number(0, 1e6) | None]),
-        "truncate": NotRequired[Flag | None],
-    },
-    "divisors": {
-        "divisors": Divisors, "attention_factor": NotRequired[Factor | None],
-        # longrope's, for texts that are longer than the original length.
-        "long_divisors": NotRequired[Divisors], "original_max_position_embeddings": NotRequired[Length],
-    },
-}
-ROPE_SCHEMAS = {kind: Schema(TypedDict(f"Rope_{kind}", keys)) for kind, keys in ROPE.items()}
+ROPE = "default", "linear", "llama3", "yarn", "divisors"  # types of RoPE scaling
+
+
+def rope_fields(kind: str) -> dict:
+    """Return the fields of `rope_scaling` of this type, one of `ROPE`."""
+    if entry := extensions.ROPE.get(kind):
+        return extensions.load(entry).FIELDS[kind]
+    return LLAMA3 if kind == "llama3" else {}
 
 
 def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
@@ -79,52 +56,37 @@ def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
     kind = scaling.get(place, ABSENT)
     if not isinstance(kind, str) or kind not in ROPE:
         raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
-    ROPE_SCHEMAS[kind].check(scaling, key)
+    Schema(TypedDict(f"Rope_{kind}", rope_fields(kind))).check(scaling, key)
 
 
 def check_args(args: ModelArgs) -> None:
     """Raise Wrong if a field of a model's shape is out of its range, or if fields contradict each other."""
     schema_of(type(args)).check(asdict(args))
-    _check_relations(args)
-
-
-def _check_relations(a: ModelArgs) -> None:
-    scaling = a.rope_scaling or {}
-    divisors = [scaling[key] for key in ("divisors", "long_divisors") if key in scaling]
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if a.rope_scaling is not None:
-        check_rope(a.rope_scaling)
-    rules = [
-        ("num_kv_heads", a.num_heads % a.num_kv_heads == 0, f"a divisor of num_heads, {a.num_heads}"),
-        ("head_dim", a.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
-        ("experts_per_token", not a.num_experts or 1 <= a.experts_per_token <= a.num_experts,
-         f"1 to num_experts, {a.num_experts}"),
-        ("rope_scaling", all(len(each) == a.head_dim // 2 for each in divisors),
-         f"{a.head_dim // 2} divisors, half of head_dim"),
-        ("local_rope_base", a.local_rope_base is None or kind not in ("yarn", "divisors"),
-         "null: rope_scaling has a factor of cos and sin"),
-    ]
-    has = vars(a).get
-    if (aux := has("aux_layers")) is not None:
-        rules += [
-            ("draft_vocab_size", a.draft_vocab_size <= a.vocab_size, f"at most vocab_size, {a.vocab_size}"),
-            ("aux_layers", all(low < high for low, high in pairwise(aux)), "ascending layers"),
-        ]
-    if has("mask_id") is not None:
-        rules += [("mask_id", a.mask_id < a.vocab_size, f"an id below vocab_size, {a.vocab_size}")]
-    for key, fits, expected in rules:
+    for key, fits, expected in args.relations():
         if not fits:
-            raise Wrong(key, getattr(a, key), expected)
+            raise Wrong(key, getattr(args, key), expected)
+
+
+def class_of(config: dict) -> type[Transformer | Head]:
+    """Return the class of the module that a config.json describes."""
+    if config["kind"] != "target":
+        return extensions.load(HEADS[config["kind"]])
+    entry = next((entry for field, entry in extensions.TARGETS.items() if config.get(field)), None)
+    return extensions.load(entry) if entry else Transformer
 
 
 def check_config(config: dict) -> ModelArgs:
     """Return the model's shape in a config.json. Raises Wrong on the first key that is not right."""
     FOLDER.check(config)
-    kind = config["kind"]
-    shape = ModelArgs if kind == "target" else HEADS[kind].Args
+    shape = class_of(config).Args
+    if isinstance(scaling := config.get("rope_scaling"), dict):
+        check_rope(scaling)
     schema_of(shape).check(config)
     args = shape.from_config(config)
-    _check_relations(args)
+    for field in extensions.TARGETS:
+        if config.get(field) and not hasattr(args, field):
+            raise Wrong(field, config[field], f"nothing: {class_of(config).__name__} has no such part")
+    check_args(args)
     if "quantization" in config:
         Scheme.read(config["quantization"])
     return args

@@ -1,6 +1,6 @@
 """Kinds of draft heads, and the functions that read and write each in the layouts of other programs.
 
-A kind is an entry of `KINDS`; its network is in `checkpoint.folder: HEADS`. Heads are written by
+A kind is an entry of `KINDS`; its network is in `extensions.HEADS`. Heads are written by
 
     python -m checkpoint.export --head checkpoints/mine/eagle3 --checkpoint checkpoints/mine --out DIR
 """
@@ -107,7 +107,7 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     The target's weights are left out. target_config: the target's config.json, for the speculators layout,
     which names the target. Raises InputError if the layout cannot hold this head, and OSError.
     """
-    kind = next(kind for kind, network in HEADS.items() if type(head) is network)
+    kind = next(kind for kind, entry in HEADS.items() if entry.endswith(f":{type(head).__name__}"))
     if kind == "dflash" and head.args.markov_rank:
         kind = "dspark"
     if kind not in KINDS:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from checkpoint.folder import CONFIG, Length, is_ours
+from checkpoint.folder import CONFIG, is_ours
 from checkpoint.source import WEIGHT_FILES, Entry, Source, shards, unique_ids
 from checkpoint.weights import listed, opened
 from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_json
 from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, whole
+from model import Length
 from tokens.convert import copy_files
 
 READABLE_DTYPES = {

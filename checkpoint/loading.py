@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read_config
+from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, class_of, read_config
 from checkpoint.weights import Stored, bytes_of, check_shapes, listed, opened
 from common.errors import InputError
 from common.schema import named
 from kernels.quantized import Scheme, replace_all
 from kernels.tp import Ranks, Share, deal
-from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
+from model import Linear, ModelArgs, Transformer, blank
 from networks.head import Head, HeadArgs
-from networks.hybrid import Hybrid
 
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -28,8 +27,7 @@ def build_module(config: dict, share: Share | None = None) -> Transformer | Head
     args = check_config(config)
     own = share.args(args) if share else args
     with blank():
-        target = Hybrid if own.delta_layers else Transformer
-        module = target(own) if config["kind"] == "target" else HEADS[config["kind"]](own)
+        module = class_of(config)(own)
         if share and module.lm_head is not None:
             module.lm_head = Linear(args.hidden_size, share.tokens.count, bias=False)
         if "quantization" in config:
@@ -98,7 +96,7 @@ def _load(
     if ids is not None and not (int(ids.min()) in ours and int(ids.max()) in ours):
         raise InputError(f"{path}: draft_ids are not those of this vocabulary; {ADVICE}")
     module.load_state_dict(state, assign=True)
-    module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
+    module.inv_freq = module.args.inverse_frequencies().to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
 
 

@@ -96,9 +96,9 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, answers: Answers) 
             if bias not in tensors:
                 zeros = torch.zeros(weight.shape[:1], dtype=weight.dtype)
                 tensors[bias] = Entry.of(zeros.shape, zeros.dtype, lambda zeros=zeros: zeros)
-    config = dataclasses.asdict(target) | {
-        "kind": kind, "num_layers": 1, "num_experts": 0, "tie_embeddings": False, "qkv_bias": False,
-        "qk_norm": False, "delta_layers": [], "rotary_dim": 0, "target_hidden_size": target.hidden_size,
+    config = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelArgs)} | {
+        "kind": kind, "num_layers": 1, "tie_embeddings": False, "qkv_bias": False, "qk_norm": False,
+        "target_hidden_size": target.hidden_size,
         "aux_layers": [target.num_layers],
         "guesses": guesses, "blocks": len(form.slots), "draft_vocab_size": target.vocab_size,
         "repeated": False, "own_lm_head": False, "lm_head_each": False, "lm_head_bias": False,

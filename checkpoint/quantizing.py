@@ -38,8 +38,7 @@ from kernels.quantized import (
     scales,
     to_stored,
 )
-from model import KVCache, Pass, inverse_frequencies
-from networks.hybrid import DeltaBlock, DeltaCache
+from model import Pass
 from tokens.tokenizer import Tokenizer
 
 
@@ -171,7 +170,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
     args = model.args
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     visible = positions[:, None] <= positions[:, :, None]
-    shared = Pass(args, inverse_frequencies(args), positions, positions, visible)
+    shared = Pass(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
     with opened(source / WEIGHTS, ADVICE) as file:
 
@@ -196,8 +195,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
             for name in linear_names(block, lm_head=False):
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
                 block.get_submodule(name).register_forward_pre_hook(partial(_quantize, group=group, put=put))
-            Cache = DeltaCache if isinstance(block, DeltaBlock) else KVCache
-            x = block(x, Cache(*ids.shape, args, torch.float32, "cpu"), shared)
+            x = block(x, block.Cache(*ids.shape, args, torch.float32, "cpu"), shared)
             block.to("meta")
     return layers
 

@@ -47,7 +47,7 @@ class Setup:
         """
         head = load_head(self.folder, self.target, self.kind)
         args, window = head.args, self.drafting.window
-        if any(args.windows) or args.local_rope_base:  # that rotates the rows of layers with a window
+        if any(args.windows):
             if window is not None:
                 raise InputError(f"--draft-window {window}: the head in {self.folder} has windows of its own;"
                                  " leave the option out")

@@ -79,5 +79,5 @@ def build(setup: Setup) -> DraftModel:
     weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
-    model = model.reaching(setup.max_seq_len)
+    model = model.for_length(setup.max_seq_len)
     return DraftModel(model, setup.grown_tree, drafting.coupled)

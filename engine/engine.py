@@ -76,7 +76,7 @@ class Engine:
         counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
         guide: Callable[[str], Guide] | None = None,
     ):
-        self.target = target = target.reaching(max_seq_len)
+        self.target = target = target.for_length(max_seq_len)
         self.drafter, self.tuner = drafter or Drafter(), tuner
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)

@@ -299,7 +299,7 @@ class Passes:
 
         All slots if attention reads the lengths itself: one graph serves every context.
         """
-        if self.backend.reads_length and not self.target.args.sinks:  # with sinks the definition attends
+        if self.backend.reads_length and self.target.layers[0].sinks is None:  # PyTorch attends with sinks
             return self.slot_ids
         size = round_up(needed, SLOT_STEP)
         if self.on_cuda:  # a captured graph is of one size: powers of two keep them few

@@ -25,7 +25,6 @@ from kernels.tp import Summed
 from model import (
     MLP,
     Block,
-    Experts,
     KVCache,
     KVCaches,
     ModelArgs,
@@ -36,7 +35,6 @@ from model import (
     lazy_zeros,
 )
 from networks.eagle import Eagle3Head, PEagleHead
-from networks.hybrid import SharedExperts
 from tree import FREE, Tree
 
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
@@ -52,7 +50,7 @@ class CpuCache(KVCache):
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
         ops = self.backend.ops
-        angles = block.own(shared.angles(partial(_angles, ops)))
+        angles = block.layer_angles(shared.angles(partial(_angles, ops)))
         caches = self.k, self.v, shared.slots, shared.visible
         return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window, block.sinks)
 
@@ -167,10 +165,10 @@ class PackedLinear(Packed):
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
         super().__init__(backend, linear, bias, dtype, activation)
 
-    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's dtype; bias and `onto` [..., N] are added before the only
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., N] in x's dtype; bias and `residual` [..., N] are added before the only
         rounding."""
-        return self.backend.ops.linear(x, *self.operands, onto, self.columns, self.mode)
+        return self.backend.ops.linear(x, *self.operands, residual, self.columns, self.mode)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32: nothing is rounded to 16 bits after the sums."""
@@ -189,14 +187,14 @@ class PackedMLP(nn.Module):
         self.w_gate_up = PackedLinear(backend, mlp.w_gate_up, dtype, mlp.activation)
         self.w_down = PackedLinear(backend, mlp.w_down, dtype)
 
-    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
-        return self.w_down(self.w_gate_up(x), onto)
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return self.w_down(self.w_gate_up(x), residual)
 
 
 class PackedExperts(nn.Module):
     """`Experts`, those that rows chose read once."""
 
-    def __init__(self, backend, experts: Experts, dtype: torch.dtype):
+    def __init__(self, backend, experts: nn.Module, dtype: torch.dtype):
         super().__init__()
         self.backend = backend
         self.router = PackedLinear(backend, experts.router, dtype)
@@ -207,11 +205,11 @@ class PackedExperts(nn.Module):
         # As csrc/operators.cpp: mixture_of reads it.
         self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalise) << 56
 
-    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """As `MLP.forward`."""
-        onto = torch.zeros_like(x) if onto is None else onto
+        residual = torch.zeros_like(x) if residual is None else residual
         weights = [w for part in (self.router, self.w_gate_up, self.w_down) for w in part.operands]
-        return self.backend.ops.experts(x, onto, *weights, self.bits, self.w_gate_up.mode)
+        return self.backend.ops.experts(x, residual, *weights, self.bits, self.w_gate_up.mode)
 
 
 class PackedNorm(nn.Module):
@@ -247,7 +245,7 @@ class FusedBlock:
         read = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
         ops, eps = block.wqkv.backend.ops, block.mlp_norm.eps
         stack = ops.stack(*self.weights, [cache.k], [cache.v], eps)
-        angles = block.own(shared.angles(partial(_angles, ops)))
+        angles = block.layer_angles(shared.angles(partial(_angles, ops)))
         x, _ = ops.layers(x, *angles, stack, shared.slots, shared.visible, eps, (), read)
         return x
 
@@ -336,13 +334,13 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 setattr(parent, name, PackedNorm(backend, child))
             elif isinstance(child, MLP) and all(takes_module(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
-            elif isinstance(child, Experts) and takes_module(child, dtype, device):
+            elif is_mixture(child) and takes_module(child, dtype, device):
                 setattr(parent, name, PackedExperts(backend, child, dtype))
             elif (name == "lm_head" or not isinstance(child, nn.Embedding)) and takes_module(
                 child, dtype, device
             ):
                 setattr(parent, name, packed(child, dtype))
-            elif not isinstance(child, Experts):
+            elif not is_mixture(child):
                 pack_children(child, dtype, device)
 
     complete = True
@@ -412,6 +410,11 @@ def _joined(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
     return tuple([x for one in lists for x in one] for lists in zip(*each))
 
 
+def is_mixture(module: nn.Module | Tensor) -> bool:
+    """Return whether a module is a `families.experts.Experts`, which is not imported for other models."""
+    return getattr(module, "is_mixture", False)
+
+
 def takes_rows(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the operators compute rows of this size: float32, and bfloat16 in even numbers."""
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
@@ -419,7 +422,7 @@ def takes_rows(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 def takes_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a linear layer, a table, a stack of experts or a whole mixture can be packed."""
-    if isinstance(module, Experts):
+    if is_mixture(module):
         parts = module.router, module.w_gate_up, module.w_down
         return all(takes_module(part, dtype, device) for part in parts)
     if isinstance(module, Quantized):
@@ -436,8 +439,9 @@ def _is_packed(layer: Block, summed: bool = False) -> bool:
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
     normed = all(isinstance(norm, PackedNorm) for norm in norms)
-    feeds = mlp.children() if isinstance(mlp, SharedExperts) else (mlp,)
-    return linear and all(isinstance(x, PackedMLP | PackedExperts | PackedLinear) for x in feeds) and normed
+    kinds = PackedMLP | PackedExperts | PackedLinear
+    feeds = (mlp,) if isinstance(mlp, kinds) else mlp.children()  # the parts of shared and routed experts
+    return linear and all(isinstance(x, kinds) for x in feeds) and normed
 
 
 # -- packing weights ---------------------------------------------------------------------------

@@ -237,7 +237,9 @@ class Share:
         Raises InputError, with the numbers, if the target cannot be dealt to these ranks.
         """
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
-        nk, shared = args.delta_key_heads, args.shared_expert_size
+        nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
+            "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",
+            "num_experts", "delta_layers"))
         if nkv < ranks and (ranks % nkv or nh % ranks):
             raise InputError(
                 f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be dealt to at most {nkv}, or"
@@ -247,7 +249,7 @@ class Share:
         # kernels read them.
         mode, unit = scheme.of("layers") if scheme else (None, 0)
         unit = ROUNDED_TOGETHER if mode == "w8a8" else unit
-        of_stacks = scheme.of("layers", stack=True)[1] if scheme and args.num_experts else 0
+        of_stacks = scheme.of("layers", stack=True)[1] if scheme and experts else 0
         pieces = max(unit, of_stacks) or 2 - inner % 2
         tokens = tokens or args.vocab_size
         narrow = any(n % pieces or 0 < n // pieces < ranks for n in (inner, shared))
@@ -263,8 +265,8 @@ class Share:
             queries, keys = _dealt(nh, hd, rank, ranks), Span(nkv * hd, head * hd, (head + 1) * hd)
         else:
             queries, keys = _dealt(nkv, nh // nkv * hd, rank, ranks), _dealt(nkv, hd, rank, ranks)
-        each = args.delta_heads // max(nk, 1)
-        values = _dealt(nk, each * args.delta_value_dim, rank, ranks)
+        each = nv // max(nk, 1)
+        values = _dealt(nk, each * dv, rank, ranks)
         for what, span in (("attention", queries), ("a delta net", values)):
             if unit and (span.first % unit or span.last % unit):
                 raise InputError(
@@ -273,18 +275,20 @@ class Share:
                 )
         return cls(
             queries, keys, _dealt(inner // pieces, pieces, rank, ranks), _dealt(tokens, 1, rank, ranks),
-            queries if args.delta_layers else Span(0, 0, 0), _dealt(shared // pieces, pieces, rank, ranks),
-            _dealt(nk, args.delta_key_dim, rank, ranks), values, _dealt(nk, each, rank, ranks),
+            queries if delta_layers else Span(0, 0, 0), _dealt(shared // pieces, pieces, rank, ranks),
+            _dealt(nk, dk, rank, ranks), values, _dealt(nk, each, rank, ranks),
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
         """Return the shape of this rank's model. The vocabulary is the whole one, as embeddings are."""
         hd = whole.head_dim
+        of_hybrid = {
+            "shared_expert_size": self.shared.count, "delta_heads": self.delta_heads.count,
+            "delta_key_heads": self.delta_keys.count // max(whole.delta_key_dim, 1),
+        } if hasattr(whole, "delta_heads") else {}
         return replace(
             whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
-            intermediate_size=self.inner.count, shared_expert_size=self.shared.count,
-            delta_key_heads=self.delta_keys.count // max(whole.delta_key_dim, 1),
-            delta_heads=self.delta_heads.count,
+            intermediate_size=self.inner.count, **of_hybrid,
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:

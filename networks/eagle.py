@@ -1,4 +1,4 @@
-"""The heads of EAGLE-1/2, EAGLE-3 and P-EAGLE, and MTP layers. Definitions only."""
+"""The heads of EAGLE-1/2, EAGLE-3 and P-EAGLE. Definitions only."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from torch import Tensor
 from common.schema import whole
 from model import Block, Linear, Pass, RMSNorm, TargetBlock, project
 from networks.head import Head, HeadArgs
-from networks.hybrid import GatedBlock
 from networks.markov import Markov, MarkovArgs
 
 
@@ -21,7 +20,7 @@ class Eagle3Block(Block):
     """
 
     def __init__(self, args: HeadArgs):
-        super().__init__(args, 2 * args.hidden_size)
+        super().__init__(args, input_size=2 * args.hidden_size)
         self.norm_before_residual = args.norm_before_residual
         self.embed_norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
@@ -142,24 +141,3 @@ class PEagleHead(Eagle3Head, Markov):
     def logits(self, feature: Tensor) -> Tensor:
         """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
         return Head.logits(self, feature)
-
-
-class MtpHead(Eagle1Head):
-    """The MTP layer (multi-token prediction) of Qwen3-Next, Qwen3.5 and later, as a draft head.
-
-    Norms of embedding and feature, `fc` of both, a layer with gated attention, a norm. As the heads of
-    EAGLE-1, it reads the target's states after the final norm, and then its own, normed.
-    """
-
-    def __init__(self, args: HeadArgs):
-        super().__init__(args)
-        H, norm = args.hidden_size, (args.norm_eps, args.zero_centred)
-        self.embed_norm, self.feature_norm, self.norm = (RMSNorm(H, *norm) for _ in range(3))
-        self.layer = GatedBlock(args)
-
-    def forward(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
-    ) -> Tensor:
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        normed = self.embed_norm(self.embed(tokens)), self.feature_norm(feature)
-        return self.norm(self.layer(self.fc(torch.cat(normed, dim=-1)), caches[0], shared))

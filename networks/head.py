@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import torch
@@ -10,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import Block, KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies, project
+from model import Block, KVCaches, Linear, ModelArgs, Transformer, blank, project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,14 @@ class HeadArgs(ModelArgs):
     draft_window: whole(0) = 0
 
     drafts = None  # levels of a tree that it can draft; None: any number
+
+    def relations(self) -> list[tuple[str, bool, str]]:
+        ascending, ids = all(low < high for low, high in pairwise(self.aux_layers)), self.vocab_size
+        return [
+            *super().relations(),
+            ("draft_vocab_size", self.draft_vocab_size <= ids, f"at most vocab_size, {ids}"),
+            ("aux_layers", ascending, "ascending layers"),
+        ]
 
     @property
     def feature_width(self) -> int:
@@ -63,7 +72,7 @@ class Head(nn.Module):
         ) if args.own_lm_head else None
         # Target id of each draft id, ascending; the identity when both vocabularies are the same.
         self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size, device="cpu"))
-        self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
+        self.register_buffer("inv_freq", args.inverse_frequencies(), persistent=False)
 
     def use_target(self, target: Transformer) -> None:
         """Share the target's embedding table and lm_head where the checkpoint carries none."""

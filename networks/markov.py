@@ -28,6 +28,10 @@ class MarkovArgs(HeadArgs):
     confidence: Flag = False
     confidence_reads_markov: Flag = True  # its row of `markov_in`, beside the head's
 
+    def relations(self) -> list[tuple[str, bool, str]]:
+        below = ("mask_id", self.mask_id < self.vocab_size, f"an id below vocab_size, {self.vocab_size}")
+        return [*super().relations(), below]
+
 
 class Markov(nn.Module):
     """The Markov and the confidence head; for classes that are a `Head` too."""

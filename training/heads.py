@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import extensions
 from checkpoint.folder import HEADS, check_args
 from model import ModelArgs, Transformer
 from networks.block import DSparkHead
@@ -75,7 +76,7 @@ def head_args(
 
     Raises ValueError on a shape that cannot be, or that takes away what `start` has.
     """
-    network = HEADS[kind]
+    network = extensions.load(HEADS[kind])
     if start is None:
         args = {
             "vocab_size": a.vocab_size, "hidden_size": a.hidden_size,

@@ -36,7 +36,7 @@ class LayerCache(KVCache):
         """Attend in one kernel, from wqkv to wo; with sinks or a dense mask by the definition."""
         if block.sinks is not None or not isinstance(shared.visible, Sight):
             return super().attend(block, qkv, shared)
-        sight, angles = shared.seen(block.window), block.own(shared.angles(_angles))
+        sight, angles = shared.seen(block.window), block.layer_angles(shared.angles(_angles))
         return attend(qkv, *angles, *block.head_norms, self.kv, self.layer, *sight[1:])
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from families.experts import Experts, MixtureArgs
 from kernels.backend import TORCH, TorchBackend
 from kernels.float8 import to_bytes
 from kernels.gpu import products
@@ -21,7 +22,7 @@ from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
 from kernels.gpu.here import shared_memory
 from kernels.quantized import MXFP4, QuantizedLinear, QuantizedStack, Scheme, replace_all
-from model import Block, Experts, KVCaches, ModelArgs, Pass, Transformer, inverse_frequencies
+from model import Block, KVCaches, ModelArgs, Pass, Transformer
 from sampling.noise import seed_keys
 from tree import Growth, TreeShape
 
@@ -137,7 +138,7 @@ def attention(s: Sizes, B: int, T: int, M: int, lengths: tuple[int, ...], unseen
         kv = cached.masked_fill(hidden, 0.0 if backend is TORCH else float("nan"))
         kv = owned(to_bytes(kv) if s.float8 else kv)
         visible = backend.visible_slots(at, length, local)
-        shared = Pass(args, inverse_frequencies(args).to(device), own + 3, own, visible)
+        shared = Pass(args, args.inverse_frequencies().to(device), own + 3, own, visible)
         out = (Float8LayerCache if s.float8 else LayerCache)(kv, 1).attend(block, qkv, shared)
         held = kv.view(torch.float8_e4m3fn).float() if s.float8 else kv
         return out, [held[:, :, b, :, : n + M] for b, n in enumerate(lengths)]
@@ -207,7 +208,7 @@ def _mixture(layer: Experts) -> tuple[str, int, int, int, int, int, bool]:
 def _experts(s: Sizes) -> Iterator[Case]:
     """Random routing, and routing where all rows choose the first expert and none the last one."""
     for mode, group, E, A, inner, H, biases in s.mixtures:
-        args = ModelArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, biases=biases)
+        args = MixtureArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, biases=biases)
         layer = Experts(args).to(s.torch_dtype)
         if mode != DENSE:
             scheme = Scheme(None, 0, None, MXFP4) if mode == MXFP4 else Scheme(mode, group, None)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from families.experts import Experts
 from kernels.gpu.launch import begin, options
 from kernels.gpu.products import laid_out, sums_of
 from kernels.quantized import QuantizedStack
-from model import ACTIVATIONS, Experts
 
 MOST_ROWS = 128  # of a tile
 CHUNK = 1024  # slots that are sorted at a time
@@ -155,8 +155,7 @@ class GroupedExperts(Experts):
             return grouped(stack.rounded(x), *held, bias, *slots, R)
 
         both = product(rows, self.w_gate_up, self.gate_up_bias)
-        inner = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
-        out = product(inner, self.w_down, self.down_bias)
+        out = product(self.gate(*both.chunk(2, dim=-1)), self.w_down, self.down_bias)
         return (out.unflatten(0, (R, -1)) * weight[..., None]).sum(1)
 
 

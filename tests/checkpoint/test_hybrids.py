@@ -19,10 +19,10 @@ from drafters.lookahead import Lookahead
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
+from families.hybrid import RING, Hybrid
 from kernels.choose import choose_backend
 from kernels.packed import ByteCaches, CpuCaches
 from kernels.quantized import BESIDE, Scheme
-from networks.hybrid import RING, Hybrid
 from quantize import main as quantize
 from sampling.options import Sampling
 from tree import TreeShape

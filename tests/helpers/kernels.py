@@ -2,9 +2,10 @@
 import pytest
 import torch
 
+from families.gpt_oss import GptOssArgs, GptOssBlock
 from kernels import isa
 from kernels.quantized import QuantizedLinear
-from model import ACTIVATIONS, KVCache, Linear, ModelArgs, Pass, Transformer, inverse_frequencies
+from model import KVCache, Linear, Pass, gated_activation
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
 USUAL = {isa.available()[0], "avx2"}
@@ -50,7 +51,7 @@ def product(layer, x, activation: str | None):
     exact = isinstance(layer, Linear)
     weight = layer.weight.double() if exact else layer.dequantize(torch.float64)
     y = (x if exact else layer.rounded(x.float())).double() @ weight.T + layer.bias.double()
-    return ACTIVATIONS[activation](*y.chunk(2, -1)) if activation else y
+    return gated_activation(activation)(*y.chunk(2, -1)) if activation else y
 
 
 class Written(KVCache):
@@ -77,8 +78,9 @@ def round_heads(x):
 def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
     """A block, qkv of T rows, k and v of a cache, and the pass, which sees n slots. more: norms and sinks."""
     draw = draws(n)
-    args = ModelArgs(8, 8, 8, 1, heads, kv_heads, hd, qk_norm=more, windows=(window,), sinks=more)
-    block = Transformer(args).layers[0].requires_grad_(False)
+    shape = 8, 8, 8, 1, heads, kv_heads, hd
+    args = GptOssArgs(*shape, qk_norm=more, windows=(window,), sinks=more)
+    block = GptOssBlock(args).requires_grad_(False)
     for p in block.parameters():
         p.data = draw(*p.shape, dtype=dtype)
     if more:  # from next to nothing to all of the softmax
@@ -87,7 +89,7 @@ def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
     k, v = (draw(B, n + 3, kv_heads, hd, dtype=dtype) for _ in range(2))
     slots = torch.stack([draw(n).argsort()[:T] for _ in range(B)])
     visible = (draw(B, T, n) > -0.5).scatter(2, slots[..., None], True)  # a row sees itself
-    return block, qkv, k, v, Pass(args, inverse_frequencies(args), slots + 100, slots, visible)
+    return block, qkv, k, v, Pass(args, args.inverse_frequencies(), slots + 100, slots, visible)
 
 
 def check_attention(case, found, caches, coarse: bool):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.decoding import check_texts, ids
 from helpers.kernels import DTYPES, same
+from helpers.models import target_of
 from helpers.states import state_of
 from shapes import random_models
 
@@ -30,7 +31,7 @@ def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
         "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": head_dim
     }
-    target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
+    target = target_of(num_layers=6, max_seq_len=512, **size, **options)
     of_head = {"num_layers": 1, "draft_vocab_size": 96, **(of_head or {})}
     head = Eagle3Head(HeadArgs(target_hidden_size=64, aux_layers=(2, 3, 4), **size, **of_head))
     head.draft_ids.copy_(torch.randperm(160)[: head.args.draft_vocab_size].sort().values)

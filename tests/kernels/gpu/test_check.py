@@ -14,13 +14,14 @@ from engine import compile as compiling
 from engine.check import STEPS
 from engine.runtime import Runtime
 from engine.target import load_target
+from families.experts import Experts, Mixture, MixtureArgs
 from kernels.backend import TORCH
 from kernels.gpu import attention, check, products, sampling
 from kernels.gpu.backend import CudaBackend
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.cases import PARTS, Sizes
 from kernels.quantized import QuantizedLinear, Scheme, quantize_linears
-from model import Experts, KVCaches, ModelArgs, Transformer
+from model import KVCaches, ModelArgs, Transformer
 from tree import TreeShape
 
 ROWS, LENGTHS = (1, 10), (0, 63, 64, 65, 150)
@@ -228,7 +229,7 @@ def test_ranks_leave_out_what_fails_on_any(monkeypatch):
 def test_a_backend_without_a_part(part):
     """It has the definition in place of the kernel, and another name: saved graphs are not shared."""
     backend = CudaBackend().without({part: "a line"})
-    target = Transformer(ModelArgs(32, 32, 48, 1, 2, 1, 16, num_experts=3, experts_per_token=1))
+    target = Mixture(MixtureArgs(32, 32, 48, 1, 2, 1, 16, num_experts=3, experts_per_token=1))
     quantize_linears(target, Scheme("int8", 0, None))
     backend.prepare(target)
     ours = {

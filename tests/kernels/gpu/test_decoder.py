@@ -1,4 +1,6 @@
 """Whole steps on the GPU kernels: the reference's trees, and the text of plain decoding by definition."""
+from dataclasses import asdict
+
 import pytest
 import torch
 from helpers import GOLDEN
@@ -6,14 +8,16 @@ from helpers.ahead_of_time import dear
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import NAMES, make_drafter
 
+from checkpoint.folder import class_of
 from checkpoint.loading import load_head, load_model
 from drafters.lookup import Lookup
 from engine.engine import Engine
+from families.gemma3 import Gemma3Args
+from families.gpt_oss import GptOssArgs
 from kernels.gpu import here
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.experts import GroupedExperts
 from kernels.quantized import Scheme, replace_all
-from model import ModelArgs, Transformer
 from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
@@ -54,11 +58,11 @@ def test_golden_trace(on_kernels, path):
 
 
 FAMILIES = {
-    "Gemma": ModelArgs(
-        64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, output_norms=True,
-        activation="gelu_tanh", scaled_embedding=True, zero_centred=True, query_scalar=24.0,
+    "Gemma": Gemma3Args(
+        64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, query_scalar=24.0,
+        activation="gelu_tanh",
     ),
-    "gpt-oss": ModelArgs(
+    "gpt-oss": GptOssArgs(
         64, 32, 32, 2, 4, 2, 16, num_experts=6, experts_per_token=2, windows=(9, 0), sinks=True, biases=True,
         qkv_bias=True, activation="clamped_swiglu",
     ),
@@ -69,8 +73,9 @@ FAMILIES = {
 def test_tiny_families(device, backend, args):
     """Their text on the kernels is that of the definition, plain and drafted by prompt lookup."""
     torch.manual_seed(0)
-    target = Transformer(args).requires_grad_(False).eval()
-    if args.num_experts:
+    target = class_of({"kind": "target", **asdict(args)})(args).requires_grad_(False).eval()
+    experts = hasattr(args, "num_experts")
+    if experts:
         for layer in target.layers:
             replace_all(layer.mlp, Scheme(None, 0, None, "mxfp4"))
         for name, x in target.named_parameters():
@@ -82,7 +87,7 @@ def test_tiny_families(device, backend, args):
     made = [list(range(3, 23)) + [5, 6]], [Sampling(TOKENS)]
     written = ids(Engine(target, **options), *made)
     backend.prepare(target.to(device))
-    assert all((type(layer.mlp) is GroupedExperts) == bool(args.num_experts) for layer in target.layers)
+    assert all((type(layer.mlp) is GroupedExperts) == experts for layer in target.layers)
     for drafter in (None, Lookup()):
         engine = Engine(target, drafter, **options)
         assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written

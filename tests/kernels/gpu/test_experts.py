@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers.ahead_of_time import dear
 
+from families.experts import Experts, MixtureArgs
 from kernels.gpu import experts
 from kernels.quantized import Scheme, replace_all
-from model import Experts, ModelArgs
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 3e-6), (torch.float16, 8e-3), (torch.bfloat16, 2e-2)]
@@ -20,7 +20,7 @@ E, A, H, INNER = 7, 3, 192, 96  # tiles divide neither
 
 def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
     """Random experts."""
-    layer = Experts(ModelArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, **options))
+    layer = Experts(MixtureArgs(8, H, inner, 1, 1, 1, 8, num_experts=E, experts_per_token=A, **options))
     torch.manual_seed(0)
     for x in layer.parameters():
         x.normal_(std=x.shape[-1] ** -0.5)

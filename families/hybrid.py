@@ -18,15 +18,18 @@ are in the order of the path. A cache keeps the state at one boundary, and a rin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import MLP, Experts, KVCache, KVCaches, Linear, ModelArgs, Pass, TargetBlock, Transformer, rows_of
+from common.schema import whole
+from families.experts import Experts, MixtureArgs, MixtureBlock
+from families.norms import ZeroCentredNorm
+from model import MLP, KVCache, KVCaches, Linear, Pass, Transformer, rows_of
 
 BLOCK = 16  # tokens between two boundaries of a text
 MOST_LEVELS = 16  # levels of a tree below its root: a row's boundary is as many tokens before it, or more
@@ -60,31 +63,66 @@ def folded(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+@dataclass(frozen=True)
+class HybridArgs(MixtureArgs):
+    """The shape of a target with delta nets, of nv heads, or nk of q and k, and their sizes dk and dv."""
+
+    delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention
+    delta_heads: whole(0, 2**16) = 0  # nv
+    delta_key_heads: whole(0, 2**16) = 0  # nk
+    delta_key_dim: whole(0, 2**16) = 0  # dk
+    delta_value_dim: whole(0, 2**16) = 0  # dv
+    delta_taps: whole(0, 64) = 0  # tokens that a short convolution reads
+    rotary_dim: whole(0, 2**16) = 0  # numbers of a head that RoPE turns, of the first pairs; 0: all
+    shared_expert_size: whole(0, 2**22) = 0  # inner size of the expert that all tokens use; 0: there is none
+    zero_centred: Literal[True] = True  # norms multiply by 1 + weight
+
+    def relations(self) -> list[tuple[str, bool, str]]:
+        each = ("delta_layers", len(self.delta_layers) == self.num_layers, f"a list of {self.num_layers}")
+        return [*super().relations(), each]
+
+    @property
+    def delta_width(self) -> int:
+        """The width of q, k and v of a delta net side by side."""
+        return 2 * self.delta_key_heads * self.delta_key_dim + self.delta_heads * self.delta_value_dim
+
+    def inverse_frequencies(self, length: int = 0) -> Tensor:
+        if not self.rotary_dim:
+            return super().inverse_frequencies(length)
+        turning = replace(self, head_dim=self.rotary_dim, rotary_dim=0).inverse_frequencies(length)
+        return F.pad(turning, (0, (self.head_dim - self.rotary_dim) // 2))  # the other pairs stand still
+
+
 class SharedExperts(nn.Module):
     """A mixture of experts and one that all rows use, as much as a gate says."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: HybridArgs):
         super().__init__()
         self.routed = Experts(args)
         self.shared = MLP(replace(args, intermediate_size=args.shared_expert_size))
         self.gate = Linear(args.hidden_size, 1, bias=False)
 
-    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """As `MLP.forward`."""
-        return self.routed(x, onto) + rowwise(torch.sigmoid, self.gate(x)) * self.shared(x, None)
+        return self.routed(x, residual) + rowwise(torch.sigmoid, self.gate(x)) * self.shared(x, None)
 
 
-class GatedBlock(TargetBlock):
+class HybridBlock(MixtureBlock):
+    """What both kinds of layers have in common."""
+
+    Norm, standard = ZeroCentredNorm, False
+
+    def make_mlp(self, args: HybridArgs) -> nn.Module:
+        return SharedExperts(args) if args.shared_expert_size else super().make_mlp(args)
+
+
+class GatedBlock(HybridBlock):
     """A layer with attention whose output is multiplied by a gate: `wqkv` computes q, k, v and the gate."""
 
-    standard = False
-
-    def __init__(self, args: ModelArgs, layer: int = 0):
+    def __init__(self, args: HybridArgs, layer: int = 0):
         super().__init__(args, layer)
         H, width = args.hidden_size, args.num_heads * args.head_dim
         self.wqkv = Linear(H, 2 * width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
-        if args.shared_expert_size:
-            self.mlp = SharedExperts(args)
 
     def attend(self, cache: KVCache, qkv: Tensor, shared: Pass) -> Tensor:
         width = self.num_heads * self.head_dim
@@ -92,12 +130,10 @@ class GatedBlock(TargetBlock):
         return attended * rowwise(torch.sigmoid, qkv[..., -width:])
 
 
-class DeltaBlock(TargetBlock):
+class DeltaBlock(HybridBlock):
     """A layer with a gated delta net in place of attention."""
 
-    standard = False
-
-    def __init__(self, args: ModelArgs, layer: int = 0):
+    def __init__(self, args: HybridArgs, layer: int = 0):
         super().__init__(args, layer)
         self.key_heads, self.heads_of_values = args.delta_key_heads, args.delta_heads
         self.key_dim, self.value_dim = args.delta_key_dim, args.delta_value_dim
@@ -112,8 +148,6 @@ class DeltaBlock(TargetBlock):
         self.step_bias = nn.Parameter(torch.zeros(self.heads_of_values))
         self.out_scale = nn.Parameter(torch.ones(self.value_dim))
         self.eps = args.norm_eps
-        if args.shared_expert_size:
-            self.mlp = SharedExperts(args)
 
     wqkv = property(lambda self: self.w_in)  # the names of all layers
     wo = property(lambda self: self.w_out)
@@ -254,7 +288,8 @@ class DeltaCache(nn.Module):
     """
 
     def __init__(
-        self, batch: int, ring: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str, ops=None
+        self, batch: int, ring: int, args: HybridArgs, dtype: torch.dtype, device: torch.device | str,
+        ops=None,
     ):
         super().__init__()
         self.ops = ops
@@ -302,7 +337,7 @@ class DeltaCache(nn.Module):
         if MOST_ROWS < projected.shape[1] < self.inputs.shape[1]:  # a whole text is read from its beginning
             raise ValueError(f"a pass of {projected.shape[1]} rows over delta nets: at most {MOST_ROWS}")
         inputs, gate, step, decay = projected.split(block.widths, dim=-1)
-        paths = shared.made("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
+        paths = shared.cached("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
         self.put(self.inputs, shared.slots, inputs)
         last = []
         for slots in paths.tap_slots.unbind(-1):
@@ -367,10 +402,13 @@ class DeltaCache(nn.Module):
         return out
 
 
+DeltaBlock.Cache = DeltaCache
+
+
 class HybridCaches(nn.Module):
     """The caches of all layers: of those with attention as the backend has them, of others a `DeltaCache`."""
 
-    def __init__(self, args: ModelArgs, attention: KVCaches, deltas: nn.ModuleList):
+    def __init__(self, args: HybridArgs, attention: KVCaches, deltas: nn.ModuleList):
         super().__init__()
         self.args, self.attention, self.deltas = args, attention, deltas
         kinds = iter(attention), iter(deltas)
@@ -421,13 +459,11 @@ class HybridCaches(nn.Module):
 class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
-    most_rows, most_levels = MOST_ROWS, MOST_LEVELS
-    keeps_state = True
+    Args, Layer = HybridArgs, HybridBlock
+    most_rows, most_levels, keeps_state = MOST_ROWS, MOST_LEVELS, True
 
-    def __init__(self, args: ModelArgs):
-        super().__init__(args)
-        kinds = GatedBlock, DeltaBlock
-        self.layers = nn.ModuleList(kinds[delta](args, i) for i, delta in enumerate(args.delta_layers))
+    def make_layer(self, layer: int) -> HybridBlock:
+        return (DeltaBlock if self.args.delta_layers[layer] else GatedBlock)(self.args, layer)
 
     def caches(
         self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING

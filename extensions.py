@@ -1,0 +1,44 @@
+"""What the core can be extended by: tables from a name to the module, or "module:object", that implements it.
+
+The core imports nothing of it before the name is used. A new entry is a line here and a file there.
+"""
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Fields of a target's config.json that a dense LLaMA or Qwen leaves out: the class of target that has them.
+# The first field that is set decides, so a family stands above those that share its fields.
+TARGETS = {
+    "delta_layers": "families.hybrid:Hybrid",
+    "shared_expert_size": "families.hybrid:Hybrid",
+    "rotary_dim": "families.hybrid:Hybrid",
+    "sinks": "families.gpt_oss:GptOss",
+    "biases": "families.gpt_oss:GptOss",
+    "output_norms": "families.gemma3:Gemma3",
+    "scaled_embedding": "families.gemma3:Gemma3",
+    "query_scalar": "families.gemma3:Gemma3",
+    "local_rope_base": "families.gemma3:Gemma3",
+    "zero_centred": "families.gemma3:Gemma3",
+    "num_experts": "families.experts:Mixture",
+}
+# The network of each kind of draft head; the kind is the name of its folder in the target's.
+HEADS = {
+    "eagle": "networks.eagle:Eagle1Head", "eagle3": "networks.eagle:Eagle3Head",
+    "p-eagle": "networks.eagle:PEagleHead", "medusa": "networks.medusa:MedusaHeads",
+    "hydra": "networks.medusa:HydraHeads", "dflash": "networks.block:BlockHead",
+    "dspark": "networks.block:DSparkHead", "mtp": "networks.mtp:MtpHead",
+}
+# Types of RoPE scaling, beside default and llama3.
+ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
+# Functions of gate and up projections, beside silu.
+ACTIVATIONS = {
+    "gelu_tanh": "families.activations:gelu_tanh", "clamped_swiglu": "families.activations:clamped_swiglu",
+}
+
+
+def load(entry: str) -> Any:
+    """Import the module, or the object in a module, that an entry of a table names."""
+    module, _, name = entry.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found

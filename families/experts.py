@@ -1,0 +1,98 @@
+"""Mixtures of experts: Mixtral, Qwen3-MoE."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common.schema import Flag, whole
+from model import MLP, Linear, ModelArgs, TargetBlock, Transformer, gated_activation
+
+
+@dataclass(frozen=True)
+class MixtureArgs(ModelArgs):
+    """The shape of a target with experts; `intermediate_size` is that of one expert."""
+
+    num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP
+    experts_per_token: whole(0, 10_000) = 0  # A
+    renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
+    biases: Flag = False  # the router and the experts have biases (gpt-oss)
+
+    def relations(self) -> list[tuple[str, bool, str]]:
+        fits = not self.num_experts or 1 <= self.experts_per_token <= self.num_experts
+        return [*super().relations(), ("experts_per_token", fits, f"1 to num_experts, {self.num_experts}")]
+
+
+class Experts(nn.Module):
+    """A mixture of E experts, of which each token uses A.
+
+    The experts are one batched product of static shapes.
+    """
+
+    is_mixture = True  # for backends, which do not import this module
+
+    def __init__(self, args: MixtureArgs):
+        super().__init__()
+        E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
+        self.used, self.renormalise = args.experts_per_token, args.renormalise_experts
+        self.activation, self.gate = args.activation, gated_activation(args.activation)
+        self.router = Linear(H, E, bias=args.biases)
+        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
+        self.w_down = nn.Parameter(torch.empty(E, H, inner))
+        self.gate_up_bias = nn.Parameter(torch.empty(E, 2 * inner)) if args.biases else None
+        self.down_bias = nn.Parameter(torch.empty(E, H)) if args.biases else None
+
+    def _product(
+        self, x: Tensor, stack: nn.Module | Tensor, bias: Tensor | None, chosen: Tensor | None
+    ) -> Tensor:
+        """Multiply x by a stack of matrices [E, N, K], which may be quantised, and add its bias [E, N].
+
+        chosen [R, A]: x [R, K] or [R, A, K] by those of each token's experts -> [R, A, N]. None: x [R, K] or
+        [E, R, K] by all -> [E, R, N].
+        """
+        if isinstance(stack, nn.Module):
+            x, matrices = stack.rounded(x), stack(chosen, x.dtype)
+        else:
+            matrices = stack if chosen is None else stack[chosen]
+        if chosen is None:
+            y = x @ matrices.transpose(1, 2)
+            return y if bias is None else y + bias[:, None]
+        y = torch.einsum("rk,rank->ran" if x.ndim == 2 else "rak,rank->ran", x, matrices)
+        return y if bias is None else y + bias[chosen]
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """As `MLP.forward`."""
+        rows = x.flatten(0, -2)  # [R, H]
+        weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
+        if self.renormalise:
+            weight = weight / weight.sum(-1, keepdim=True)
+        out = self.mixed(rows, weight.to(x.dtype), chosen).view_as(x)
+        return out if residual is None else residual + out
+
+    def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Sum the outputs of experts `chosen` [R, A] for rows [R, H] by weight [R, A] -> [R, H]."""
+        # With few rows, as in plain decoding, only the weights of the chosen experts are read. Many rows
+        # choose nearly all experts: every expert computes every row, and each row takes those it chose.
+        few = chosen.numel() < self.router.out_features
+        experts = chosen if few else None
+        both = self._product(rows, self.w_gate_up, self.gate_up_bias, experts)
+        out = self._product(self.gate(*both.chunk(2, dim=-1)), self.w_down, self.down_bias, experts)
+        if few:
+            return (out * weight[..., None]).sum(1)
+        share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
+        return torch.einsum("erh,re->rh", out, share)
+
+
+class MixtureBlock(TargetBlock):
+    """A layer with experts, or with one MLP where `num_experts` is 0."""
+
+    def make_mlp(self, args: MixtureArgs) -> nn.Module:
+        return Experts(args) if args.num_experts else MLP(args)
+
+
+class Mixture(Transformer):
+    """A target with experts."""
+
+    Args, Layer = MixtureArgs, MixtureBlock

@@ -1,0 +1,81 @@
+"""RoPE scaled by linear interpolation, YaRN (arXiv 2309.00071), or a divisor for each frequency.
+
+`divisors` holds llama3 scaling as GGUF stores it (`rope_freqs.weight`), and longrope (arXiv 2402.13753),
+which has a second list for sequences beyond the original length.
+"""
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import NotRequired
+
+from common.schema import Flag, number
+from model import Factor, Length, ModelArgs
+
+Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]
+FIELDS = {  # of `rope_scaling` by its type
+    "linear": {"factor": Factor},
+    "yarn": {
+        "factor": Factor, "original_max_position_embeddings": Length,
+        **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), NotRequired[Factor | None]),
+        **dict.fromkeys(("mscale", "mscale_all_dim"), NotRequired[number(0, 1e6) | None]),
+        "truncate": NotRequired[Flag | None],
+    },
+    "divisors": {
+        "divisors": Divisors, "attention_factor": NotRequired[Factor | None],
+        "long_divisors": NotRequired[Divisors], "original_max_position_embeddings": NotRequired[Length],
+    },
+}
+
+
+def frequencies(args: ModelArgs, freq: Tensor, length: int) -> Tensor:
+    """Scale inverse frequencies [hd/2] for sequences of up to `length` tokens."""
+    scaling = args.rope_scaling
+    if args.rope_type == "linear":
+        return freq / float(scaling["factor"])
+    if args.rope_type == "divisors":
+        divisors = scaling["long_divisors" if length > args.short_length else "divisors"]
+        return freq / torch.tensor(divisors, dtype=torch.float32, device="cpu")
+    return _yarn(scaling, args, freq)
+
+
+def _yarn(scaling: dict, args: ModelArgs, freq: Tensor) -> Tensor:
+    """Divide slow pairs by `factor`, keep fast ones, and blend those between."""
+    factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+
+    def pair(turns: float) -> float:  # the pair that turns this often within the original context
+        return args.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(args.rope_base))
+
+    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, args.head_dim - 1)
+    pairs = torch.arange(args.head_dim // 2, device="cpu")
+    ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return ramp * freq / factor + (1 - ramp) * freq
+
+
+def attention_factor(args: ModelArgs) -> float:
+    """Return the factor of cos and sin of YaRN (section 3.4 of its paper) and longrope."""
+    scaling = args.rope_scaling
+    if args.rope_type == "linear":
+        return 1.0
+    if scaling.get("attention_factor") is not None or args.rope_type == "divisors":
+        return float(scaling.get("attention_factor") or 1)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+def short_length(args: ModelArgs) -> float:
+    """Return the longest sequence that longrope's short divisors are for; infinity without longrope."""
+    scaling = args.rope_scaling
+    return scaling["original_max_position_embeddings"] if "long_divisors" in scaling else math.inf

@@ -1,0 +1,41 @@
+"""MTP layers of Qwen3-Next, Qwen3.5 and later, as draft heads. Definitions only."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from families.hybrid import GatedBlock, HybridArgs
+from families.norms import ZeroCentredNorm
+from model import Pass
+from networks.eagle import Eagle1Head
+from networks.head import HeadArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpArgs(HeadArgs, HybridArgs):
+    """Shape of an MTP layer: its target's, and what draft heads have."""
+
+
+class MtpHead(Eagle1Head):
+    """The MTP layer (multi-token prediction) of Qwen3-Next, Qwen3.5 and later, as a draft head.
+
+    Norms of embedding and feature, `fc` of both, a layer with gated attention, a norm. As the heads of
+    EAGLE-1, it reads the target's states after the final norm, and then its own, normed.
+    """
+
+    Args = MtpArgs
+
+    def __init__(self, args: MtpArgs):
+        super().__init__(args)
+        H, eps = args.hidden_size, args.norm_eps
+        self.embed_norm, self.feature_norm, self.norm = (ZeroCentredNorm(H, eps) for _ in range(3))
+        self.layer = GatedBlock(args)
+
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> Tensor:
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        normed = self.embed_norm(self.embed(tokens)), self.feature_norm(feature)
+        return self.norm(self.layer(self.fc(torch.cat(normed, dim=-1)), caches[0], shared))
