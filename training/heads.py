@@ -143,7 +143,7 @@ def new_head(
     """
     args = head_args(target.args, kind, len(draft_ids), shape, start)
     torch.manual_seed(seed)
-    head, taken = HEADS[kind](args), _taken(start, target, draft_ids.cpu()) if start else {}
+    head, taken = extensions.load(HEADS[kind])(args), _taken(start, target, draft_ids.cpu()) if start else {}
     adding = 0.0 if start else 0.02 / math.sqrt(2)  # of what is added to the residual stream
     with torch.no_grad():
         for name, p in head.named_parameters():
