@@ -1,134 +1,211 @@
-"""The step of decoding compared with itself: by definitions, compiled on our kernels, and captured.
+"""The self-check on a GPU: kernels, then one captured step, against their PyTorch definitions.
 
-`checked` is called for each target on a GPU. It adds two parts to those of `kernels.gpu.cases`.
+It runs once, in this process, at the start of warmup, with the loaded model. A kernel that is wrong or raises
+is left out (`kernels.gpu.parts`). If the captured step is wrong, steps are launched uncompiled.
 """
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from typing import NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from drafters.eagle import Eagle
-from engine.engine import Engine
-from engine.passes import Passes
-from kernels.backend import TORCH, TorchBackend
-from kernels.gpu.cases import PARTS, Case, Sizes
-from kernels.gpu.check import failures, main
-from kernels.quantized import Scheme, quantize_linears
-from model import ModelArgs, Transformer
-from networks.eagle import Eagle3Head
-from networks.head import HeadArgs
+from common.errors import first_line
+from engine.passes import Passes, round_up
+from engine.step import commit, noise_ahead, verify
+from kernels.float8 import from_bytes
+from kernels.gpu import parts
+from model import KVCache
+from sampling.adjust import restrict
 from sampling.options import Modes
-from tree import TreeShape
+from tree import Tree, pick
 
-VOCABULARY, WIDTH, TOKENS, REPLAYS = 1000, 256, 70, 3
-TREE = TreeShape(8, 2, 4)  # small: its step is soon compiled
-MODES = Modes(noisy=True)
+MAX_TOKENS = 3000  # committed before the step: several splits of the keys
+STALE = 50.0  # what slots hold that no token may see
+ONE_KERNEL, WHOLE_STEP = 2, 8  # limits of relative errors, in units of the dtype's epsilon
+MIN_LIMIT, MAX_MISMATCH = 1e-4, 0.1  # of relative errors; of the fraction of whole numbers that differ
 
 
-def checked(
-    backend: TorchBackend, model: Transformer, float8: bool, say: Callable[[str], None]
-) -> TorchBackend:
-    """Return a backend without the parts that fail on this GPU at a target's sizes.
+class Difference(NamedTuple):
+    """The distance of a result from its definition. ratio: relative error over its limit."""
 
-    float8: of its caches. say: gets a line about each part. Ranks leave out the same parts, those that fail
-    on any of them: all capture a step, or none.
+    what: str
+    error: float
+    ratio: float
+
+
+def difference(what: str, found, wanted, limit: float) -> Difference:
+    """Return the largest relative error ‖found - wanted‖ / ‖wanted‖ among tensors in any nesting.
+
+    For whole numbers: the fraction that differs. limit: of floating-point errors.
     """
-    command, slow = (sys.executable, "-m", "engine.check"), ("attend", "linear")  # to compile
-    others = [part for part in PARTS if part not in slow]
-    groups = [*([part] for part in PARTS if part in slow), others, [*STEPS]]
-    found = failures(Sizes.of(model, float8), say, groups, command)
-    if model.ranks is not None:
-        parts = [*PARTS, *STEPS]
-        failed = torch.tensor([part in found for part in parts], device=model.embed.weight.device)
-        everywhere = zip(parts, model.ranks.every(failed).any(0).tolist())
-        found = {part: found.get(part, f"{part!r} fails on another rank") for part, no in everywhere if no}
-    return backend.without(found)
+    each = [Difference(what, 0.0, 0.0)]
+    for x, y in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        floating = y.dtype.is_floating_point
+        x, y = (z.double().where(z != float("-inf"), 0) for z in (x, y))
+        error = float((x - y).norm() / y.norm().clamp(min=1e-30) if floating else (x != y).double().mean())
+        error = error if error == error else float("inf")
+        each.append(Difference(what, error, error / (limit if floating else MAX_MISMATCH)))
+    return max(each, key=lambda one: one.ratio)
 
 
-def _prepared(s: Sizes, backend: TorchBackend, dtype: torch.dtype) -> Passes:
-    """Return passes of a small target with these heads and an EAGLE-3 head, both random, amid two texts."""
-    nh, nkv, hd = s.heads
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": nh,
-        "num_kv_heads": nkv, "head_dim": hd,
-    }
-    target = Transformer(ModelArgs(num_layers=2, qk_norm=s.norm, **shape))
-    head = Eagle3Head(HeadArgs(
-        num_layers=1, draft_vocab_size=VOCABULARY, target_hidden_size=WIDTH, aux_layers=(0, 1, 2), **shape
-    ))
-    draw = torch.Generator().manual_seed(1)
+def entries(cache: KVCache, slots: Tensor) -> tuple[Tensor, ...]:
+    """Return copies of the keys and values at slots [B, n]."""
+    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    held = cache.k[rows, slots], cache.v[rows, slots]
+    return tuple(from_bytes(x, torch.float32) if x.dtype == torch.uint8 else x for x in held)
 
-    def fill(module: nn.Module) -> None:
-        for x in module.parameters():
-            x.copy_(torch.randn(x.shape, generator=draw) * (x.shape[-1] ** -0.5 if x.ndim > 1 else 1))
 
-    fill(target), fill(head)
-    target.requires_grad_(False).to(s.device, dtype), head.requires_grad_(False).to(s.device, dtype)
-    head.use_target(target)
-    quantize_linears(head, Scheme("int8", 0, None))  # heads in 16 bits are when they are loaded
-    backend.prepare(target, head)
-    drafter = Eagle(head, TREE)
-    passes = Engine(target, drafter, batch=2, max_seq_len=4 * TOKENS, compile=backend.name != "torch").passes
-    state = passes.state
-    for x in (*passes.caches, *drafter.caches):
-        for held in (x.k[:, : passes.slots], x.v[:, : passes.slots]):
-            held.copy_(torch.randn(held.shape, generator=draw))
-    state.features.copy_(torch.randn(state.features.shape, generator=draw))
-    state.tokens.copy_(torch.randint(VOCABULARY, state.tokens.shape, generator=draw))
-    state.root.copy_(state.tokens[:, TOKENS : TOKENS + 1])
-    state.key.copy_(torch.tensor([[1, 2], [3, 4]]))
-    values = {"length": TOKENS, "limit": 3 * TOKENS, "n_new": 1, "done": 0, "temperature": 1}
-    for name, value in values.items():
+@contextlib.contextmanager
+def filled(passes: Passes) -> Iterator[Callable[[], None]]:
+    """Fill all slots of the batch with random requests in this context. Yields a function that resets them."""
+    state, B, draw = passes.state, passes.batch, torch.Generator(passes.device).manual_seed(0)
+    before = {name: x.clone() for name, x in state.named_buffers()}
+    longest = min(MAX_TOKENS, passes.slots - passes.extra - state.window - 2)
+    state.length.copy_(torch.linspace(longest, min(63, longest), B).long())
+    state.tokens.random_(passes.target.args.vocab_size, generator=draw)
+    state.root.copy_(state.tokens.gather(1, state.length[:, None]))
+    state.features.normal_(generator=draw)
+    state.limit.copy_(state.length + state.window + 1)
+    for name, value in {"n_new": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
         state.get_buffer(name).fill_(value)
-    return passes
+    at = torch.arange(min(longest + passes.extra + 64, passes.slots), device=passes.device).expand(B, -1)
+    stale = (at >= state.length[:, None])[..., None, None]
+    for cache in (*passes.caches, *(passes.drafter.caches or ())):
+        k, v = (
+            torch.randn(B, at.shape[1], *cache.k.shape[2:], device=passes.device, generator=draw)
+            .masked_fill(stale, STALE).to(passes.target.embed.weight.dtype) for _ in range(2)
+        )
+        cache.write(k, v, at)
+    start = {name: x.clone() for name, x in state.named_buffers()}
+
+    def reset(values: dict[str, Tensor] = start) -> None:
+        for name, x in values.items():
+            state.get_buffer(name).copy_(x)
+
+    try:
+        yield reset
+    finally:
+        reset(before)
 
 
-def scribble(device: torch.device) -> None:
-    """Fill memory that has been given back with bytes that are no number."""
-    for size in range(9, 21):
-        _ = [torch.full((1 << size,), 0xFF, dtype=torch.uint8, device=device) for _ in range(8)]
+@contextlib.contextmanager
+def definitions() -> Iterator[None]:
+    """Compute all parts by their definitions in this context."""
+    kept = {*parts.left_out}
+    parts.left_out.update(parts.PARTS)
+    try:
+        yield
+    finally:
+        parts.left_out.intersection_update(kept)
 
 
-def _steps(s: Sizes, captured: bool) -> Iterator[Case]:
-    """A compiled step in float32 is compared with its definition. A captured one, in the target's dtype, is
-    compared with the compiled one, bit for bit.
-    """
-    used: list[TorchBackend] = []
+@contextlib.contextmanager
+def compared(limit: float) -> Iterator[dict[str, str]]:
+    """Compare each call of a kernel in this context with its definition. Yields the errors by part."""
+    failed: dict[str, str] = {}
 
-    def run(backend: TorchBackend) -> list:
-        """Steps from one state; between them another graph writes into their pool, and all that is free is
-        written.
-        """
-        if backend is not TORCH:
-            used.append(backend)
-        passes = _prepared(s, *((used[-1], s.torch_dtype) if captured else (backend, torch.float32)))
-        found = []
-        if backend is TORCH or not captured:
-            passes.captured = None
-        rows, span, state = passes.rows(0, 2), passes.span(2 * TOKENS), passes.state
-        buffers = [*state.buffers(), *passes.caches.buffers(), *passes.drafter.caches.buffers()]
-        first = [x.clone() for x in buffers]
-        for _ in range(REPLAYS):
-            for x, kept in zip(buffers, first):
-                x.copy_(kept)
-            tree, path = passes.step(rows, span, passes.drafter, MODES)
-            found += [x.clone() for x in (*tree, path, state.tokens, state.length, state.out, state.n_new)]
-            passes.run(rows, ("scribble",), partial(scribble, passes.device))
-            if passes.on_cuda:
-                torch.cuda.empty_cache()
-            scribble(passes.device)
-        if passes.fallbacks[len(passes.backend.failures) :]:
-            raise AssertionError(passes.fallbacks[-1])
-        return found
+    def observe(part: str, kernel: Callable, definition: Callable, args: tuple):
+        if part == "move" or part in parts.left_out:  # moving is not repeatable: the whole step shows it
+            return (definition if part in parts.left_out else kernel)(*args)
+        written = (lambda: entries(args[0], args[3].slots)) if part == "attend" else (lambda: ())
+        try:
+            found = kernel(*args), written()
+            wanted = definition(*args), written()
+            off = difference(part, found, wanted, limit)
+            if off.ratio > 1:
+                failed[part] = f"{off.error:.2g} from its definition"
+            return wanted[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # whatever Triton's compiler or a launch raises
+            failed[part] = first_line(e)
+            return definition(*args)
 
-    yield Case(f"2 sequences, a tree of {TREE.nodes}", run, 0.0 if captured else 1e-3, 0, False)
+    parts.observers.append(observe)
+    try:
+        yield failed
+    finally:
+        parts.observers.pop()
 
 
-STEPS = {"compiled step": lambda s: _steps(s, False), "captured step": lambda s: _steps(s, True)}
+def launched(passes: Passes, span: Tensor, modes: Modes) -> tuple[Tree, Tensor]:
+    """Run one step uncompiled."""
+    arguments = passes.target, passes.caches, passes.drafter, passes.state
+    return commit(*arguments, verify(*arguments, span, modes.noisy), *modes)
 
-if __name__ == "__main__":
-    main(PARTS | STEPS)
+
+def step_difference(
+    passes: Passes, step: Callable, reset: Callable, span: Tensor, modes: Modes, limit: float
+) -> Difference:
+    """Run a step, then its definition on the tree that it drafted. Return the largest difference."""
+    state, target, drafter, W = passes.state, passes.target, passes.drafter, passes.drafter.shape.window
+    reset()
+    length = state.length.clone()
+    drafted, path = step()
+    drafted, path = Tree(*(None if x is None else x.clone() for x in drafted)), path.clone()
+    slots = length[:, None] + torch.arange(drafted.tokens.shape[1], device=length.device)
+    found = [entries(cache, slots) for cache in passes.caches]
+    tokens, count = state.out[:, :W].clone(), state.out[:, -3].clone()
+    emitted = torch.arange(W, device=length.device) < count[:, None]
+    features = state.features[:, :W].clone()
+
+    reset()
+    with definitions():
+        noise = noise_ahead(state, W, target.args.vocab_size) if modes.noisy else None
+        again = drafter.propose(state, span, noise)
+        logits, read = state.backend.verify(target, drafted, state, span, passes.caches, drafter.aux_layers)
+        passes.caches.move(length[:, None] + path, slots[:, :1] + torch.arange(W, device=length.device))
+    found = [difference(f"layer {i}", x, entries(cache, slots), limit)
+             for i, (x, cache) in enumerate(zip(found, passes.caches))]
+    if again.scores is not None:
+        found.append(difference("draft", *(x.scores.sort().values for x in (drafted, again)), limit))
+    if read is not None and drafter.reads:
+        found.append(difference("features", features[emitted], pick(read, path)[emitted], limit))
+    if target.ranks is None:  # emitted tokens have the largest of the defined logits, but for near ties
+        scale = pick(logits, path).square().mean(-1).sqrt()
+        if modes.restricted:
+            logits = restrict(logits, state.temperature, state.top_k, state.top_p)
+        drawn = pick(logits, path) if noise is None else pick(logits, path) + noise
+        gap = drawn.amax(-1) - drawn.gather(-1, tokens[..., None])[..., 0]
+        error = float((gap / scale)[emitted].max())
+        found.append(Difference("emitted tokens", error, error / (2 * limit)))
+    return max(found, key=lambda one: one.ratio)
+
+
+def agreed(passes: Passes, failed: dict[str, str], names: tuple[str, ...] = parts.PARTS) -> list[str]:
+    """Return what failed on any rank: all ranks must launch the same kernels."""
+    ranks = passes.target.ranks
+    if ranks is None:
+        return [*failed]
+    everywhere = ranks.every(torch.tensor([name in failed for name in names], device=passes.device))
+    return [name for name, anywhere in zip(names, everywhere.any(0).tolist()) if anywhere]
+
+
+@torch.no_grad()
+def check(passes: Passes, modes: Modes, log: Callable[[str], None]) -> None:
+    """Check the kernels, leave out those that fail, then check the captured step. Log what falls back."""
+    epsilon = torch.finfo(passes.target.embed.weight.dtype).eps
+    one, whole = (max(n * epsilon, MIN_LIMIT) for n in (ONE_KERNEL, WHOLE_STEP))
+    try:
+        with passes.here(), filled(passes) as reset:
+            span = passes.slot_ids[: round_up(int(passes.state.length.max()) + passes.extra + 1, 64)]
+            with compared(one) as failed:
+                launched(passes, span, Modes(noisy=True, restricted=True))
+            for part in agreed(passes, failed):
+                why = failed.get(part, "it fails on another rank")
+                parts.left_out.add(part)
+                passes.fell_back(f"the GPU path does without {part!r}, which is slower: {why}")
+            rows, live = passes.rows(0, passes.batch), passes.span(span.shape[0])
+            found = step_difference(
+                passes, lambda: passes.step(rows, live, passes.drafter, modes), reset, span, modes, whole
+            )
+            wrong = {"step": f"{found.what} {found.error:.2g} from its definition"} if found.ratio > 1 else {}
+            if agreed(passes, wrong, ("step",)):
+                passes.launch_uncompiled()
+                passes.fell_back(f"the captured step is wrong and runs uncompiled: {wrong.get('step')}")
+    except torch.OutOfMemoryError:
+        log("the kernels are not checked: too little memory is free")

@@ -66,8 +66,11 @@ class Engine:
     chooses the tree of each step among its own, which the head of `drafter` grows; without one the
     drafter's own tree is drafted. counts: numbers of sequences that steps exist for (`step_counts`),
     `batch` last. tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
+    self_check: called once, at the start of the first warmup (`engine.check`).
     Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
+
+    self_check: Callable[[Passes, Modes, Callable[[str], None]], None] | None = None
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
@@ -572,6 +575,9 @@ class Engine:
         Default: greedy. every_length: also what prompts and texts of every length need, in every place, with
         all other options: after that nothing is compiled or captured.
         """
+        if check := self.self_check:
+            self.self_check = None  # it overwrites the caches of all slots
+            check(self.passes, Modes.of((samplings or (Sampling(),))[:1]), self.passes.fell_back)
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:

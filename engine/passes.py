@@ -141,22 +141,27 @@ class Passes:
 
     def _compile(self, compile: bool, say: Callable[[str], None]) -> None:
         """Choose whether passes are compiled, and captured."""
-        failures = self.backend.failures
-        self.fallbacks = fallbacks = [*failures.values()]
+        self.fallbacks: list[str] = []
+        fallbacks = self.fallbacks
 
         def fell_back(line: str) -> None:
             fallbacks.append(line)
             say(line)
 
+        self.fell_back = fell_back
+        self._read, self._verify, self._commit, self.captured = read, verify, commit, None
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        needs_none = self.backend.row_invariant or self.target.keeps_state or "compiled step" in failures
-        self.compiled = compile and not needs_none
-        compiling = partial(CompiledFunction, say=say, failed=fell_back)
-        made = compiling if self.compiled else (lambda function, what: function)
-        self._read, self._verify = made(read, "prefill"), made(verify, "step")
-        self._commit = made(commit, "commit")
-        captures = compile and self.on_cuda and "captured step" not in failures
-        self.captured = CapturedCalls(self.device, fell_back) if captures else None
+        self.compiled = compile and not (self.backend.row_invariant or self.target.keeps_state)
+        if self.compiled:
+            compiling = partial(CompiledFunction, say=say, failed=fell_back)
+            self._read, self._verify = compiling(read, "prefill"), compiling(verify, "step")
+            self._commit = compiling(commit, "commit")
+        if compile and self.on_cuda:
+            self.captured = CapturedCalls(self.device, fell_back)
+
+    def launch_uncompiled(self) -> None:
+        """Forget compiled functions and captured graphs: launch operators one by one."""
+        self._read, self._verify, self._commit, self.captured = read, verify, commit, None
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the sequences first ... first + count - 1: the same object each time."""

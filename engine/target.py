@@ -52,10 +52,6 @@ def load_target(
     backend = choose_backend(
         runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
     )
-    if model.embed.weight.is_cuda and backend is not TORCH:
-        from engine.check import checked  # imports Triton, which takes time
-
-        backend = checked(backend, model, runtime.kv == "fp8", say)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say, backend)
     target.put_on_kernels(model)
     if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest
@@ -177,13 +173,18 @@ class Target:
         tuner = self._tuner(drafter, drafting)
         if tuner:
             drafter = drafter.with_tree(tuner.shapes[0])
-        return Engine(
+        engine = Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, say=self.say, tuner=tuner,
             counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
         )
+        if self.backend.name == "cuda":
+            from engine.check import check  # imports Triton, which takes time
+
+            engine.self_check = check
+        return engine
 
     def room(self, drafting: Drafting, batch: int) -> int:
         """Return the default of the most tokens of a text: the maximum of the target and of a draft model.

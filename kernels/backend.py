@@ -64,15 +64,13 @@ class TorchBackend:
     speculative text equals plain text in 16 bits too, and a step needs no torch.compile. reads_length:
     attention reads the lengths of the texts on the device, so that one graph serves every context. caches:
     the classes of a model's caches, by the names of `--kv`. quantised_at_load: by dtype,
-    the mode that makes heads faster here. failures: a line about each part that failed a check and is
-    computed in a slower way.
+    the mode that makes heads faster here.
     """
 
     name = "torch"
     row_invariant = reads_length = False
     caches = {"auto": KVCaches, "fp8": Float8Caches}
     quantised_at_load: dict[torch.dtype, str] = {}
-    failures: dict[str, str] = {}
 
     def __deepcopy__(self, memo: dict) -> TorchBackend:
         return self  # copies of a model run on the same backend

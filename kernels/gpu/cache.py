@@ -11,6 +11,7 @@ from kernels.backend import Sight, once
 from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
 from kernels.gpu.launch import begin, options
+from kernels.gpu.parts import on_kernel
 from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
 
 
@@ -32,6 +33,7 @@ class LayerCache(KVCache):
         """Its values, likewise."""
         return self.kv[self.layer, 1].transpose(1, 2)
 
+    @on_kernel("attend", KVCache.attend)
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
         """Attend in one kernel, from wqkv to wo; with sinks or a dense mask by the definition."""
         if block.sinks is not None or not isinstance(shared.visible, Sight):
@@ -65,6 +67,7 @@ class LayerCaches(KVCaches):
     def rows(self, first: int, count: int) -> LayerCaches:
         return self._over(self[0].kv.narrow(2, first, count))
 
+    @on_kernel("move", KVCaches.move)
     def move(self, source: Tensor, target: Tensor) -> None:
         move_slots(self[0].kv, source, target)
 

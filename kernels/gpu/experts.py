@@ -18,8 +18,9 @@ from torch import Tensor
 
 from families.experts import Experts
 from kernels.gpu.launch import begin, options
-from kernels.gpu.products import laid_out, sums_of
-from kernels.quantized import QuantizedStack
+from kernels.gpu.parts import on_kernel
+from kernels.gpu.products import as_stored, laid_out, sums_of
+from kernels.quantized import QuantizedStack, dequantize
 
 MOST_ROWS = 128  # of a tile
 CHUNK = 1024  # slots that are sorted at a time
@@ -141,9 +142,19 @@ def _(x, weight, scale, outputs, group, bias, order, tiles, rows):
     return x.new_empty(len(order), outputs)
 
 
+class TritonStack(QuantizedStack):
+    """A `QuantizedStack` as `grouped` takes it."""
+
+    def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
+        words, scale = (x if chosen is None else x[chosen] for x in (self.weight, self.scale))
+        weight = as_stored(words, self.outputs, self.inputs, self.group > 0)
+        return dequantize(weight, scale.transpose(-1, -2), dtype)
+
+
 class GroupedExperts(Experts):
     """`Experts` whose products are a kernel each."""
 
+    @on_kernel("experts", Experts.mixed)
     def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         R = len(rows)
         slots = arrange(chosen, self.router.out_features, tile_of(R, rows.dtype).kwargs["ROWS"])
@@ -166,5 +177,6 @@ def take(module: nn.Module) -> None:
     module.__class__ = GroupedExperts
     for stack in (module.w_gate_up, module.w_down):
         if isinstance(stack, QuantizedStack):
+            stack.__class__ = TritonStack
             stack.weight.data = torch.stack([laid_out(weight) for weight in stack.weight])
             stack.scale.data = stack.scale.transpose(1, 2).contiguous()

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
 from kernels.gpu.launch import begin, counters, options
-from kernels.quantized import QuantizedLinear, unpack_nibbles
+from kernels.gpu.parts import on_kernel
+from kernels.quantized import QuantizedLinear, dequantize, pack_nibbles, unpack_nibbles
 
 LEAST_STEPS = 4  # of a program: fewer would cost more in adding up than they save
 choice: int | None = 0 if INTERPRETED else None  # among `tiles`; None: the fastest, or the first among ranks
@@ -96,6 +97,15 @@ def _e2m1(kind: str, shift: int, large: str) -> tl.constexpr:
 E2M1_TO_BF16, E2M1_TO_FP16 = _e2m1("bf16x2", 6, "7E80"), _e2m1("f16x2", 9, "7400")
 
 
+# A block of 64 x 64 values is 4 warps of 2 x 8 rows; its inputs are 4 times 2 x 4 pairs. In what order the
+# dimensions [row blocks, 4, 2, 8, input blocks, 4, 2, 4, 2] lie in memory.
+ORDER_8, ORDER_4 = (0, 4, 2, 1, 3, 7, 5, 8, 6), (0, 4, 1, 3, 7, 5, 8, 2, 6)
+
+
+def _blocks(N: int, K: int) -> tuple[int, ...]:
+    return -(-N // 128) * 2, 4, 2, 8, -(-K // 64), 4, 2, 4, 2
+
+
 def laid_out(weight: Tensor) -> Tensor:
     """Put a weight of `QuantizedLinear` into the order that threads need -> words [n] int16.
 
@@ -106,15 +116,26 @@ def laid_out(weight: Tensor) -> Tensor:
     four = weight.dtype == torch.uint8
     q = unpack_nibbles(weight) + 8 if four else weight
     N, K = q.shape
-    q = F.pad(q.view(torch.uint8), (0, -K % 64, 0, -N % 128))
-    # A block is 4 warps of 2 x 8 rows; the inputs are 4 times 2 x 4 pairs.
-    q = q.view(q.shape[0] // 64, 4, 2, 8, q.shape[1] // 64, 4, 2, 4, 2)
+    q = F.pad(q.view(torch.uint8), (0, -K % 64, 0, -N % 128)).view(_blocks(N, K))
+    q = q.permute(ORDER_4 if four else ORDER_8)
     if four:
-        q = q.permute(0, 4, 1, 3, 7, 5, 8, 2, 6)
         q = q[..., 0] | q[..., 1] << 4
-    else:
-        q = q.permute(0, 4, 2, 1, 3, 7, 5, 8, 6)
     return F.pad(q.flatten(), (0, 4 * 64 * 64)).view(torch.int16)
+
+
+def as_stored(words: Tensor, N: int, K: int, four: bool) -> Tensor:
+    """Invert `laid_out`: words [..., n] -> weights [..., N, K] as `QuantizedLinear` stores them.
+
+    four: its values have 4 bits.
+    """
+    sizes, order, lead = _blocks(N, K), ORDER_4 if four else ORDER_8, words.shape[:-1]
+    q = words.view(torch.uint8)[..., : math.prod(sizes) // (2 if four else 1)]
+    if four:
+        q = torch.stack((q & 15, q >> 4), -1)
+    q = q.reshape(*lead, *(sizes[i] for i in order))
+    q = q.permute(*range(len(lead)), *(len(lead) + order.index(i) for i in range(len(order))))
+    q = q.reshape(*lead, sizes[0] * 64, -1)[..., :N, :K]
+    return pack_nibbles(q.to(torch.int8) - 8) if four else q.view(torch.int8)
 
 
 @triton.jit
@@ -408,6 +429,11 @@ def _(x, weight, scale, bias, onto, outputs, group, wide):
 class TritonLinear(QuantizedLinear):
     """A `QuantizedLinear` whose product is one kernel, which adds to the residual stream too."""
 
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        stored = as_stored(self.weight, self.outputs, self.inputs, self.group > 0)
+        return dequantize(stored, self.scale.t(), dtype)
+
+    @on_kernel("linear", QuantizedLinear._product)
     def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
         held = self.weight, self.scale, self.bias
         return linear(self.rounded(x), *held, onto, self.outputs, self.group, wide)

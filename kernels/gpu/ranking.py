@@ -1,7 +1,7 @@
-"""The largest of many logits in one kernel: what a drafter ranks its children by, and what the target draws.
+"""Two-stage top-k with log-probabilities, in one kernel: how a draft head ranks the children of a node.
 
-A row is divided among programs. Each leaves its best ids and its share of the sum of exponentials in scratch
-memory; the last to arrive chooses among those. Equal logits come in the order of their ids.
+A row is divided into chunks, one program each. Each program leaves the top k of its chunk and the chunk's sum
+of exponentials in scratch memory; the last to arrive merges them. Equal logits come in the order of their ids.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import begin, counters, options
 
-CHUNK = 2048  # logits of a program, at most
+MAX_CHUNK = 2048  # logits of a program
 NONE = tl.constexpr(-(2**63))  # below every key
 
 
@@ -59,15 +59,13 @@ def largest(keys, K, BEST: tl.constexpr):
 
 
 @triton.jit
-def best_kernel(
-    logits, noise, which, names, scores, ids, found, sums, arrived, V, K, ROWS, NOISE_ROWS,
-    BEST: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, NOISY: tl.constexpr, CHOSEN: tl.constexpr,
-    NAMED: tl.constexpr, SCORED: tl.constexpr, EARLY: tl.constexpr,
+def top_k_kernel(
+    logits, noise, scores, ids, found, sums, arrived, V, K, ROWS, NOISE_ROWS, BEST: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, NOISY: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """One chunk of one row of logits [B, ROWS, V].
+    """One chunk of one row of logits [B, ROWS, V], plus noise [B, NOISE_ROWS, V] if NOISY.
 
-    noise [B, NOISE_ROWS, V], if NOISY: which of its rows is a row's says which [B, ROWS], if CHOSEN, else
-    the row's own number, or the only one. found, sums: scratch of each chunk.
+    found [rows, CHUNKS, BEST], sums [rows, CHUNKS, 2]: scratch. WIDE: CHUNKS rounded up to a power of two.
     """
     begin(EARLY)
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -75,87 +73,52 @@ def best_kernel(
     inside = at < V
     x = tl.load(logits + row.to(tl.int64) * V + at, mask=inside, other=float("-inf")).to(tl.float32)
     if NOISY:
-        mine = row % ROWS
-        if CHOSEN:
-            mine = tl.load(which + row).to(tl.int32)
-        mine = tl.minimum(mine, NOISE_ROWS - 1)
-        shift = noise + ((row // ROWS) * NOISE_ROWS + mine).to(tl.int64) * V
-        x += tl.load(shift + at, mask=inside, other=0.0)
+        noise_row = (row // ROWS) * NOISE_ROWS + tl.minimum(row % ROWS, NOISE_ROWS - 1)
+        x += tl.load(noise + noise_row.to(tl.int64) * V + at, mask=inside, other=0.0)
     slot = tl.arange(0, BEST)
     keys = tl.where(inside, key_of(x, at), NONE)
     tl.store(found + (row * CHUNKS + chunk) * BEST + slot, largest(keys, K, BEST))
-    if SCORED:
-        most = tl.maximum(tl.max(x, 0), -1e30)  # finite, though all may be -inf
-        tl.store(sums + (row * CHUNKS + chunk) * 2, most)
-        tl.store(sums + (row * CHUNKS + chunk) * 2 + 1, tl.sum(tl.exp(x - most), 0))
+    peak = tl.maximum(tl.max(x, 0), -1e30)  # finite, though all may be -inf
+    tl.store(sums + (row * CHUNKS + chunk) * 2, peak)
+    tl.store(sums + (row * CHUNKS + chunk) * 2 + 1, tl.sum(tl.exp(x - peak), 0))
     tl.debug_barrier()  # the whole program has stored before it arrives
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == CHUNKS - 1:
         tl.store(arrived + row, 0)
-        # [CHUNKS rounded up, BEST] in one row.
-        all_of = tl.arange(0, triton.next_power_of_2(CHUNKS) * BEST)
-        there = all_of < CHUNKS * BEST
-        candidates = tl.load(
-            found + row * CHUNKS * BEST + all_of, mask=there, other=NONE, cache_modifier=".cg"
+        # Loads pass the first cache, which may hold what was there before.
+        slots, each = tl.arange(0, WIDE * BEST), tl.arange(0, WIDE)
+        candidates = found + row * CHUNKS * BEST + slots
+        best = largest(
+            tl.load(candidates, mask=slots < CHUNKS * BEST, other=NONE, cache_modifier=".cg"), K, BEST
         )
-        best = largest(candidates, K, BEST)
-        place = place_of(best)
-        if SCORED:
-            each = tl.arange(0, triton.next_power_of_2(CHUNKS))
-            known = each < CHUNKS
-            of_chunk = sums + (row * CHUNKS + each) * 2
-            tops = tl.load(of_chunk, mask=known, other=-1e30, cache_modifier=".cg")
-            shares = tl.load(of_chunk + 1, mask=known, other=0.0, cache_modifier=".cg")
-            top = tl.max(tops, 0)
-            total = top + tl.log(tl.sum(shares * tl.exp(tops - top), 0))
-            tl.store(scores + row * K + slot, value_of(best) - total, mask=slot < K)
-        if NAMED:
-            tl.store(ids + row * K + slot, tl.load(names + place, mask=slot < K, other=0), mask=slot < K)
-        else:
-            tl.store(ids + row * K + slot, place.to(tl.int64), mask=slot < K)
+        of_chunk, known = sums + (row * CHUNKS + each) * 2, each < CHUNKS
+        peaks = tl.load(of_chunk, mask=known, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(of_chunk + 1, mask=known, other=0.0, cache_modifier=".cg")
+        peak = tl.max(peaks, 0)
+        log_total = peak + tl.log(tl.sum(totals * tl.exp(peaks - peak), 0))
+        tl.store(scores + row * K + slot, value_of(best) - log_total, mask=slot < K)
+        tl.store(ids + row * K + slot, place_of(best).to(tl.int64), mask=slot < K)
 
 
-def _best(
-    logits: Tensor, noise: Tensor | None, which: Tensor | None, k: int, names: Tensor | None, scored: bool
-) -> tuple[Tensor, Tensor]:
-    *rows, V = logits.shape
-    B, R = rows
-    chunk, best = min(CHUNK, triton.next_power_of_2(V)), triton.next_power_of_2(k)
+@torch.library.custom_op("eagle_gpu::top_k", mutates_args=())
+def top_k(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and ids [B, R, k] of the k largest of logits [B, R, V] + noise [B, R or 1, V].
+    """
+    B, R, V = logits.shape
+    chunk, best = min(MAX_CHUNK, triton.next_power_of_2(V)), triton.next_power_of_2(k)
     chunks = triton.cdiv(V, chunk)
-    ids = torch.empty(B, R, k, dtype=torch.int64, device=logits.device)
-    scores = torch.empty(B, R, k if scored else 0, dtype=torch.float32, device=logits.device)
-    found = torch.empty(B * R * chunks * best, dtype=torch.int64, device=logits.device)
-    sums = torch.empty(B * R * chunks * 2 if scored else 1, dtype=torch.float32, device=logits.device)
-    best_kernel[(B * R, chunks)](
-        logits.contiguous(), logits if noise is None else noise.contiguous(),
-        ids if which is None else which.contiguous(), ids if names is None else names, scores, ids, found,
-        sums, counters(logits.device, B * R), V, k, R, 1 if noise is None else noise.shape[1], BEST=best,
-        CHUNK=chunk, CHUNKS=chunks, NOISY=noise is not None, CHOSEN=which is not None,
-        NAMED=names is not None, SCORED=scored, num_warps=4,
+    scores, ids = _outputs(logits, noise, k)
+    found = ids.new_empty(B * R * chunks * best)
+    sums = scores.new_empty(B * R * chunks * 2)
+    top_k_kernel[(B * R, chunks)](
+        logits.contiguous(), logits if noise is None else noise.contiguous(), scores, ids, found, sums,
+        counters(logits.device, B * R), V, k, R, 1 if noise is None else noise.shape[1], BEST=best,
+        CHUNK=chunk, CHUNKS=chunks, WIDE=triton.next_power_of_2(chunks), NOISY=noise is not None, num_warps=4,
         **options(logits.device),
     )
     return scores, ids
 
 
-@torch.library.custom_op("eagle_gpu::rank", mutates_args=())
-def rank(logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rank, as `TorchBackend.rank`."""
-    return _best(logits, noise, None, k, names, True)
-
-
-@rank.register_fake
-def _(logits, noise, k, names):
+@top_k.register_fake
+def _outputs(logits, noise, k):
     shape = (*logits.shape[:2], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
-@torch.library.custom_op("eagle_gpu::draw", mutates_args=())
-def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
-    """Draw, as `TorchBackend.largest`."""
-    if noise is not None and depth is None:
-        noise = noise[:, :1]
-    return _best(logits, noise, depth, 1, None, False)[1][..., 0].contiguous()
-
-
-@draw.register_fake
-def _(logits, noise, depth):
-    return logits.new_empty(logits.shape[:2], dtype=torch.int64)

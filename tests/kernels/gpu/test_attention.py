@@ -1,12 +1,17 @@
 """Tree attention in one kernel against its definition: masked attention over the whole cache."""
+from functools import partial
+
 import pytest
 import torch
 from helpers.ahead_of_time import dear
+from helpers.guards import LIMITS, check, close, owned
 
 from kernels.backend import TORCH
-from kernels.gpu import attention, cases, check
-from kernels.gpu.cache import move_slots
+from kernels.float8 import from_bytes, to_bytes
+from kernels.gpu import attention
+from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches, move_slots
 from kernels.gpu.launch import counters
+from model import Block, KVCaches, ModelArgs, Pass
 
 DTYPES = [torch.float32]
 if torch.cuda.is_available():  # the interpreter multiplies 16-bit numbers in its own way
@@ -31,39 +36,79 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
 
 @pytest.fixture
 def made(device, monkeypatch):
-    """made(dtype, sizes, float8): the case of these sizes; all counters are zeros after it."""
+    """made(dtype, sizes, float8): run(backend) of this case; all counters are zeros after it."""
     monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
-
-    def case(dtype, sizes, float8=False):
-        B, T, *heads, M, lengths, norm, window = sizes
-        name = str(dtype).removeprefix("torch.")
-        given = cases.Sizes(device, name, heads, norm, window, float8, 32, ())
-        return cases.attention(given, B, T, M, lengths)
-
-    yield case
+    yield partial(case, device)
     assert not counters(torch.empty(0, device=device).device, 1).any()
+
+
+def case(device, dtype, sizes, float8=False):
+    """Attention of T rows that see some of the M slots after `lengths` [B].
+
+    Slots after those hold NaN, which the kernel does not read; the definition, which multiplies them by 0,
+    gets zeros. run(backend) returns the output, and the keys and values of the live slots.
+    """
+    B, T, nh, nkv, hd, M, lengths, norm, window = sizes
+    draw, slots = torch.Generator().manual_seed(B * 1000 + T * 10 + M), max(lengths) + M + 64
+    args = ModelArgs(32, nh * hd, 32, 2, nh, nkv, hd, qk_norm=norm, windows=(window,) * 2)
+    block = Block(args).requires_grad_(False).to(device, dtype)
+    for one in (block.q_norm, block.k_norm) if norm else ():
+        one.weight.copy_(torch.randn(hd, generator=draw).abs() + 0.5)
+    qkv = torch.randn(B, T, (nh + 2 * nkv) * hd, generator=draw).to(device, dtype)
+    cached = torch.randn(2, 2, B, nkv, slots, hd, generator=draw).to(device, dtype)
+    local = (torch.randn(B, T, M, generator=draw) > -0.7).to(device)
+    local[:, torch.arange(T), M - T + torch.arange(T)] = True  # a row sees itself
+    length, at = torch.tensor(lengths, device=device), torch.arange(slots, device=device)
+    own = length[:, None] + M - T + torch.arange(T, device=device)
+    hidden = (at >= length[:, None] + M)[:, None, :, None]
+
+    def run(backend):
+        kv = cached.masked_fill(hidden, 0.0 if backend is TORCH else float("nan"))
+        kv = owned(to_bytes(kv) if float8 else kv)
+        visible = backend.visible_slots(at, length, local)
+        shared = Pass(args, args.inverse_frequencies().to(device), own + 3, own, visible)
+        out = (Float8LayerCache if float8 else LayerCache)(kv, 1).attend(block, qkv, shared)
+        held = from_bytes(kv, torch.float32) if float8 else kv
+        return out, [held[:, :, b, :, : n + M] for b, n in enumerate(lengths)]
+
+    return run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", CASES)
 def test_attention(made, backend, dtype, sizes):
     """The same numbers each time, and those of the definition."""
-    case = made(dtype, sizes)
-    check.check(case, backend)
-    assert check.difference(case.run(backend), case.run(backend), 0) is None
+    run = made(dtype, sizes)
+    check(lambda: run(backend), lambda: run(TORCH), LIMITS[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [CASES[i] for i in (0, 2, 3, 9)])
 def test_attention_over_float8(made, backend, dtype, sizes):
     """Keys and values are rounded like those of the definition, or to the next number, if nearly so."""
-    case = made(dtype, sizes, True)
-    (found, held), (wanted, kept) = case.run(backend), case.run(TORCH)
+    run = made(dtype, sizes, True)
+    (found, held), (wanted, kept) = run(backend), run(TORCH)
     other = torch.cat([(a != b).float().flatten() for a, b in zip(held, kept)])
-    assert other.mean() < 1e-3 and check.difference(held, kept, 0.13) is None
-    assert check.difference(found, wanted, 0.1 if other.any() else cases.LIMITS[dtype]) is None
+    assert other.mean() < 1e-3
+    close(held, kept, 0.13)
+    close(found, wanted, 0.1 if other.any() else LIMITS[dtype])
     if dtype == torch.float32:  # its own keys are rounded, too
-        assert check.difference(found, made(dtype, sizes).run(TORCH)[0], 1e-4) is not None
+        assert (found - made(dtype, sizes)(TORCH)[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("float8, hd", ((False, 16), (True, 20)))
+def test_move(device, float8, hd):
+    """What is read overlaps what is written."""
+    kv = torch.randn(2, 2, 2, 2, 90, hd, generator=torch.Generator().manual_seed(0)).to(device)
+    target = torch.tensor([[5], [64]], device=device) + torch.arange(9, device=device)
+    source = target + torch.tensor([0, 1, 0, 3, 2, 5, 1, 0, 4], device=device)
+
+    def run(move):
+        moved = owned(to_bytes(kv) if float8 else kv)
+        move(LayerCaches._over(moved), source, target)
+        return moved
+
+    check(lambda: run(LayerCaches.move), lambda: run(KVCaches.move))
 
 
 def test_move_in_a_cache_of_gigabytes(device):

@@ -1,0 +1,56 @@
+"""Kernels called with guard bytes around what they write, and compared with their definitions."""
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+GUARD, EDGE, UNSET = 256, 0xA5, 0xFF  # bytes beside a tensor, their value, and that of what is not written
+LIMITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to 1 and to the number
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Allocate tensors between guard bytes within this context, filled with bytes that are NaN as floats.
+
+    Fails at its end if something was written outside the tensors.
+    """
+    memories: list[Tensor] = []
+
+    def guarding(allocate: Callable) -> Callable[..., Tensor]:
+        def allocated(*arguments, **options) -> Tensor:
+            x = allocate(*arguments, **options)
+            memory = torch.full((2 * GUARD + x.nbytes,), EDGE, dtype=torch.uint8, device=x.device)
+            memory[GUARD:-GUARD] = UNSET
+            memories.append(memory)
+            return memory[GUARD:-GUARD].view(x.dtype).view(x.shape)
+
+        return allocated
+
+    empty, new_empty = guarding(torch.empty), guarding(torch.Tensor.new_empty)
+    with patch.object(torch, "empty", empty), patch.object(torch.Tensor, "new_empty", new_empty):
+        yield
+    assert memories, "nothing was allocated"
+    for memory in memories:
+        assert (memory[:GUARD] == EDGE).all() and (memory[-GUARD:] == EDGE).all(), "writes outside its results"
+
+
+def owned(x: Tensor) -> Tensor:
+    """Return a copy that a kernel may change, between guard bytes within `guarded`."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def check(kernel: Callable, definition: Callable, limit: float = 0.0) -> None:
+    """Compare the results of two functions. The kernel is called twice: the same bits each time."""
+    with guarded():
+        found = kernel()
+    close(found, definition(), limit)
+    close(kernel(), found)
+
+
+def close(found, wanted, limit: float = 0.0) -> None:
+    """Fail if tensors in any nesting differ: floats by more than `limit`, relative to 1 and to the number."""
+    for x, y in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(x, y, rtol=limit, atol=limit, check_dtype=False)
