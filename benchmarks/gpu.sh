@@ -87,19 +87,17 @@ sanitize() {
     # Each tensor is an allocation of its own, so that reading beyond it is an error.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 70 "$1" compute-sanitizer --tool "$1" --error-exitcode 99 \
         --target-processes application-only "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -x \
-        -p no:cacheprovider -k "sizes0 or test_move or share_tiles or (gpu and (emit or accept or extend or move))" \
-        tests/kernels/gpu tests/kernels/test_parts.py
+        -p no:cacheprovider -k "sizes0 or test_move or share_tiles or test_rank" tests/kernels/gpu
 }
 
 correct() {
     rm -f "${OUT:-$notes}"/tests-*.log
-    # The first of each kind compares the kernels with their definitions, once.
     for dtype in float32 bfloat16; do
         beside 120 "rest-$dtype" tests/engine/test_cuda.py -k "tiny-$dtype-rest"
         beside 120 "fp8-$dtype" tests/engine/test_cuda.py -k "fp8-$dtype"
     done
     wait
-    beside 240 kernels tests/kernels/gpu tests/kernels/test_parts.py -k gpu
+    beside 240 kernels tests/kernels/gpu
     beside 240 quantised tests/engine/test_cuda.py -k quantised
     for dtype in float32 bfloat16; do
         beside 240 "eagle-$dtype" tests/engine/test_cuda.py -k "tiny-$dtype and eagle"

@@ -61,7 +61,7 @@ def entries(cache: KVCache, slots: Tensor) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def filled(passes: Passes) -> Iterator[Callable[[], None]]:
-    """Fill all slots of the batch with random requests in this context. Yields a function that resets them."""
+    """Fill the batch with random requests in this context. Yields a function that resets them."""
     state, B, draw = passes.state, passes.batch, torch.Generator(passes.device).manual_seed(0)
     before = {name: x.clone() for name, x in state.named_buffers()}
     longest = min(MAX_TOKENS, passes.slots - passes.extra - state.window - 2)

@@ -17,6 +17,7 @@ from kernels.gpu.parts import left_out, on_kernel
 from model import Transformer
 from networks.head import Head
 
+
 class CudaBackend(TorchBackend):
     """Our kernels on a GPU (`here.capable`)."""
 

@@ -6,7 +6,7 @@ from functools import partial, wraps
 
 PARTS = "attend", "linear", "experts", "rank", "restrict", "move"
 left_out: set[str] = set()  # parts that their PyTorch definitions compute
-observers: list[Callable] = []  # the last one is called in place of a kernel: (part, kernel, definition, args)
+observers: list[Callable] = []  # the last is called instead of a kernel: (part, kernel, definition, args)
 
 
 def on_kernel(part: str, definition: Callable) -> Callable:

@@ -1,7 +1,7 @@
 """Two-stage top-k with log-probabilities, in one kernel: how a draft head ranks the children of a node.
 
-A row is divided into chunks, one program each. Each program leaves the top k of its chunk and the chunk's sum
-of exponentials in scratch memory; the last to arrive merges them. Equal logits come in the order of their ids.
+A row is divided into chunks, one program each. Each program leaves the top k of its chunk and the sum of its
+exponentials in scratch memory; the last to arrive merges them. Equal logits come in the order of their ids.
 """
 from __future__ import annotations
 

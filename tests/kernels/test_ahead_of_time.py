@@ -1,6 +1,6 @@
 """The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores.
 
-What they compute is checked in Triton's interpreter and, by the program itself, on each GPU: see `gpu/`.
+What they compute is checked in Triton's interpreter (`gpu/`) and, by `engine.check`, on each GPU.
 """
 import re
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from helpers.ahead_of_time import SHARED, compile_for, dear, devices
 from triton import next_power_of_2
 
-from kernels.gpu import attention, cache, experts, growing, products, ranking, sampling
+from kernels.gpu import attention, cache, experts, products, ranking, sampling
 
 pytestmark = pytest.mark.slow
 EACH, THREE = devices(80, 86, 89, 90, 100, 120), devices(80, 90, 100)
@@ -21,11 +21,10 @@ BF16, F16, F32, I32, I64, BOOL = (
 )
 ANY = "any i32"
 KINDS = {  # of arguments, by name; others in capitals are any integers, the rest int64
-    "V": "i32", "S": "i32", "eps": "fp32", "plane_size": ANY, "kv": BF16, "marks": F32,
-    **dict.fromkeys(("arrived", "place", "order", "bars", "tiles"), I32),
-    **dict.fromkeys(("beam_sees", "next_sees", "ancestors", "done", "local"), BOOL),
-    **dict.fromkeys(("logits", "noise", "sums", "temperature", "top_p", "out", "cos", "sin", "parts"), F32),
-    **dict.fromkeys((f"{of}scores" for of in ("", "old_", "beam_", "all_", "next_", "tree_")), F32),
+    "V": "i32", "S": "i32", "eps": "fp32", "plane_size": ANY, "kv": BF16, "local": BOOL,
+    **dict.fromkeys(("arrived", "order", "tiles"), I32),
+    **dict.fromkeys(("logits", "noise", "scores", "sums", "temperature", "top_p"), F32),
+    **dict.fromkeys(("out", "cos", "sin", "parts", "marks"), F32),
 }
 
 
@@ -107,20 +106,13 @@ def test_programmatic_launch():
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
-BEST, CHUNKS = {"CHUNK": ranking.CHUNK, "NOISY": True}, {"CHUNK": sampling.SORTED, "CHUNKS": 63}
+SORTED = {"CHUNK": sampling.MAX_CHUNK, "CHUNKS": 63}
 OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
-    "rank": (ranking.best_kernel, 4, BEST | {
-        "BEST": 16, "CHUNKS": 16, "CHOSEN": False, "NAMED": True, "SCORED": True}),
-    "draw": (ranking.best_kernel, 4, BEST | {
-        "BEST": 1, "CHUNKS": 63, "CHOSEN": True, "NAMED": False, "SCORED": False}),
-    "extend": (growing.extend_kernel, 4, {"BEST": 16, "CHILDREN": 128, "SEEN": 128}),
-    "prune": (growing.prune_kernel, 8, {"CANDIDATES": 1024, "NODES": 64, "SOME": 16}),
-    "accept": (growing.accept_kernel, 4, {"NODES": 64, "WINDOW": 16}),
-    "emit": (growing.emit_kernel, 1, {"out": I64, "S": ANY, "WINDOW": 16, "SOME": 16}),
+    "top_k": (ranking.top_k_kernel, 4, {
+        "CHUNK": ranking.MAX_CHUNK, "NOISY": True, "BEST": 16, "CHUNKS": 16, "WIDE": 16}),
     "move": (cache.move_kernel, 4, {"HEAD": 128, "HEADS": 8, "WINDOW": 16, "WIDTH": 128}),
-    "gumbel": (sampling.gumbel_kernel, 4, {"CHUNK": sampling.CHUNK}),
-    "sort": (sampling.sort_kernel, 8, CHUNKS), "weigh": (sampling.weigh_kernel, 8, CHUNKS | {"WIDE": 64}),
-    "bar": (sampling.bar_kernel, 8, CHUNKS | {"WIDE": 64}), "cut": (sampling.cut_kernel, 4, {"CHUNK": 2048}),
+    "sort": (sampling.sort_kernel, 8, SORTED), "mass": (sampling.mass_kernel, 8, SORTED | {"WIDE": 64}),
+    "threshold": (sampling.threshold_kernel, 8, SORTED | {"WIDE": 64}),
     "arrange": (experts.arrange_kernel, 4, {"S": ANY, "FEW": True, "ROWS": 16, "CHUNK": experts.CHUNK}),
 }
 
@@ -165,7 +157,8 @@ def choices():
         for kind in ("int8", "int4/32", "int4/64", "int4/128"):
             bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "int4/64")
             for rows in sorted({products.tile_rows(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
-                for choice in range(len(products.tiles(rows, BF16, bits, SHARED[capability])) if whole else 1):
+                tried = products.tiles(rows, BF16, bits, SHARED[capability])
+                for choice in range(len(tried) if whole else 1):
                     case = capability, kind, rows, choice
                     yield case if case in QUICK else dear(case)[0]
 

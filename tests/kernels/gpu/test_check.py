@@ -14,6 +14,7 @@ from sampling.adjust import restrict
 from sampling.options import Modes
 from tree import TreeShape
 
+
 def lowest(logits, *restrictions):
     """`sampling.thresholds` by definition."""
     kept = restrict(logits, *restrictions)
