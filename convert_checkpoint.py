@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from checkpoint.convert import convert
-from checkpoint.layouts import Answers
+from checkpoint.dense import HeadOptions
 from common.cli import Options, command, count, library_errors
 from common.dtypes import DTYPES
 from common.threads import use_threads
@@ -51,10 +51,10 @@ def parser() -> Options:
 def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
     use_threads()
-    answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
+    options = HeadOptions(o.aux_layers, o.norm_before_residual, o.recycle)
     # A checkpoint can be malformed in more ways than anyone can list.
     with library_errors(f"{o.checkpoint}: malformed in a way this program does not know"):
-        convert(o.checkpoint, o.out, o.target, dtype=o.dtype, answers=answers, template=o.template,
+        convert(o.checkpoint, o.out, o.target, dtype=o.dtype, options=options, template=o.template,
                 force=o.force, allow_nonfinite=o.allow_nonfinite)
 
 

@@ -31,6 +31,10 @@ HEADS = {
 }
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
+# Files of other formats that `checkpoint/source.py` opens, by suffix.
+SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
+# What `checkpoint/convert.py` does not read: other architectures, layouts of heads.
+FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 # Functions of gate and up projections, beside silu.
 ACTIVATIONS = {
     "gelu_tanh": "families.activations:gelu_tanh", "clamped_swiglu": "families.activations:clamped_swiglu",

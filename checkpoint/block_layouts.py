@@ -9,8 +9,17 @@ lm_head. Configs number layers by their outputs (`target_layer_ids`), speculator
 from __future__ import annotations
 
 from checkpoint import layouts
-from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, Published, ReadHead
+from checkpoint.configs import model_fields
+from checkpoint.dense import (
+    LAYER,
+    HeadOptions,
+    NameTable,
+    ReadHead,
+    draft_vocab_size,
+    layer_flags,
+    with_prefix,
+)
+from checkpoint.layouts import MARKOV, Published
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
@@ -27,7 +36,7 @@ BLOCK: NameTable = {
 COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
-def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read a DFlash or DSpark head.
 
     Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
@@ -41,24 +50,24 @@ def read_block(source: Source, kind: str, target: ModelArgs, answers: Answers) -
     if "windows" in fields and ahead:
         raise InputError(f"{path}: config: layers with sliding windows must be causal in a head that drafts"
                          " blocks")
-    fields |= layouts.read_layer_flags(tensors) | {
+    fields |= layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "draft_window": flags.get("draft_window") or 0,
-        "aux_layers": _aux_layers(source, flags, target, answers),
+        "aux_layers": _aux_layers(source, flags, target, options),
         "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
         "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }
-    fields["draft_vocab_size"] = layouts.read_draft_vocab(flags, tensors, fields["vocab_size"])
+    fields["draft_vocab_size"] = draft_vocab_size(flags, tensors, fields["vocab_size"])
     return ReadHead(fields, BLOCK, tensors)
 
 
-def _aux_layers(source: Source, flags: dict, target: ModelArgs, answers: Answers) -> list[int]:
+def _aux_layers(source: Source, flags: dict, target: ModelArgs, options: HeadOptions) -> list[int]:
     """Return the target layers whose inputs the head reads. Raises InputError."""
     key, shift = ("target_layer_ids", 1) if "target_layer_ids" in flags else ("aux_hidden_state_layer_ids", 0)
     ids = flags.get(key)
-    inputs = [*answers.aux_layers] if answers.aux_layers else [i + shift for i in ids or ()]
+    inputs = [*options.aux_layers] if options.aux_layers else [i + shift for i in ids or ()]
     if not inputs:
         raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r}: say"
                          " --aux-layers")

@@ -1,13 +1,13 @@
 """Convert a checkpoint to our folder format: a target or a draft head.
 
-The source is a Hugging Face folder, a hub repository (org/name) or a .gguf file. Every tensor is accounted
-for, in both directions, before the first byte is written. Then one tensor at a time is read, cast and
-appended: memory does not grow with the model.
+Every tensor is accounted for, in both directions, before the first byte is written. Then one tensor at a time
+is read, cast and written: memory does not grow with the model.
 """
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -17,24 +17,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.families import SCALES, NameTable, family_of, mtp_names, parts_of, target_fields
-from checkpoint.folder import (
-    CONFIG,
-    FORMAT,
-    WEIGHTS,
-    check_config,
-    check_out,
-    is_converted,
-    is_gguf,
-    read_config,
+import extensions
+from checkpoint.dense import (
+    DENSE,
+    STACKS,
+    VOCABULARY_MAPS,
+    Family,
+    HeadOptions,
+    NameTable,
+    Parts,
+    is_plain,
+    layout_of,
+    parts_of,
+    read_eagle,
 )
-from checkpoint.gguf import open_gguf
-from checkpoint.heads import kind_of, read_layout
-from checkpoint.huggingface import open_folder
-from checkpoint.layouts import Answers
+from checkpoint.folder import CONFIG, FORMAT, WEIGHTS, check_config, check_out, is_converted, read_config
 from checkpoint.loading import build_module, check_head_fits
-from checkpoint.medusa_layouts import target_inside
-from checkpoint.source import Entry, Source, resolve_source, unique_ids
+from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill
 from common.cli import library_errors, note
@@ -42,8 +41,6 @@ from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError
 from common.files import staging
 from common.schema import named
-from common.torchrun import several
-from kernels.quantized import MXFP4, Scheme
 from model import ModelArgs
 from tokens.convert import find_template
 from tokens.files import ENCODERS, MERGES
@@ -55,7 +52,7 @@ IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bi
 
 def convert(
     checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None, *,
-    dtype: str = "keep", answers: Answers | None = None, template: str = "auto", force: bool = False,
+    dtype: str = "keep", options: HeadOptions = HeadOptions(), template: str = "auto", force: bool = False,
     quiet: bool = False, allow_nonfinite: bool = False,
 ) -> Path:
     """Convert `checkpoint` into the folder `out` and return it. Its tensors tell targets from heads.
@@ -63,25 +60,25 @@ def convert(
     out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND, one of
     `extensions.HEADS`. target: the converted folder of the model that a head belongs to; needed for
     a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is what most
-    of the source's numbers are stored in, bf16 if quantised. answers: for a head, what its files leave open.
+    of the source's numbers are stored in, bf16 if quantized. options: for a head, what its files leave open.
     template: for a target without chat template, the one to add; see `templates.find_template`. force:
     replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
     allow_nonfinite: accept nan and infinite weights, with a warning.
 
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
-    path = resolve_source(checkpoint)
-    source = open_gguf(path) if is_gguf(path) else open_folder(path)
+    source = open_source(resolve_source(checkpoint))
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
-    kind = kind_of(source)
-    if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
-        kind, source = None, inside
-    if bool(kind) != bool(target):
-        what = "a draft head, which needs --target, its" if kind else "no draft head, which alone has a"
-        raise InputError(f"{path}: is {what} converted target")
-    if kind:
+    known = layout_of(source)
+    kind = known
+    if known is None:
+        kind, source = extensions.load(extensions.HEAD_LAYOUTS).identify(source, bool(target))
+    if (kind == "target") == bool(target):
+        what = "no draft head, which alone has a" if target else "a draft head, which needs --target, its"
+        raise InputError(f"{source.path}: is {what} converted target")
+    if target:
         out = Path(out or Path(target) / kind)
-        parts = {"": plan_head(source, Path(target), cast_to, answers or Answers())}
+        parts = {"": plan_head(source, Path(target), cast_to, options)}
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
@@ -90,7 +87,7 @@ def convert(
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
     with staging(out) as folder:
-        tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder, added=added) else None
+        tokenizer = Tokenizer.load(folder) if not target and source.tokenizer(folder, added=added) else None
         if tokenizer:
             ends = unique_ids(config["stop_ids"], tokenizer.stop_ids)
             config["stop_ids"] = [i for i in ends if i < config["vocab_size"]]
@@ -101,7 +98,7 @@ def convert(
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
             fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
                  where=str(source.path))
-    if not kind:
+    if not target:
         _warn(checkpoint, tokenizer, config)
     if not quiet:
         print(f"wrote {out}: {config['kind']}, {sum(t.nbytes for t in plan):,} bytes of weights")
@@ -126,7 +123,7 @@ def default_folder(checkpoint: str | Path) -> Path:
 
 
 def converted_folder(
-    checkpoint: str | Path, say: Callable[[str], None], target: str | Path | None = None
+    checkpoint: str | Path, log: Callable[[str], None], target: str | Path | None = None
 ) -> str:
     """Return the converted folder of any checkpoint: itself, or checkpoints/NAME, of a head TARGET/NAME.
 
@@ -135,7 +132,7 @@ def converted_folder(
     converted there, and in one of several processes, which would all write one folder.
     """
     checkpoint = str(checkpoint)
-    if several() or is_converted(checkpoint):
+    if is_converted(checkpoint) or os.environ.get("WORLD_SIZE", "1") != "1":
         read_config(checkpoint)
         return checkpoint
     out, path = default_folder(checkpoint), Path(checkpoint)
@@ -150,7 +147,7 @@ def converted_folder(
         stale = any(f.stat().st_mtime > written for f in files if f.is_file())
     if stale or not out.is_dir():
         resolve_source(checkpoint)
-        say(f"converting {checkpoint} into {out}")
+        log(f"converting {checkpoint} into {out}")
         with contextlib.redirect_stdout(sys.stderr), library_errors(f"{checkpoint}: malformed"):
             convert(checkpoint, out, target, force=stale)  # stdout is for the answer
     return str(out)
@@ -163,25 +160,30 @@ def origin(checkpoint: str | Path) -> str:
 
 def _name(checkpoint: str | Path) -> str:
     path = Path(checkpoint)
-    if is_gguf(path):
-        return path.stem
-    return path.resolve().name if path.is_dir() else path.name
+    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
 
 
-def plan_target(source: Source, dtype: torch.dtype | None) -> dict[str, tuple[dict, list[Planned]]]:
-    """Return the config of a converted target and its tensors, under "", and those of its MTP layer, if any.
+def family_of(source: Source) -> Family:
+    """Return the family of a target. Raises InputError if none has this name."""
+    if source.architecture in DENSE and is_plain(source.config):
+        return DENSE[source.architecture]
+    return extensions.load(extensions.FAMILIES).family_of(source.path, source.architecture)
+
+
+def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
+    """Return the config of a converted target and its tensors, under "", and what its family has beside.
 
     dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
     on a config or a tensor that does not fit.
     """
-    family, fields = family_of(source.path, source.family), target_fields(source)
-    names = family.names
+    family = family_of(source)
+    fields, names = family.fields(source), family.names
     stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
-    config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
-    tensors = family.rearranged(source, fields)
-    extra = {n: tensors.pop(n) for n in [*tensors] if family.hybrid and n.startswith("mtp.")}
-    if SCALES in tensors:
-        config["quantization"] = Scheme(None, 0, None, MXFP4).written()
+    config = {
+        "kind": "target", "architecture": family.architecture, **fields, "stop_ids": stop_ids,
+        "bos_id": source.bos_id,
+    }
+    tensors = family.tensors(source, config)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
         # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5
@@ -191,37 +193,12 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> dict[str, tuple[di
             raise InputError(f"{source.path}: tie_word_embeddings is true, yet there is an {name} that"
                              " differs from the embedding; set it to false in config.json if that tensor is"
                              " meant")
-    plan = _plan(source, config, names, tensors, dtype)
-    mtp = _plan_mtp(source, config, mtp_names(names), extra, plan[0].dtype) if extra else {}
-    return {"": (config, plan)} | mtp
-
-
-def _plan_mtp(
-    source: Source, target: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype
-) -> dict[str, tuple[dict, list[Planned]]]:
-    """Return what `plan_target` has of the MTP layer of a target of this config.
-
-    Nothing, and prints why, if it is another than we know.
-    """
-    config = {k: v for k, v in target.items() if not k.startswith(("delta_", "stop_ids", "bos_id"))} | {
-        "kind": "mtp", "num_layers": 1, "delta_layers": [0], "target_hidden_size": target["hidden_size"],
-        "draft_vocab_size": target["vocab_size"], "aux_layers": [target["num_layers"]],
-        "own_embedding": False, "own_lm_head": False, "tie_embeddings": False,
-    }
-    try:
-        plan = _plan(source, config, names, tensors, dtype)
-    except InputError as e:
-        note(f"warning: the MTP layer is left out: {e}")
-        return {}
-    return {"mtp": (config, [_planned_ids(torch.arange(target["vocab_size"])), *plan])}
-
-
-def _planned_ids(ids: Tensor) -> Planned:
-    return Planned("draft_ids", tuple(ids.shape), torch.int64, [Entry.of(ids.shape, ids.dtype, lambda: ids)])
+    plan = plan_tensors(source, config, names, tensors, dtype, family.stacks)
+    return {"": (config, plan)} | family.beside(source, config, plan[0].dtype)
 
 
 def plan_head(
-    source: Source, target: Path, dtype: torch.dtype | None, answers: Answers
+    source: Source, target: Path, dtype: torch.dtype | None, options: HeadOptions
 ) -> tuple[dict, list[Planned]]:
     """Return the config of a converted head of the converted target `target`, and its tensors.
 
@@ -229,7 +206,11 @@ def plan_head(
     does not fit the target.
     """
     path, target_args = source.path, check_config(read_config(target, "target"))
-    layout = read_layout(source, target_args, answers)
+    kind = layout_of(source)
+    if kind and options == HeadOptions():
+        layout = read_eagle(source, kind, target_args)
+    else:
+        layout = extensions.load(extensions.HEAD_LAYOUTS).read_layout(source, target_args, options)
     config, tensors = dict(layout.config), dict(layout.tensors)
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     config["own_embedding"] = embed is not None and not _is_targets(embed, target, "embed.weight")
@@ -242,12 +223,17 @@ def plan_head(
         config["own_lm_head"] = False  # vLLM's copies of heads carry the target's
         del tensors["lm_head.weight"]
     check_head_fits(_args(source, config), target_args, str(path))
-    maps = {name: tensors.pop(name) for name in ("d2t", "token_map", "t2d") if name in tensors}
+    maps = {name: tensors.pop(name) for name in VOCABULARY_MAPS if name in tensors}
     ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     for name, sources in layout.names.items():
         if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
             tensors |= {s: tensors[s].changed(lambda x: x[order]) for s in sources if s in tensors}
-    return config, [_planned_ids(ids), *_plan(source, config, layout.names, tensors, dtype)]
+    return config, [planned_ids(ids), *plan_tensors(source, config, layout.names, tensors, dtype)]
+
+
+def planned_ids(ids: Tensor) -> Planned:
+    """Return the draft ids of a head as a tensor to write."""
+    return Planned("draft_ids", tuple(ids.shape), torch.int64, [Entry(ids.shape, ids.dtype, lambda: ids)])
 
 
 def _is_targets(entry: Entry, target: Path, name: str) -> bool:
@@ -263,20 +249,20 @@ def _is_targets(entry: Entry, target: Path, name: str) -> bool:
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return the target id of each draft id in ascending order, and the file's place of each: [Vd] int64.
+    """Return the target id of each draft id in ascending order, and its index in the file: [Vd] int64.
 
     They come from the offsets `d2t`, from `token_map` (vLLM's, the ids), or from `t2d`, the mask of the same
     ids. If `t2d` is beside one of the others, they must agree.
     """
-    places = torch.arange(draft_vocab)
+    indices = torch.arange(draft_vocab)
     if "d2t" in maps:
-        ids = places + maps["d2t"].read()
+        ids = indices + maps["d2t"].read()
     elif "token_map" in maps:
         ids = maps["token_map"].read().long()
     elif "t2d" in maps:
         ids = maps["t2d"].read().bool().nonzero()[:, 0]
     else:
-        ids = places
+        ids = indices
     ids, order = ids.sort()
     if len(ids) != draft_vocab or (not maps and draft_vocab != vocab):
         raise InputError(f"{path}: no tensor d2t, token_map or t2d maps the {draft_vocab} draft ids")
@@ -288,8 +274,9 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
     return ids, order
 
 
-def _plan(
-    source: Source, config: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype | None
+def plan_tensors(
+    source: Source, config: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype | None,
+    stacks: dict = STACKS,
 ) -> list[Planned]:
     """Match every tensor of the model with its sources, in both directions.
 
@@ -298,15 +285,16 @@ def _plan(
     path, args = source.path, _args(source, config)
     tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}
     parts = {
-        name: (tensor, parts_of(names, args, name, tuple(tensor.shape)))
+        name: (tensor, parts_of(names, args, name, tuple(tensor.shape), stacks))
         for name, tensor in build_module(config).state_dict().items() if name != "draft_ids"
     }
     expected = {source: shape for _, sources in parts.values() for source, shape in sources.items()}
     in_bytes = {s for tensor, sources in parts.values() if tensor.dtype == torch.uint8 for s in sources}
     check_shapes({name: entry.shape for name, entry in tensors.items()}, expected, str(path))
     for name, entry in tensors.items():
-        fits = entry.dtype is not None and entry.dtype.is_floating_point
-        if not (entry.dtype == torch.uint8 if name in in_bytes else fits):
+        stored = entry.dtype
+        fits = stored == torch.uint8 if name in in_bytes else stored and stored.is_floating_point
+        if not fits or (stored.itemsize == 1 and name not in in_bytes):
             raise InputError(f"{path}: tensor {name!r} is not stored as floating point (a quantised"
                              " checkpoint?)")
     dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in in_bytes})
@@ -319,7 +307,7 @@ def _plan(
 
 def _args(source: Source, config: dict) -> ModelArgs:
     """Return the model's shape in a config. Raises InputError, which names the source."""
-    with named(source.path if is_gguf(source.path) else source.path / CONFIG):
+    with named(source.path / CONFIG if source.path.is_dir() else source.path):
         return check_config(config)
 
 

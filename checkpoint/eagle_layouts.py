@@ -11,24 +11,28 @@ from pathlib import Path
 from torch import Tensor
 
 from checkpoint import layouts
-from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, Published, ReadHead
+from checkpoint.configs import model_fields
+from checkpoint.dense import (
+    EAGLE1,
+    EAGLE3,
+    EAGLE3_LAYER,
+    LAYER,
+    MIDLAYER,
+    HeadOptions,
+    NameTable,
+    ReadHead,
+    eagle_fields,
+    with_head_dim,
+    with_prefix,
+)
+from checkpoint.layouts import MARKOV, Published
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 from networks.eagle import Eagle1Head, Eagle3Head
 from networks.head import HeadArgs, eagle3_aux_layers
 
-EAGLE: NameTable = {
-    "embed.weight": ["embed_tokens.weight"],
-    **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
-}
-EAGLE1 = EAGLE | with_prefix(LAYER, "layer.", "layers.0.")
-EAGLE3 = EAGLE | MARKOV | {"norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"]}
-EAGLE3_LAYER = LAYER | {  # the first
-    "embed_norm.weight": ["input_layernorm.weight"], "feature_norm.weight": ["hidden_norm.weight"],
-}
-MIDLAYER, FIRST = "midlayer.", "layers.0."  # the first layer of EAGLE-3: of SafeAILab and SGLang, of others
+FIRST = "layers.0."  # prefix of the first layer, but for `MIDLAYER` in SafeAILab's and SGLang's files
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -38,7 +42,9 @@ def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> Nam
     feature_norm: see `networks.head.HeadArgs`. first: the prefix of the first layer.
     """
     norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
-    names = EAGLE3 | {f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)}
+    names = EAGLE3 | MARKOV | {"mask_hidden": ["mask_hidden"]} | {
+        f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)
+    }
     names |= with_prefix(EAGLE3_LAYER, "layer.", first)
     for k in range(1, layers):
         later = LAYER | {"attn_norm.weight": ["input_layernorm.weight"]}
@@ -46,29 +52,19 @@ def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> Nam
     return names
 
 
-def read_eagle(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read an EAGLE head of any kind.
 
-    Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
+    Raises InputError if the head is a variant that we cannot run, or if it needs an option that is missing.
     """
     tensors, config = _renamed(source), layouts.flat_config(source.config)
     first = _first(tensors)
-    query, heads = tensors.get(f"{first}self_attn.q_proj.weight"), config.get("num_attention_heads")
-    if query and query.shape and heads:
-        # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
-        config["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors, first) | {
-        "kind": kind,
-        "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
-        "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
-        "draft_window": config.get("draft_window") or 0,
-    }
+    config = with_head_dim(config, tensors, first)
+    shape = model_fields(source.path, config)
+    fields = eagle_fields(kind, config, shape, tensors, target, first)
     if kind == "eagle":
-        return ReadHead(fields | {
-            "num_layers": 1, "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
-            "own_lm_head": "lm_head.weight" in tensors,
-        }, EAGLE1, tensors)
-    return _read_eagle3(source, config, fields, tensors, target, answers)
+        return ReadHead(fields, EAGLE1, tensors)
+    return _read_eagle3(source, config, fields, tensors, target, options)
 
 
 def _first(tensors: dict[str, Entry]) -> str:
@@ -95,7 +91,7 @@ def _of_speculators(config: dict) -> bool:
 
 def _read_eagle3(
     source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
-    answers: Answers,
+    options: HeadOptions,
 ) -> ReadHead:
     path, nested = source.path, head_config.get("eagle_config") or {}
     flags = head_config | nested
@@ -103,23 +99,19 @@ def _read_eagle3(
         feature_norm = "each"
     else:
         feature_norm = "all" if "input_norm.weight" in tensors or flags.get("norm_before_fc") else ""
-    aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
+    aux_layers = options.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
+    config = fields | {
+        "aux_layers": list(aux_layers), "feature_norm": feature_norm,
+        "norm_before_residual": _norm_before_residual(source, flags, options),
+        "recycle_normed": _recycle_normed(source, flags, options),
+    }
     if fields["kind"] == "p-eagle":
         given = head_config | (head_config.get("dflash_config") or {})
         keys = ("mask_token_id", "pard_token", "ptd_token_id")
-        fields |= layouts.read_markov(source, head_config, tensors) | {
+        config |= layouts.read_markov(source, head_config, tensors) | {
             "mask_id": next((given[key] for key in keys if given.get(key) is not None), None),
             "drafts": head_config.get("num_draft_steps", head_config.get("k_train", 8)),
         }
-    draft_vocab = layouts.read_draft_vocab(head_config, tensors, fields["vocab_size"])
-    config = fields | {
-        "draft_vocab_size": draft_vocab,
-        "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
-        "aux_layers": list(aux_layers),
-        "feature_norm": feature_norm,
-        "norm_before_residual": _norm_before_residual(source, flags, answers),
-        "recycle_normed": _recycle_normed(source, flags, answers),
-    }
     if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
         tensors["mask_hidden"] = mask.changed(Tensor.flatten, (math.prod(mask.shape),))
     for k in range(1, fields["num_layers"]):
@@ -131,14 +123,14 @@ def _read_eagle3(
     return ReadHead(config, names, tensors)
 
 
-def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
+def _norm_before_residual(source: Source, flags: dict, options: HeadOptions) -> bool:
     """Return the flag of that name.
 
     speculators trains with true, its class defaults to false, and vLLM takes true for absent: an absent key
     says nothing.
     """
-    if answers.norm_before_residual is not None:
-        return answers.norm_before_residual
+    if options.norm_before_residual is not None:
+        return options.norm_before_residual
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
     if _of_speculators(source.config):
@@ -147,14 +139,14 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
     return False
 
 
-def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
+def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
     """Return whether norm(h) is fed back.
 
     That is what `norm_output` means to speculators and SGLang. SpecForge means something else by it in
     training.
     """
-    if answers.recycle is not None:
-        return answers.recycle == "normed"
+    if options.recycle is not None:
+        return options.recycle == "normed"
     if flags.get("norm_output") is None:
         return False
     if _of_speculators(source.config):

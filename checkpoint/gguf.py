@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
-from checkpoint.huggingface import PUBLISHED
 from checkpoint.source import Entry, Source, unique_ids
 from common.errors import InputError
 from common.threads import parallel_map
@@ -49,7 +48,7 @@ MTP = {  # of the layer after the last, under nextn.
 }
 
 
-def open_gguf(path: Path) -> Source:
+def open_file(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
     fields, stored = read_gguf(path)
     arch = str(fields.get("general.architecture"))
@@ -59,7 +58,7 @@ def open_gguf(path: Path) -> Source:
     known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
                 if f"rope_{name}.weight" in stored}
-    config = PUBLISHED.require(_config(path, arch, fields, stored, divisors), path)
+    config = _config(path, arch, fields, stored, divisors)
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
@@ -203,8 +202,8 @@ def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
         return (low | high << 4).flatten(1)
 
     return (
-        Entry.of((outputs, inputs // 2), torch.uint8, values),
-        Entry.of((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]))
+        Entry((outputs, inputs // 2), torch.uint8, values),
+        Entry((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]))
 
 
 def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
@@ -225,9 +224,10 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
             block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
         return block
 
-    def blocks() -> Iterator[Tensor]:
+    def read_all() -> Tensor:
         if len(shape) == 1:
-            return iter([read(slice(None))])
-        return parallel_map(read, (slice(start, start + step) for start in range(0, shape[0], step)))
+            return read(slice(None))
+        slices = (slice(start, start + step) for start in range(0, shape[0], step))
+        return torch.cat([*parallel_map(read, slices)])
 
-    return Entry(shape, dtype, blocks)
+    return Entry(shape, dtype, read_all)

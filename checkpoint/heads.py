@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save
 
 from checkpoint.block_layouts import read_block, write_block
+from checkpoint.dense import HeadOptions, ReadHead
 from checkpoint.eagle_layouts import read_eagle, write_eagle1, write_eagle3
 from checkpoint.folder import CONFIG, HEADS, WEIGHTS
-from checkpoint.huggingface import PUBLISHED
-from checkpoint.layouts import Answers, Published, ReadHead
-from checkpoint.medusa_layouts import read_medusa, write_medusa
+from checkpoint.layouts import Published
+from checkpoint.medusa_layouts import read_medusa, target_inside, write_medusa
 from checkpoint.source import Source
 from common.errors import InputError
 from common.files import staging
@@ -35,7 +35,7 @@ MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.lay
 class HeadKind:
     """A reader and a writer of one kind of head. architectures: in each of LAYOUTS that it has."""
 
-    read: Callable[[Source, str, ModelArgs, Answers], ReadHead]
+    read: Callable[[Source, str, ModelArgs, HeadOptions], ReadHead]
     write: Callable[[Head, str, str, dict], Published]  # head, kind, layout, the target's config.json
     architectures: tuple[str, ...]
 
@@ -50,6 +50,16 @@ KINDS = {
     "dflash": HeadKind(read_block, write_block, ("DFlashDraftModel", "DFlashDraftModel")),
     "dspark": HeadKind(read_block, write_block, ("Qwen3DSparkModel", "DSparkDraftModel")),
 }
+
+
+def identify(source: Source, is_head: bool) -> tuple[str, Source]:
+    """Return "target" or the kind of a head, and what of the source it is. is_head: with --target.
+
+    A Medusa-2 model is a target that carries heads.
+    """
+    if not is_head and (inside := target_inside(source)):
+        return "target", inside
+    return kind_of(source) or "target", source
 
 
 def kind_of(source: Source) -> str | None:
@@ -76,18 +86,18 @@ def kind_of(source: Source) -> str | None:
     return "eagle" if "fc.weight" in names else None
 
 
-def read_layout(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_layout(source: Source, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read all of a head but its embedding, lm_head and vocabulary map: those need the target's weights.
 
     Raises InputError if the head is a variant that we cannot run, if it was made for a target of another
-    depth, or if it takes an answer that is missing.
+    depth, or if it takes an option that is missing.
     """
     depth = source.config.get("num_target_layers")
     if depth is not None and depth != target.num_layers:
         raise InputError(f"{source.path}: config: num_target_layers is {depth}, the target has"
                          f" {target.num_layers} layers")
     kind = kind_of(source)
-    return KINDS[kind].read(source, kind, target, answers)
+    return KINDS[kind].read(source, kind, target, options)
 
 
 def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
@@ -119,7 +129,6 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     config = {"architectures": [architectures[layout]], **config}
     for name, t in tensors.items():
         tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
-    PUBLISHED.require(config, folder / CONFIG)
     # Not save_file, which makes a file that only its owner can read.
     (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")

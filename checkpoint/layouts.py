@@ -1,23 +1,22 @@
-"""Shared parts of the layouts of draft heads: results of reading one, our weights under published names.
+"""Shared parts of the layouts of draft heads: reading their configs, our weights under published names.
 
 A layout is a table of names that is read in both directions. `checkpoint.heads` lists the kinds.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint.families import ACTIVATIONS, ATTENTION, DENSE, KEYS, NameTable, parts_of
+from checkpoint.configs import ACTIVATIONS
+from checkpoint.dense import KEYS, NameTable, parts_of
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 from networks.head import Head
 from networks.markov import MarkovArgs
 
-LAYER = ATTENTION | DENSE
 MARKOV: NameTable = {
     "markov_in.weight": ["markov_head.markov_w1.weight"],
     "markov_out.weight": ["markov_head.markov_w2.weight"],
@@ -26,28 +25,6 @@ MARKOV: NameTable = {
     "confidence.weight": ["confidence_head.proj.weight"],
     "confidence.bias": ["confidence_head.proj.bias"],
 }
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Settings of a head that its files may leave open (flags of convert_checkpoint.py)."""
-
-    aux_layers: tuple[int, ...] | None = None  # --aux-layers: target layers whose inputs feed the head
-    norm_before_residual: bool | None = None  # --[no-]norm-before-residual
-    recycle: str | None = None  # --recycle normed|raw
-
-
-@dataclass(frozen=True)
-class ReadHead:
-    """A head as read from its source.
-
-    config: the config.json that it becomes. names: the table of its tensors. tensors: the source's, under the
-    names of that table, and `d2t`, `t2d` or `token_map`.
-    """
-
-    config: dict
-    names: NameTable
-    tensors: dict[str, Entry]
 
 
 Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it: its config.json and tensors
@@ -105,23 +82,6 @@ def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> 
                          " this head was trained, and not here; it is not supported")
 
 
-def read_layer_flags(tensors: dict[str, Entry], first: str = "layers.0.") -> dict:
-    """Return the fields that follow from the names of tensors: configs omit them, or are wrong.
-
-    first: the prefix of the first layer.
-    """
-    return {
-        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}self_attn.q_proj.bias" in tensors,
-        "qk_norm": f"{first}self_attn.q_norm.weight" in tensors,
-    }
-
-
-def read_draft_vocab(flags: dict, tensors: dict[str, Entry], vocab_size: int) -> int:
-    """Return the size of the draft vocabulary: the config's, the lm_head's, or the target's."""
-    lm_head = tensors.get("lm_head.weight")
-    return flags.get("draft_vocab_size") or (lm_head.shape[0] if lm_head and lm_head.shape else vocab_size)
-
-
 def read_markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
     """Return the fields of `networks.markov.MarkovArgs`, from the tensors. Raises InputError."""
     kind = str(flags.get("markov_head_type") or "vanilla")
@@ -161,20 +121,11 @@ def write_speculators(head: Head, kind: str, own: dict, target: dict) -> dict:
         "transformer_layer_config": llama_config(head),
         "speculators_config": {
             "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
-            "verifier": {"name_or_path": target.get("name"), "architectures": [_target_class(target)]},
+            "verifier": {
+                "name_or_path": target.get("name"),
+                # Targets converted before 2026-11-28 do not say.
+                "architectures": [target["architecture"]] if "architecture" in target else [],
+            },
         },
         "torch_dtype": "bfloat16",
     }
-
-
-def _target_class(target: dict) -> str:
-    """Return the target's class in transformers, by what tells the families apart in our config."""
-    if target.get("sinks"):
-        return "GptOssForCausalLM"
-    if target.get("delta_layers"):
-        return "Qwen3NextForCausalLM" if target.get("num_experts") else "Qwen3_5ForCausalLM"
-    if target.get("num_experts"):
-        return "Qwen3MoeForCausalLM" if target.get("qk_norm") else "MixtralForCausalLM"
-    if target.get("qk_norm"):
-        return "Gemma3ForCausalLM" if target.get("zero_centred") else "Qwen3ForCausalLM"
-    return "Qwen2ForCausalLM" if target.get("qkv_bias") else "LlamaForCausalLM"

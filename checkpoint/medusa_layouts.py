@@ -20,8 +20,8 @@ import re
 
 import torch
 
-from checkpoint.families import NameTable, with_prefix
-from checkpoint.layouts import LAYER, Answers, Published, ReadHead, publish, read_layer_flags
+from checkpoint.dense import LAYER, HeadOptions, NameTable, ReadHead, layer_flags, with_prefix
+from checkpoint.layouts import Published, publish
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -83,7 +83,7 @@ def target_inside(source: Source) -> Source | None:
     return dataclasses.replace(source, tensors=own) if whole else None
 
 
-def read_medusa(source: Source, kind: str, target: ModelArgs, answers: Answers) -> ReadHead:
+def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read Medusa or Hydra heads. Raises InputError if tensors are missing or make no sense."""
     tensors = dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
@@ -95,7 +95,7 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, answers: Answers) 
             bias, weight = name.replace(".weight", ".bias"), tensors[name]
             if bias not in tensors:
                 zeros = torch.zeros(weight.shape[:1], dtype=weight.dtype)
-                tensors[bias] = Entry.of(zeros.shape, zeros.dtype, lambda zeros=zeros: zeros)
+                tensors[bias] = Entry(zeros.shape, zeros.dtype, lambda zeros=zeros: zeros)
     config = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelArgs)} | {
         "kind": kind, "num_layers": 1, "tie_embeddings": False, "qkv_bias": False, "qk_norm": False,
         "target_hidden_size": target.hidden_size,
@@ -163,7 +163,7 @@ def _prefix_layer(config: dict, tensors: dict[str, Entry]) -> dict:
     gate, key = (tensors.get(f"{layer}{part}.weight") for part in ("mlp.gate_proj", "self_attn.k_proj"))
     if not config["prefix"] or not (gate and key):
         return {}
-    return read_layer_flags(tensors, layer) | {
+    return layer_flags(tensors, layer) | {
         "intermediate_size": gate.shape[0], "num_kv_heads": key.shape[0] // config["head_dim"],
     }
 

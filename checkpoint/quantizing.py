@@ -22,8 +22,8 @@ from tqdm import tqdm
 from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.loading import build_module, described, load_model
 from checkpoint.source import Entry
-from checkpoint.weights import count_nonfinite, listed, opened
-from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
+from checkpoint.weights import STORED_DTYPES, count_nonfinite, listed, opened
+from checkpoint.writer import Planned, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.schema import named
 from kernels.gptq import gptq, output_error
@@ -116,7 +116,6 @@ def quantize_folder(
     group = plan.after["quantization"]["group"]
     ready = {} if text is None else calibrated_layers(source, plan.before, group, text)
     layers: dict[str, _LayerWriter] = {}
-    dtypes = {name: dtype for dtype, name in WRITTEN_DTYPES.items()}
 
     folder.mkdir(exist_ok=True)
     for item in source.iterdir():  # tokenizer, template, calibration
@@ -129,7 +128,7 @@ def quantize_folder(
             owner = module.get_submodule(layer)
             quantised = isinstance(owner, (QuantizedLinear, QuantizedStack))
             if not quantised or leaf == "bias" or owner.mode == MXFP4:
-                dtype, read = dtypes[file.get_slice(name).get_dtype()], lambda: file.get_tensor(name)
+                dtype, read = STORED_DTYPES[file.get_slice(name).get_dtype()], lambda: file.get_tensor(name)
             elif layer in ready:
                 dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
             else:
@@ -141,7 +140,7 @@ def quantize_folder(
                     layers[layer] = _LayerWriter(read, where, owner.mode, owner.group, allow_nonfinite)
                 dtype = tensor.dtype
                 read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
-            return Planned(name, tuple(tensor.shape), dtype, [Entry.of(tensor.shape, dtype, read)])
+            return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
 
         tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
         fill(folder, plan.after, tensors, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))

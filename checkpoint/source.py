@@ -1,73 +1,66 @@
-"""Checkpoints of others as the converter sees them, and how a name leads to one: a folder, a file, the hub.
+"""A checkpoint of another program: found by its name, its tensors listed, and read one at a time.
 
-Opening a source reads names, shapes and metadata only. The numbers are read one tensor at a time, when the
-converter asks for them, and are not kept: a model larger than the memory can be converted.
+Opening a source reads names, shapes and configs. A tensor is read when the converter asks for it and is not
+kept, so memory does not grow with the model.
 """
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import re
-from collections.abc import Callable, Iterator
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict
 
-from checkpoint.folder import CONFIG, is_gguf
+import extensions
+from checkpoint.folder import CONFIG, is_ours
+from checkpoint.weights import STORED_DTYPES, listed, opened
 from common.cli import library_errors
 from common.errors import InputError
-from common.files import read_json
-from common.schema import Schema, text
+from common.files import check_file, read_json
+from extensions import SOURCE_FILES
+from tokens.convert import copy_files
 from tokens.files import TOKENIZER_FILES
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-    "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt",  # heads, as their authors have it
+    "*_lm_head.safetensors", "*_lm_head.pt",
 )
-INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+DAMAGED = "truncated? Download it again"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a source. `blocks()` reads it as consecutive blocks of rows.
-
-    `dtype` is None if the source stores the tensor in a type that the converter does not know.
-    """
+    """One tensor of a source, read by `read()`. dtype: None if it is stored in a type unknown here."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    blocks: Callable[[], Iterator[Tensor]]
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: torch.dtype | None, read: Callable[[], Tensor]) -> Entry:
-        """A tensor that is read in one block, by calling `read`."""
-        return cls(tuple(shape), dtype, lambda: iter([read()]))
+    read: Callable[[], Tensor]
 
     def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
-        """A tensor that `change` makes of this one. shape: if it is another."""
-        return Entry.of(shape or self.shape, self.dtype, lambda: change(self.read()))
-
-    def read(self) -> Tensor:
-        """The complete tensor; a view of its file if that has it in one block."""
-        blocks = list(self.blocks())
-        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        """Return the tensor that `change` makes of this one. shape: its shape, if it is another."""
+        return Entry(shape or self.shape, self.dtype, lambda: change(self.read()))
 
 
 @dataclass(frozen=True)
 class Source:
-    """An opened source: what it says about itself and where its tensors are."""
+    """An opened checkpoint. config: with the keys of Hugging Face's config.json, whatever the file format."""
 
     path: Path
-    family: str | None  # an `architectures` entry, or "gguf:ARCH"
-    config: dict  # with the keys of Hugging Face's config.json, whatever the container
+    architecture: str | None  # class in transformers or model type; of other formats as their module says
+    config: dict
     tensors: dict[str, Entry]
     stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
-    # Writes the tokenizer files into a folder; False if there are none. added: a chat template to come.
+    # Write the tokenizer files into a folder; False if there are none. added: a chat template to come.
     tokenizer: Callable[[Path, str | None], bool]
 
 
@@ -78,23 +71,20 @@ def unique_ids(*groups: int | list[int] | None) -> list[int]:
 
 
 def resolve_source(checkpoint: str | Path) -> Path:
-    """Return the local path of a checkpoint: a folder, a .gguf file, or a download of the hub's `org/name`.
+    """Return the local path of a checkpoint: a folder, a file, or a download of the hub's `org/name`.
 
     Local paths come first. Raises InputError on any other name, or if the download fails.
     """
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():
         raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint")
-    if path.is_dir() or (is_gguf(path) and path.is_file()):
+    if path.is_dir() or (path.is_file() and path.suffix.lower() in SOURCE_FILES):
         return path
     if path.exists():
-        raise InputError(f"{path}: not a folder (nor a .gguf file)")
+        raise InputError(f"{path}: not a folder (nor a {' or '.join(SOURCE_FILES)} file)")
     if path.parent.is_dir() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(checkpoint)):
-        place = next(parent for parent in path.parents if parent.is_dir())
-        there = sorted(p.name for p in place.glob("*"))[:12] if place != Path() else ()
-        inside = f"; {place} is no name on the hub but a folder here with {', '.join(there)}" if there else ""
-        raise InputError(f"{path}: no such file or folder{inside}; name a converted folder, a Hugging Face"
-                         " folder, a .gguf file or a hub id (org/name)")
+        raise InputError(f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a"
+                         f" {' or '.join(SOURCE_FILES)} file or a hub id (org/name)")
     with library_errors(f"{path}: no such folder, and the hub did not send it"):
         return _download(str(checkpoint))
 
@@ -112,21 +102,74 @@ def _download(repo: str) -> Path:
         with contextlib.suppress(Exception):
             return Path(hub.snapshot_download(repo, local_files_only=True))
         raise
-    weights = next((name for name in WEIGHT_FILES if name in files), None)
+    weights = _weight_file(files)
     if weights is None or CONFIG not in files:
         raise InputError(f"{repo}: the hub repository lacks {CONFIG} or weights ({', '.join(WEIGHT_FILES)})")
     wanted = [*(name for name in SMALL_FILES if name in files), weights]
     folder = Path(hub.snapshot_download(repo, allow_patterns=wanted))
     if weights.endswith(".json"):
-        wanted += dict.fromkeys(shards(folder / weights).values())
-        folder = Path(hub.snapshot_download(repo, allow_patterns=wanted))
+        folder = Path(hub.snapshot_download(repo, allow_patterns=[*wanted, *_shards(folder / weights)]))
     return folder
 
 
-def shards(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, of an index file. Raises InputError if it names files elsewhere."""
-    weight_map = INDEX.require(read_json(index), index)["weight_map"]
-    for file in weight_map.values():
-        if Path(file).name != file:
-            raise InputError(f"{index}: {file!r} is not the name of a file beside it")
-    return weight_map
+def _weight_file(names: Iterable[str]) -> str | None:
+    found = (name for pattern in WEIGHT_FILES for name in fnmatch.filter(names, pattern))
+    return next(found, None)
+
+
+def _shards(index: Path) -> list[str]:
+    return [*dict.fromkeys(read_json(index)["weight_map"].values())]
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint at a path of `resolve_source`. Raises InputError if a file is missing or damaged."""
+    if path.is_dir():
+        return _open_folder(path)
+    return extensions.load(SOURCE_FILES[path.suffix.lower()])(path)
+
+
+def _open_folder(path: Path) -> Source:
+    config = read_json(path / CONFIG)
+    if is_ours(config):
+        raise InputError(f"{path}: is already converted")
+    name = _weight_file(sorted(file.name for file in path.iterdir()))
+    if name is None:
+        raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
+    load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
+    files = _shards(path / name) if name.endswith(".json") else [name]
+    tensors = {name: entry for file in files for name, entry in _one_file(path / file, load).items()}
+    if text := config.get("text_config"):  # of a model that reads images, too
+        config = text | {key: value for key, value in config.items() if value is not None}
+    file = path / "generation_config.json"
+    generation = {k: v for k, v in read_json(file).items() if v is not None} if file.exists() else {}
+    stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
+    return Source(
+        path, (config.get("architectures") or [config.get("model_type")])[0], config, tensors,
+        stop_ids=unique_ids(stop_ids), bos_id=next(iter(unique_ids(bos_id)), None),
+        tokenizer=lambda folder, added: copy_files(path, folder))
+
+
+def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
+    def read(name: str) -> Tensor:
+        # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
+        # process's memory until the last tensor.
+        with opened(path, DAMAGED) as file:
+            return file.get_tensor(name)
+
+    if path.suffix == ".safetensors":
+        return {name: Entry(stored.shape, STORED_DTYPES.get(stored.dtype), partial(read, name))
+                for name, stored in listed(path, DAMAGED).items()}
+    return {name: Entry(tensor.shape, tensor.dtype, lambda name=name: load(path)[name])
+            for name, tensor in load(path).items()}
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    check_file(path)
+    with library_errors(f"{path}: damaged, or more than a pickle of tensors"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
+        # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise InputError(f"{path}: is not a state dict of tensors")
+    return state

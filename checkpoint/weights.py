@@ -15,6 +15,11 @@ from common.errors import InputError, first_line
 from common.files import check_file
 
 Shapes = dict[str, tuple[int, ...]]
+STORED_DTYPES = {  # safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}
 
 
 class Stored(NamedTuple):

@@ -1,4 +1,4 @@
-"""Write config.json and weights of a checkpoint folder; tensors are streamed in blocks of rows."""
+"""Write config.json and weights of a checkpoint folder, one tensor at a time."""
 from __future__ import annotations
 
 import hashlib
@@ -15,14 +15,11 @@ from tqdm import tqdm
 
 from checkpoint.folder import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
-from checkpoint.weights import count_nonfinite
+from checkpoint.weights import STORED_DTYPES, count_nonfinite
 from common.errors import InputError
 from common.schema import named
 
-WRITTEN_DTYPES = {  # with safetensors' names for them
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64",
-    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
-}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,7 @@ def fill(
 def _write_safetensors(
     path: Path, plan: list[Planned], progress: Callable[[int], object], allow_nonfinite: bool, where: str
 ) -> str:
-    """Write the planned tensors one block of rows at a time -> the file's sha256.
-
-    progress: gets the bytes of each block. The other arguments are those of `fill`.
+    """Write the planned tensors one at a time -> the file's sha256.
 
     safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
     header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
@@ -77,7 +72,7 @@ def _write_safetensors(
     end = 0
     for t in plan:
         start, end = end, end + t.nbytes
-        dtype = WRITTEN_DTYPES[t.dtype]
+        dtype = DTYPE_NAMES[t.dtype]
         header[t.name] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -91,15 +86,13 @@ def _write_safetensors(
         write(len(text).to_bytes(8, "little") + text)
         for t in plan:
             for part, name in zip(t.parts, t.sources or (t.name,) * len(t.parts)):
-                bad = 0
-                for block in part.blocks():
-                    bad += count_nonfinite(block)
-                    block = _cast(f"{where}: tensor {name}", block, t.dtype)
-                    data = block.contiguous().flatten().view(torch.uint8).numpy()
-                    write(data)
-                    progress(data.nbytes)
-                if bad:
+                tensor = part.read()
+                if bad := count_nonfinite(tensor):
                     judge_nonfinite(f"{where}: tensor {name}", bad, allow_nonfinite)
+                cast = _cast(f"{where}: tensor {name}", tensor, t.dtype)
+                data = cast.contiguous().flatten().view(torch.uint8).numpy()
+                write(data)
+                progress(data.nbytes)
     return digest.hexdigest()
 
 
@@ -111,8 +104,8 @@ def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
     print(f"warning: {found}", file=sys.stderr)
 
 
-def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = block.to(dtype)
-    if dtype.is_floating_point and dtype != block.dtype and count_nonfinite(cast) > count_nonfinite(block):
+def _cast(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast = tensor.to(dtype)
+    if dtype != tensor.dtype and count_nonfinite(cast) > count_nonfinite(tensor):
         raise InputError(f"{what} overflows {str(dtype)[6:]}: choose another --dtype")
     return cast

@@ -15,7 +15,7 @@ from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write
 from tqdm import tqdm
 
 from checkpoint.convert import convert
-from checkpoint.layouts import Answers
+from checkpoint.dense import HeadOptions
 from training.trainer import save_state
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def prepare_conversion(place: Path) -> Callable[[], object]:
     source = write_source(place / "source", target_state(config), config)
     convert(source, place / "target", quiet=True)
     head = write_source(place / "head", head_state(), HEAD_CONFIG)
-    convert(head, target=place / "target", answers=Answers(aux_layers=(0, 1, 2)), quiet=True)
+    convert(head, target=place / "target", options=HeadOptions(aux_layers=(0, 1, 2)), quiet=True)
     return lambda: convert(source, place / "target", dtype="bf16", force=True, quiet=True)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from helpers.blocks import LABELS, published
 from helpers.drafters import guessing_heads
+from helpers.families import make_target
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
@@ -70,6 +71,16 @@ def test_what_is_exported_comes_back(golden, models, models1, tmp_path, label, l
         assert read_config(folder)["kind"] == read_config(tmp_path / "ours")["kind"]
     assert back.args == head.args
     torch.testing.assert_close(back.own_state(), head.own_state(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name, architecture", [
+    ("Llama-3", "LlamaForCausalLM"), ("Mistral", "MistralForCausalLM"), ("Phi-3", "Phi3ForCausalLM")])
+def test_speculators_configs_name_the_targets_architecture(models, tmp_path, name, architecture):
+    make_target(tmp_path / "in", name)
+    target = convert(tmp_path / "in", tmp_path / "target", quiet=True)
+    export(models[1], tmp_path / "out", "speculators", read_config(target))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["architectures"] == [architecture]
 
 
 def test_the_command(golden, tmp_path):

@@ -10,8 +10,7 @@ import torch
 from helpers.families import TARGETS, WINDOW, WINDOWS, V, greedy, make_target
 from helpers.heads import make_head, write_head
 
-from checkpoint.convert import convert
-from checkpoint.families import target_fields
+from checkpoint.convert import convert, family_of
 from checkpoint.loading import load_head, load_model
 from checkpoint.source import Source
 from drafters import Drafting
@@ -118,5 +117,6 @@ MEANT = [  # configs as published, which leave much unsaid: the windows of 8 lay
 def test_what_a_config_means(family, keys, windows, longest):
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
     config = sizes | {"num_hidden_layers": 8, "num_attention_heads": 4} | keys
-    fields = target_fields(Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool))
+    source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
+    fields = family_of(source).fields(source)
     assert (fields.get("windows"), fields["max_seq_len"]) == (windows, longest)

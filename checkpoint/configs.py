@@ -1,0 +1,113 @@
+"""Configs of transformers: activations, sliding windows and scaled RoPE, as fields of ModelArgs."""
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from checkpoint.dense import dense_fields, rope_of, rope_type
+from checkpoint.folder import CONFIG, check_rope, rope_fields
+from common.errors import InputError
+from common.schema import named
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
+MOST_BEFORE_SCALING = 8192
+
+
+def model_fields(path: Path, config: dict) -> dict:
+    """Return the fields of ModelArgs that every config states; absent keys have LLaMA's values.
+
+    Raises InputError for anything that we would compute wrongly.
+    """
+    refuse(path, config, "quantization_config", "mlp_bias")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
+    where = path / CONFIG if path.suffix != ".gguf" else path
+    rope, local = _rope_of_kinds(path, config, rope_of(config))
+    fields = dense_fields(where, config | {"rope_parameters": rope})
+    fields["rope_scaling"], longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
+    fields["max_seq_len"] = longest
+    special = {  # in few families: other configs are left as they were
+        "windows": _windows(where, config, fields["num_layers"], longest if local is None else math.inf),
+        "local_rope_base": local, "query_scalar": config.get("query_pre_attn_scalar"),
+        "activation": ACTIVATIONS[activation] if ACTIVATIONS[activation] != "silu" else None,
+    }
+    return fields | {name: value for name, value in special.items() if value}
+
+
+def refuse(path: Path, config: dict, *keys: str) -> None:
+    """Raise InputError if one of these keys is set: each stands for something we would compute wrongly."""
+    for key in keys:
+        if config.get(key):
+            raise InputError(f"{path}: {key} {json.dumps(config[key])[:60]} is not supported")
+
+
+def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]:
+    """Return the field windows; [] if no layer has a window that a text of the length `longest` exceeds."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else 0
+    if kinds := config.get("layer_types"):
+        if {*kinds} == {"full_attention"}:
+            return []
+        if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:
+            raise InputError(f"{path}: layer_types { {*kinds} } with a window of {window}; expected for"
+                             f" each of {layers} layers full_attention or, with a window, sliding_attention")
+        full = [kind == "full_attention" for kind in kinds[:layers]]
+    else:
+        first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
+        full = [i < first or (i + 1) % period == 0 for i in range(layers)]
+    seen = [0 if all_of_it else window or 0 for all_of_it in full]
+    return seen if any(0 < n < longest for n in seen) else []
+
+
+def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | None]:
+    """(The parameters of layers without a window, the base of those with one if it is another)."""
+    local = config.get("rope_local_base_freq")
+    if not any(isinstance(v, dict) for v in rope.values()):
+        return rope, local
+    full, sliding = (rope.get(kind) for kind in ("full_attention", "sliding_attention"))
+    if not full or not sliding or sliding.get("rope_type", "default") != "default":
+        raise InputError(f"{path}: rope parameters of kinds of layers other than full_attention and, without"
+                         " scaling, sliding_attention")
+    return full, sliding.get("rope_theta", local)
+
+
+def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
+    """(The field rope_scaling, the longest context after scaling). `rope`: the config's own parameters."""
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
+        raise InputError(f"{path}: partial_rotary_factor is not supported")
+    if (kind := rope_type(rope)) == "default":
+        return None, longest
+    others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+    scaling = {k: v for k, v in rope.items() if k not in others and v is not None}
+    if kind in ("longrope", "su"):
+        return _longrope(path, config, scaling, longest), longest
+    key = "original_max_position_embeddings"
+    given = scaling.get(key, config.get(key))
+    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
+    # instructions).
+    grows = kind == "yarn" or (kind == "linear" and (given is not None or longest <= MOST_BEFORE_SCALING))
+    original = longest if given is None else given
+    if kind in ("linear", "yarn"):
+        scaling[key] = original
+    scaling = {"rope_type": kind, **scaling}
+    with named(path):
+        check_rope(scaling)
+    if grows:
+        longest = max(longest, int(original * scaling["factor"]))
+    known = {"rope_type", *rope_fields(kind)}
+    return {name: value for name, value in scaling.items() if name in known}, longest
+
+
+def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:
+    """The field rope_scaling of longrope."""
+    original = config.get("original_max_position_embeddings") or longest
+    original = scaling.get("original_max_position_embeddings", original)
+    factor = scaling.get("factor") or longest / original
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "rope_type": "divisors", "divisors": scaling["short_factor"], "long_divisors": scaling["long_factor"],
+        "original_max_position_embeddings": original,
+        "attention_factor": scaling.get("attention_factor") or stretched,
+    }
