@@ -18,9 +18,9 @@ $TRAIN --kind eagle --out runs/eagle
 for kind in eagle3 dspark dflash p-eagle eagle; do
     python convert_checkpoint.py --checkpoint runs/$kind --target $C --out $COPY/$kind --force
 done
-python -m drafters.rest build --checkpoint $C --out runs/store "$1"/*.jsonl
+python -m drafters.ngram --checkpoint $C --out runs/tokens.bin "$1"/*.jsonl
 echo '[[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [0, 0, 0], [0, 0, 0, 0]]' > runs/tree12.json
 python evaluate.py --checkpoint $COPY --out runs/twelve --questions "$2" --limit 4 --max-new-tokens 96 --threads 2 \
     --temperature 0,1 --draft draft-model=runs/draft --tree draft-model=6,4,1 --tree eagle=runs/tree12.json \
     --speculate eagle3,lookup+eagle3,p-eagle,dspark,dflash,eagle2,eagle,hydra,medusa,draft-model,lookup,rest,lookahead \
-    --datastore runs/store --draft-tokens 12 --window 3 --level 3 --guess-set 3
+    --datastore runs/tokens.bin --window 3 --level 3 --guess-set 3

@@ -69,7 +69,7 @@ PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 @dataclass(frozen=True)
 class AnyTree:
-    """Size of trees whose form changes from step to step and that are not grown (REST's).
+    """Size of trees whose form changes from step to step and that are not grown (joint ones).
 
     It has `nodes` T, root included, on at most `levels` levels below the root.
     """

@@ -27,7 +27,7 @@ TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper
 
 
 class Flag(NamedTuple):
-    """An option of one method. default: None for a folder, which must be given. least: of a number."""
+    """An option of one method. default: None for a file, which must be given. least: of a number."""
 
     method: str
     default: int | None
@@ -62,16 +62,16 @@ METHODS: dict[str, Method | None] = {
     "mtp": Method("drafters.eagle", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
     "lookahead": Method("drafters.lookahead", "n-grams that the target predicts while verifying"),
-    "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
-    "rest": Method("drafters.rest", "what followed the same words in a store of texts (REST)"),
+    "lookup": Method("drafters.ngram", "what followed the same words earlier in the text (prompt lookup)"),
+    "suffix": Method("drafters.ngram", "the same, also in earlier requests (suffix decoding)"),
+    "rest": Method("drafters.ngram", "the same, also in a file of tokens (REST)"),
     AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
 }
 FLAGS = {  # the own options of methods
     "window": Flag("lookahead", 7, "columns guessed side by side"),
     "level": Flag("lookahead", 5, "tokens of an n-gram", 3),
     "guess-set": Flag("lookahead", 7, "n-grams tried at a time"),
-    "datastore": Flag("rest", None, "folder that python -m drafters.rest build made"),
-    "draft-tokens": Flag("rest", 64, "nodes of the tree", 2),
+    "datastore": Flag("rest", None, "file that python -m drafters.ngram made"),
 }
 # The head that "auto" takes where a target has several: the first of these.
 BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
@@ -329,8 +329,8 @@ class Drafting:
             raise InputError(f"--speculate {self.method}: --draft {self.draft}: both take a head; convert"
                              " them into the checkpoint's folder and leave it out")
         for flag, value in self.flags.items():
-            if FLAGS[flag].default is None and not Path(value).is_dir():
-                raise InputError(f"--{flag} {value}: no such folder; name the {FLAGS[flag].what}")
+            if FLAGS[flag].default is None and not Path(value).is_file():
+                raise InputError(f"--{flag} {value}: no such file; name the {FLAGS[flag].what}")
         found: dict[str, Path | None] = {}
         for name, method in methods.items():
             named = self.draft and (method.draft == TARGET or TARGET not in kinds)

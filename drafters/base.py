@@ -206,6 +206,11 @@ class Drafter(nn.Module):
         for part in self.parts:
             part.begin(place, prompt)
 
+    def finish(self, tokens: list[int]) -> None:
+        """A request has finished: these are its prompt and output. Not part of the step."""
+        for part in self.parts:
+            part.finish(tokens)
+
     def has_guess(self, state, slots: Tensor) -> bool:
         """Return whether there is anything worth proposing.
 

@@ -538,6 +538,7 @@ class Engine:
         request.finish = self._finish(request, emitted)
         if request.finish:
             text += request.flush()
+            self.drafter.finish(request.tokens)
             self.leave(request)
         drafted = min(emitted.drafted, count)
         return Event(

@@ -144,9 +144,9 @@ class TorchBackend:
         """Join two trees, as `tree.join`."""
         return tree.join(one, other, nodes, levels, prices)
 
-    def follow(self, lookup, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what followed earlier matches, as `drafters.lookup.Lookup.follow`."""
-        return lookup.follow(state, slots)
+    def follow(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return what followed earlier matches, as `drafters.ngram.NGram.follow`."""
+        return matcher.follow(tokens, length, count)
 
     # -- verifying ----------------------------------------------------------------------------
 

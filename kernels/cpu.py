@@ -135,9 +135,9 @@ class CpuBackend(TorchBackend):
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
         return Tree(*self.ops.join(*fields, nodes, *prices or FREE))
 
-    def follow(self, lookup, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        tables = lookup.chain, lookup.ahead, lookup.first, lookup.further
-        return self.ops.follow(state.tokens, state.length, slots.shape[0], *tables, lookup.shortest)
+    def follow(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        tables = matcher.chain, matcher.ahead, matcher.first, matcher.further
+        return self.ops.follow(tokens, length, count, *tables, matcher.shortest)
 
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None

@@ -1,5 +1,5 @@
 // The parts of a step that one thread computes: the tree grows, is pruned and joined, a path is accepted and emitted,
-// and what followed a text's last tokens before. tree.py, drafters/lookup.py and kernels/backend.py define them.
+// and what followed a text's last tokens before. tree.py, drafters/ngram.py and kernels/backend.py define them.
 // Outputs are made here; inputs that are not contiguous are copied.
 #pragma once
 
@@ -226,12 +226,12 @@ std::tuple<Longs, Numbers> follow(const Longs& texts, const Longs& length, int64
     const int64_t *text = &texts[b * texts.size(1)], end = length[b];
     const auto alike = [&](int64_t at) {  // how many tokens up to slot `at` equal the last ones
       int64_t same = 0;
-      while (same < longest && same <= at && text[at - same] == text[end - same]) same++;
+      while (same < longest && same <= at && text[at - same] == text[end - same] && text[at - same] >= 0) same++;
       return same;
     };
     matches.clear();
     for (int64_t at = 0; at < std::min(end, n); at++)
-      if (const int64_t same = alike(at); same >= shortest) matches.push_back({same, at});
+      if (const int64_t same = alike(at); same >= shortest && text[at + 1] >= 0) matches.push_back({same, at});
     for (Match& chosen : best) {
       chosen = {0, -1};
       for (const Match& match : matches)  // the longest, of those the latest
@@ -245,8 +245,9 @@ std::tuple<Longs, Numbers> follow(const Longs& texts, const Longs& length, int64
     for (int64_t i = 1; i < T; i++) {
       const Match match = best[chain[i - 1]];
       const int64_t after = ahead[i - 1];
-      token[i] = match.at < 0 ? text[end] : text[match.at + 1 + (after - 1) % (end - match.at)];
-      share[i] = match.at < 0 ? LEAST : (after == 1 ? first : further)[match.tokens];
+      const int64_t next = match.at < 0 ? -1 : text[match.at + 1 + (after - 1) % (end - match.at)];
+      token[i] = next < 0 ? text[end] : next;
+      share[i] = next < 0 ? LEAST : (after == 1 ? first : further)[match.tokens];
     }
   }
   return {tokens, likely};

@@ -15,7 +15,7 @@ from checkpoint.loading import load_head, load_model
 from checkpoint.source import Source
 from drafters import Drafting
 from drafters.eagle import Eagle, StaticEagle
-from drafters.lookup import Lookup
+from drafters.ngram import NGram
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
@@ -27,7 +27,7 @@ from tree import EAGLE1_TREE, TreeShape
 def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
     """Engines of a converted target, by the way they draft. of_head: changes of the heads' configs."""
     options = {"compile": False, "max_seq_len": 120, "batch": 2}
-    found = {"plain": Engine(target, **options), "lookup": Engine(target, Lookup(), **options)}
+    found = {"plain": Engine(target, **options), "lookup": Engine(target, NGram(), **options)}
     width = target.args.hidden_size
     for kind in ("eagle", "eagle3"):
         state, config = make_head(kind, hidden=width, target=width, **of_head)
@@ -93,7 +93,7 @@ def test_longrope_beyond_its_original_length(tmp_path):
     tokens = torch.randint(0, V, (original + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     for room, prompt in (original, tokens[:-50]), (2 * original, tokens):
         text = greedy(reference, prompt, 30)
-        for drafter in None, Lookup():
+        for drafter in None, NGram():
             engine = Engine(target, drafter, compile=False, max_seq_len=room)
             assert engine.generate([prompt], Sampling(30))[0].ids == text, (room, drafter)
 

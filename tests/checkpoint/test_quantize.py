@@ -15,7 +15,7 @@ from checkpoint.loading import load_head, load_model
 from checkpoint.quantizing import Quantised, quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
-from drafters.lookup import Lookup
+from drafters.ngram import NGram
 from engine.engine import Engine
 from kernels.choose import choose_backend
 from kernels.quantized import BESIDE, Scheme, quantize_linears
@@ -154,6 +154,6 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
     for one, other in zip(exact.layers, target.layers):
         assert torch.equal(one.mlp.w_down.weight, other.mlp.w_down.weight) and other.wo.mode == scheme.mode
     assert choose_backend("cpu").prepare(target)
-    plain, fast = (Engine(target, drafter, compile=False, max_seq_len=120) for drafter in (None, Lookup()))
+    plain, fast = (Engine(target, drafter, compile=False, max_seq_len=120) for drafter in (None, NGram()))
     found = [[o.ids for o in engine.generate([[*range(40)]], Sampling(60))] for engine in (plain, fast)]
     assert found[0] == found[1]

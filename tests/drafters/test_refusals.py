@@ -1,14 +1,13 @@
-"""What cannot be drafted is refused in one line: methods, sizes, trees, folders, flags, stores."""
-import json
+"""What cannot be drafted is refused in one line: methods, sizes, trees, folders, flags, token files."""
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import edit
 from helpers.refusals import refused
 
-from drafters import Drafting, rest
-from tokens.tokenizer import Tokenizer
+from drafters import Drafting
 from tree import TreeShape
 
 TREE = TreeShape(8, 2, 3)
@@ -16,8 +15,7 @@ TREE = TreeShape(8, 2, 3)
 
 @pytest.fixture(scope="module")
 def folder(golden, tmp_path_factory) -> Path:
-    """Draft models, which are the target again, and stores, each with something about it that does not fit.
-    """
+    """Draft models, which are the target again, and token files, each with something that does not fit."""
     folder = tmp_path_factory.mktemp("drafts")
     for name in ("renamed", "short", "larger"):
         ignored = shutil.ignore_patterns("tokenizer*") if name == "larger" else None
@@ -25,12 +23,9 @@ def folder(golden, tmp_path_factory) -> Path:
     tokenizer = (golden / "tokenizer.json").read_text()
     (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
     edit(folder / "short", max_seq_len=64), edit(folder / "larger", vocab_size=321)
-    own, tokens = rest.fingerprint(Tokenizer.load(golden)), {"tokens": 2, "suffixes": "int32"}
-    for name, size, tokenizer in ("other", 320, "0" * 64), ("few", 7, own), ("cut", 320, own):
-        (folder / name).mkdir()
-        about = {"vocab_size": size, "tokenizer": tokenizer, **tokens}
-        (folder / name / "store.json").write_text(json.dumps(about))
-        (folder / name / "tokens.bin").write_bytes(b"cut")
+    for name, ids in {"other": [320] * 9, "few": [7] * 7}.items():
+        (folder / name).write_bytes(torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
+    (folder / "cut").write_bytes(bytes(41))
     return folder
 
 
@@ -48,9 +43,9 @@ def folder(golden, tmp_path_factory) -> Path:
         ("short", "reads 64 tokens, there is room for 65; --max-seq-len 64"),
     )),
     ({"method": "draft-model", "draft": "short", "tree": "auto"}, "--speculate draft-model: takes --tree"),
-    *(({"method": "rest", "flags": {"datastore": name}}, words) for name, words in (
-        ("short", "--datastore short: no store, it holds no store.json"), ("cut", "cut/tokens.bin: is "),
-        ("few", "few: made for a vocabulary of 7, the target has 320"), ("other", "other: made with another"),
+    *(({"method": "rest", "flags": {"datastore": name}}, f"--datastore {name}: {words}") for name, words in (
+        ("short", "no such file"), ("cut", "is no file of 8 to"), ("few", "is no file of 8 to"),
+        ("other", "holds the id 320, the target knows 0 to 319"),
     )),
 ], ids=str)
 def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):

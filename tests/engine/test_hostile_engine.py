@@ -5,8 +5,8 @@ import pytest
 from helpers.decoding import ids, plain, prompts
 
 from drafters.eagle import Eagle
-from drafters.lookup import Lookup
 from drafters.mixed import Mixed
+from drafters.ngram import NGram
 from engine.autotune import LIMITS, Choice, Tuner
 from engine.engine import Engine
 from sampling.options import Sampling
@@ -35,9 +35,9 @@ def test_trees_are_chosen_without_a_rehearsal(models, warm, temperature):
 @pytest.mark.parametrize("kind, room", (("tuned", 2), ("tuned", 8), ("lookup", 2), ("mixed", 3)))
 def test_caches_of_few_tokens(models, kind, room):
     if kind == "lookup":
-        engine = Engine(models[0], Lookup(), max_seq_len=room, compile=False)
+        engine = Engine(models[0], NGram(), max_seq_len=room, compile=False)
     else:
-        engine = tuned(models, kind == "mixed" and Mixed(Lookup(), Eagle(models[1], SMALL)), room)
+        engine = tuned(models, kind == "mixed" and Mixed(NGram(), Eagle(models[1], SMALL)), room)
     engine.warm_up()
     assert not engine.busy
     engines = engine, plain(models, max_seq_len=room)
@@ -54,7 +54,7 @@ def test_ctrl_c_anywhere(models, seed):
     kinds = *map(Choice, LIMITS), None, None
     how = [Sampling(40, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
-    drafter = Mixed(Lookup(shortest=1), Eagle(models[1], SMALL))
+    drafter = Mixed(NGram(shortest=1), Eagle(models[1], SMALL))
     engine = tuned(models, drafter, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16))
     engine.tuner.next = lambda requests, count: draw.choice(kinds)
 

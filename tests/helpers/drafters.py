@@ -9,10 +9,9 @@ from drafters.block import BlockDrafter, PEagle
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookahead import Lookahead
-from drafters.lookup import Lookup
 from drafters.medusa import Hydra, Medusa
 from drafters.mixed import Mixed
-from drafters.rest import Rest
+from drafters.ngram import NGram, TokenFile
 from model import ModelArgs, Transformer
 from networks.head import Head
 from networks.medusa import HydraHeads, MedusaHeads, MultiTokenArgs
@@ -21,13 +20,11 @@ from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (
     "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",
-    "draft-model", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
+    "draft-model", "lookahead", "lookup", "suffix", "rest", "lookup+eagle3", "eagle1+dspark",
     "eagle3 window", "dspark window",
 )
 # Like others in what they read and keep; `make test-fast` leaves them out.
-SLOW = {
-    "plain", "eagle2", "dflash", "hydra", "eagle1+dspark", "eagle3 window", "dspark window",
-}
+SLOW = {"plain", "eagle2", "dflash", "hydra", "eagle1+dspark", "eagle3 window", "dspark window"}
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
 
@@ -97,10 +94,6 @@ def make_drafter(
         head.attend_to(window)
         return ready(head, 0.02)
 
-    def rest() -> Rest:
-        suffixes = sorted(range(len(STORED)), key=lambda i: STORED[i:])
-        return Rest(*(torch.tensor(x, dtype=torch.int32) for x in (STORED, suffixes)), size, nodes=12)
-
     return {
         "plain": Drafter,
         "eagle3": lambda: Eagle(eagle3, TreeShape(8, 2, 3)),
@@ -113,13 +106,14 @@ def make_drafter(
         "hydra": lambda: Hydra(guessing("hydra"), likely_tree(12, 3)),
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
-        "lookup+eagle3": lambda: Mixed(Lookup(), make("eagle3")),
+        "lookup+eagle3": lambda: Mixed(NGram(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
         "eagle3 window": lambda: Eagle(block("eagle3", window=12), TreeShape(8, 2, 3)),
         "dspark window": lambda: BlockDrafter(block("dspark", 8, 12), TreeShape(10, 3, 3)),
         "lookahead": lambda: Lookahead(size, 3, 3, 3),
-        "lookup": Lookup,
-        "rest": rest,
+        "lookup": NGram,
+        "suffix": lambda: NGram(history=64),
+        "rest": lambda: NGram(longest=8, history=64, file=TokenFile(torch.tensor(STORED, dtype=torch.int32))),
     }[name]()
 
 

@@ -5,7 +5,7 @@ from helpers.kernels import draws, same
 from helpers.states import random_tree, state_of
 from torch import Tensor
 
-from drafters.lookup import Lookup
+from drafters.ngram import NGram
 from engine.state import State
 from kernels.backend import TORCH
 from model import ModelArgs
@@ -154,14 +154,16 @@ def test_join(both, nodes, priced):
 
 @pytest.mark.parametrize("lengths, shortest", (((7, 3, 1), 2), ((4,), 1), ((2, 2, 2, 2), 3)))
 def test_follow(both, lengths, shortest):
-    """Random texts of three tokens, short and long; what stands behind them is of another text."""
-    lookup = Lookup(lengths, shortest=shortest)
+    """Random texts of three tokens, short and long, among other texts; other tokens stand behind them."""
+    matcher = NGram(lengths, shortest=shortest)
     for seed in range(8):
         texts = [integers(3, (n,), seed).tolist() for n in (1, 2, 5 + seed, 59)]
         state = state_of(texts)
-        slots = torch.arange(59)
-        defined, found = both(call("follow"), lookup, state, slots)
-        same(found, defined)
+        others = integers(4, (4, 50), seed) - 1  # of 0 to 2, with separators
+        for before in (others[:, :0], torch.nn.functional.pad(others, (0, 1), value=-1)):
+            tokens, count = torch.cat((before, state.tokens), 1), before.shape[1]
+            defined, found = both(call("follow"), matcher, tokens, state.length + count, count + 59)
+            same(found, defined)
 
 
 def test_commit_emits(both):

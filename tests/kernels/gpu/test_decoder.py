@@ -10,7 +10,7 @@ from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.folder import class_of
 from checkpoint.loading import load_head, load_model
-from drafters.lookup import Lookup
+from drafters.ngram import NGram
 from engine.engine import Engine
 from families.gemma3 import Gemma3Args
 from families.gpt_oss import GptOssArgs
@@ -88,7 +88,7 @@ def test_tiny_families(device, backend, args):
     written = ids(Engine(target, **options), *made)
     backend.prepare(target.to(device))
     assert all((type(layer.mlp) is GroupedExperts) == experts for layer in target.layers)
-    for drafter in (None, Lookup()):
+    for drafter in (None, NGram()):
         engine = Engine(target, drafter, **options)
         assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written
 
