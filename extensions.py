@@ -24,10 +24,15 @@ TARGETS = {
 }
 # The network of each kind of draft head; the kind is the name of its folder in the target's.
 HEADS = {
-    "eagle": "networks.eagle:Eagle1Head", "eagle3": "networks.eagle:Eagle3Head",
-    "p-eagle": "networks.eagle:PEagleHead", "medusa": "networks.medusa:MedusaHeads",
+    "eagle": "head:Eagle1Head", "eagle3": "head:Eagle3Head",
+    "p-eagle": "networks.p_eagle:PEagleHead", "medusa": "networks.medusa:MedusaHeads",
     "hydra": "networks.medusa:HydraHeads", "dflash": "networks.block:BlockHead",
     "dspark": "networks.block:DSparkHead", "mtp": "networks.mtp:MtpHead",
+}
+# Fields of a kind's config that the class in `HEADS` has not: the class that has them.
+HEAD_OPTIONS = {
+    "eagle3": dict.fromkeys(
+        ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
 }
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")

@@ -24,10 +24,10 @@ from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.target import Target, load_target
+from head import Head
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from model import Transformer
-from networks.head import Head
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape

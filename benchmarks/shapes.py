@@ -11,10 +11,9 @@ from checkpoint.folder import class_of
 from common.errors import InputError
 from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
+from head import Eagle3Head, Head, HeadArgs, eagle3_aux_layers
 from kernels.quantized import BESIDE, FOUR_BITS, MXFP4, Scheme, replace_all
 from model import ModelArgs, Transformer, blank
-from networks.eagle import Eagle3Head
-from networks.head import Head, HeadArgs, eagle3_aux_layers
 
 INT4_GROUP = 64
 LLAMA3 = {

@@ -12,8 +12,8 @@ from checkpoint.source import Entry, Source
 from checkpoint.writer import Planned
 from common.errors import InputError
 from common.schema import ABSENT, Wrong
+from head import eagle3_aux_layers
 from model import LLAMA3, ModelArgs
-from networks.head import eagle3_aux_layers
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
 # names {i} is the layer and {e} the expert; all experts follow each other.

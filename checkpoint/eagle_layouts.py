@@ -28,9 +28,9 @@ from checkpoint.dense import (
 from checkpoint.layouts import MARKOV, Published
 from checkpoint.source import Entry, Source
 from common.errors import InputError
+from extensions import HEAD_OPTIONS
+from head import Eagle1Head, Eagle3Head, HeadArgs, eagle3_aux_layers
 from model import ModelArgs
-from networks.eagle import Eagle1Head, Eagle3Head
-from networks.head import HeadArgs, eagle3_aux_layers
 
 FIRST = "layers.0."  # prefix of the first layer, but for `MIDLAYER` in SafeAILab's and SGLang's files
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -39,7 +39,7 @@ AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> NameTable:
     """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` states.
 
-    feature_norm: see `networks.head.HeadArgs`. first: the prefix of the first layer.
+    feature_norm: see `networks.eagle31.Eagle31Args`. first: the prefix of the first layer.
     """
     norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
     names = EAGLE3 | MARKOV | {"mask_hidden": ["mask_hidden"]} | {
@@ -204,19 +204,20 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Publ
     """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
     a, parallel = head.args, kind == "p-eagle"
     speculators = layout == "speculators"
+    options = {name: getattr(a, name, "") for name in HEAD_OPTIONS["eagle3"]}
     for flag in ("norm_before_residual", "recycle_normed"):
-        if getattr(a, flag) and not speculators:
+        if options[flag] and not speculators:
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
-    first, norm = (FIRST, a.feature_norm) if speculators else (FIRST if parallel else MIDLAYER, "")
+    first, norm = (FIRST, options["feature_norm"]) if speculators else (FIRST if parallel else MIDLAYER, "")
     tensors = layouts.publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
     if parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
     tensors |= layouts.vocabulary_map(head)
     if speculators:
         return layouts.write_speculators(head, kind, {
-            "norm_before_residual": a.norm_before_residual,
-            "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
-            "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
+            "norm_before_residual": bool(options["norm_before_residual"]),
+            "norm_before_fc": options["feature_norm"] == "all", "fc_norm": options["feature_norm"] == "each",
+            "norm_output": bool(options["recycle_normed"]), "embed_requires_grad": a.own_embedding,
             AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
         }, target), tensors
     config = {

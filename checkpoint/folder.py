@@ -25,9 +25,9 @@ from common.errors import InputError
 from common.files import check_file, read_json
 from common.schema import ABSENT, Schema, Sha256, Text, Wrong, named, schema_of, whole
 from extensions import HEADS
+from head import Head
 from kernels.quantized import Scheme
 from model import LLAMA3, ModelArgs, Transformer
-from networks.head import Head
 
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -69,10 +69,10 @@ def check_args(args: ModelArgs) -> None:
 
 def class_of(config: dict) -> type[Transformer | Head]:
     """Return the class of the module that a config.json describes."""
-    if config["kind"] != "target":
-        return extensions.load(HEADS[config["kind"]])
-    entry = next((entry for field, entry in extensions.TARGETS.items() if config.get(field)), None)
-    return extensions.load(entry) if entry else Transformer
+    kind = config["kind"]
+    table = extensions.TARGETS if kind == "target" else extensions.HEAD_OPTIONS.get(kind, {})
+    found = next((entry for field, entry in table.items() if config.get(field)), HEADS.get(kind))
+    return extensions.load(found) if found else Transformer
 
 
 def check_config(config: dict) -> ModelArgs:

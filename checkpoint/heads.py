@@ -18,14 +18,15 @@ from safetensors.torch import save
 from checkpoint.block_layouts import read_block, write_block
 from checkpoint.dense import HeadOptions, ReadHead
 from checkpoint.eagle_layouts import read_eagle, write_eagle1, write_eagle3
-from checkpoint.folder import CONFIG, HEADS, WEIGHTS
+from checkpoint.folder import CONFIG, WEIGHTS
 from checkpoint.layouts import Published
 from checkpoint.medusa_layouts import read_medusa, target_inside, write_medusa
 from checkpoint.source import Source
 from common.errors import InputError
 from common.files import staging
+from extensions import HEAD_OPTIONS, HEADS
+from head import Head
 from model import ModelArgs
-from networks.head import Head
 
 LAYOUTS = ("sglang", "speculators")
 MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
@@ -117,7 +118,8 @@ def write_head(head: Head, folder: Path, layout: str, target_config: dict | None
     The target's weights are left out. target_config: the target's config.json, for the speculators layout,
     which names the target. Raises InputError if the layout cannot hold this head, and OSError.
     """
-    kind = next(kind for kind, entry in HEADS.items() if entry.endswith(f":{type(head).__name__}"))
+    entry = f"{type(head).__module__}:{type(head).__name__}"
+    kind = next(kind for kind in HEADS if entry in (HEADS[kind], *HEAD_OPTIONS.get(kind, {}).values()))
     if kind == "dflash" and head.args.markov_rank:
         kind = "dspark"
     if kind not in KINDS:

@@ -13,8 +13,8 @@ from checkpoint.configs import ACTIVATIONS
 from checkpoint.dense import KEYS, NameTable, parts_of
 from checkpoint.source import Entry, Source
 from common.errors import InputError
+from head import Head
 from model import ModelArgs
-from networks.head import Head
 from networks.markov import MarkovArgs
 
 MARKOV: NameTable = {

@@ -11,10 +11,10 @@ from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, clas
 from checkpoint.weights import Stored, bytes_of, check_shapes, listed, opened
 from common.errors import InputError
 from common.schema import named
+from head import Head, HeadArgs
 from kernels.quantized import Scheme, replace_all
 from kernels.tp import Ranks, Share, deal
 from model import Linear, ModelArgs, Transformer, blank
-from networks.head import Head, HeadArgs
 
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 

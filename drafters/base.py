@@ -13,8 +13,8 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
+from head import Head
 from model import KVCaches, Transformer, buffer_bytes
-from networks.head import Head
 from tokens.tokenizer import Tokenizer
 from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape, link
 

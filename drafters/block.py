@@ -20,10 +20,10 @@ from torch import Tensor
 from common.errors import InputError
 from drafters.base import Setup, newest
 from drafters.network import HeadDrafter
+from head import Head
 from kernels.backend import once
 from networks.block import BlockHead
-from networks.eagle import PEagleHead
-from networks.head import Head
+from networks.p_eagle import PEagleHead
 from tree import Growth, PathTree, TreeShape, pick
 
 

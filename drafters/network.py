@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, newest, unread_rows
+from head import Head
 from kernels.backend import TorchBackend
 from model import KVCaches
-from networks.head import Head
 from tree import Growth, PathTree, Tree, TreeShape, pick
 
 

@@ -19,12 +19,12 @@ from engine.autotune import LIMITS, Tuner
 from engine.engine import Engine
 from engine.memory import free_memory
 from engine.runtime import Runtime
+from head import Head
 from kernels.backend import TORCH, TorchBackend, backend_of
 from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from kernels.tp import Ranks
 from model import Transformer
-from networks.head import Head
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 

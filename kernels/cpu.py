@@ -15,11 +15,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from head import Eagle3Head
 from kernels import packed
 from kernels.backend import TorchBackend
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
-from networks.eagle import Eagle3Head
 from tree import FREE, Growth, Prices, Tree
 
 

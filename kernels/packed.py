@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from head import Eagle3Head
 from kernels.quantized import FOUR_BITS, MXFP4, Quantized
 from kernels.tp import Summed
 from model import (
@@ -34,7 +35,6 @@ from model import (
     Transformer,
     lazy_zeros,
 )
-from networks.eagle import Eagle3Head, PEagleHead
 from tree import FREE, Tree
 
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
@@ -285,8 +285,7 @@ class FusedEagle3Head:
 
     def __init__(self, head: Eagle3Head, scoring: tuple | None):
         self.weights, self.scoring = _joined([head.layer, *head.more_layers]), scoring
-        one_pass = isinstance(head, PEagleHead)
-        self.grows = scoring is not None and not (one_pass or head.args.recycle_normed)
+        self.grows = scoring is not None and head.feeds_residual
 
     def __call__(
         self, head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor,
@@ -308,7 +307,7 @@ class FusedEagle3Head:
             state.root, state.length, *sizes, *(state.prices or FREE), *self.scoring,
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
-        if head.fc_norms or not isinstance(fc, PackedLinear):
+        if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
             return ops.grow(drafter.catch_up(state, slots), *growing)
         unread = drafter.own_features(state.features), state.window, *fc.operands, fc.columns
         return ops.draft(state.tokens, state.n_new, *unread, *growing)
@@ -372,7 +371,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
 def _fits_operator(head: Eagle3Head) -> bool:
     """Return whether `ops.head` computes this variant, with these weights."""
     first = head.layer
-    plain = isinstance(head.embed, nn.Embedding) and not first.norm_before_residual
+    plain = isinstance(head.embed, nn.Embedding) and not getattr(first, "norm_before_residual", False)
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
     return plain and normed and all(layer.fused for layer in (first, *head.more_layers))
 

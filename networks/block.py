@@ -12,8 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, whole
+from head import Head
 from model import Block, KVCache, Linear, Pass, RMSNorm
-from networks.head import Head
 from networks.markov import Markov, MarkovArgs
 
 
@@ -117,3 +117,17 @@ class BlockHead(Head, Markov):
 
 class DSparkHead(BlockHead):
     """DSpark's. Settings cannot tell: it may lack a Markov head, and DFlash's may draft from the anchor."""
+
+
+def spread_layers(num_layers: int, states: int) -> tuple[int, ...]:
+    """The layers whose inputs a block head reads: evenly from the third to the last but one.
+
+    They are those of the published heads: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises
+    ValueError if there are too few.
+    """
+    first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
+    steps = max(states - 1, 1)
+    layers = tuple(sorted({round(first - 1 + i * (last - first) / steps) + 1 for i in range(states)}))
+    if len(layers) < states:
+        raise ValueError(f"{states} states of a target of {num_layers} layers: at most {len(layers)}")
+    return layers

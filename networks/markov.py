@@ -14,8 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, whole
+from head import HeadArgs
 from model import Linear, project
-from networks.head import HeadArgs
 
 
 @dataclass(frozen=True, kw_only=True)

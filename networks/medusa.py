@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, whole
+from head import Head, HeadArgs
 from model import KVCaches, Linear, Pass, RMSNorm, TargetBlock, project
-from networks.head import Head, HeadArgs
 
 
 @dataclass(frozen=True, kw_only=True)

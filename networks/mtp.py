@@ -8,9 +8,8 @@ from torch import Tensor
 
 from families.hybrid import GatedBlock, HybridArgs
 from families.norms import ZeroCentredNorm
+from head import Eagle1Head, HeadArgs
 from model import Pass
-from networks.eagle import Eagle1Head
-from networks.head import HeadArgs
 
 
 @dataclass(frozen=True, kw_only=True)

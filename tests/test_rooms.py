@@ -12,8 +12,8 @@ from helpers import ROOT
 
 # From the ground up. Rooms of one floor do not know each other.
 FLOORS = (
-    ("common", "extensions"), ("model", "tree"), ("families", "sampling"), ("networks",), ("kernels",),
-    ("tokens",), ("checkpoint",), ("drafters",), ("engine",), ("llm",),
+    ("common", "extensions"), ("model", "tree"), ("families", "head", "sampling"), ("networks",),
+    ("kernels",), ("tokens",), ("checkpoint",), ("drafters",), ("engine",), ("llm",),
     ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
     ("demo", "benchmarks", "deploy"), ("tests/helpers",), ("tests",),

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from head import Eagle1Head, Eagle3Head, Head
 from model import Block, rope_table
 from networks.block import BlockHead
-from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
-from networks.head import Head
+from networks.p_eagle import PEagleHead
 from training.batches import Batch
 from tree import pick
 

@@ -3,19 +3,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import extensions
-from checkpoint.folder import HEADS, check_args
+from checkpoint.folder import check_args, class_of
+from head import Eagle1Head, Eagle3Head, Head, HeadArgs, eagle3_aux_layers
 from model import ModelArgs, Transformer
-from networks.block import DSparkHead
-from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
-from networks.head import Head, HeadArgs, eagle3_aux_layers, spread_layers
+from networks.block import DSparkHead, spread_layers
 from networks.markov import MarkovArgs
+from networks.p_eagle import PEagleHead
 from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Objective, PEagleObjective
 
 DRAFTS = 7  # tokens that a block drafts
@@ -76,7 +75,7 @@ def head_args(
 
     Raises ValueError on a shape that cannot be, or that takes away what `start` has.
     """
-    network = extensions.load(HEADS[kind])
+    network = class_of({"kind": kind, **(asdict(start.args) if start else {})})
     if start is None:
         args = {
             "vocab_size": a.vocab_size, "hidden_size": a.hidden_size,
@@ -114,9 +113,10 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
     """Return the arguments of `start`, with further layers if asked for. Raises ValueError as `head_args`."""
     given = start.args
     layers = shape.num_layers or given.num_layers
-    if type(start) is not network and (type(start), network) != (Eagle3Head, PEagleHead):
+    if type(start) is not network and not (isinstance(start, Eagle3Head) and network is PEagleHead):
         raise ValueError(f"--start: {network.__name__} cannot begin as {type(start).__name__}")
-    if given.recycle_normed or (network is Eagle3Head and layers > 1):
+    several = layers > 1 and isinstance(start, Eagle3Head) and network is not PEagleHead
+    if several or getattr(given, "recycle_normed", False):
         raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
                          " not trained")
     if layers < given.num_layers:
@@ -143,7 +143,8 @@ def new_head(
     """
     args = head_args(target.args, kind, len(draft_ids), shape, start)
     torch.manual_seed(seed)
-    head, taken = extensions.load(HEADS[kind])(args), _taken(start, target, draft_ids.cpu()) if start else {}
+    head = class_of({"kind": kind, **asdict(args)})(args)
+    taken = _taken(start, target, draft_ids.cpu()) if start else {}
     adding = 0.0 if start else 0.02 / math.sqrt(2)  # of what is added to the residual stream
     with torch.no_grad():
         for name, p in head.named_parameters():

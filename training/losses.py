@@ -12,9 +12,9 @@ from torch import Tensor
 from checkpoint.loading import identity
 from common.files import digest
 from engine.compile import compile_graph
+from head import Head
 from model import Transformer
-from networks.eagle import PEagleHead
-from networks.head import Head
+from networks.p_eagle import PEagleHead
 from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates

@@ -23,10 +23,11 @@ from common.cli import note
 from common.errors import InputError, counted
 from common.files import staging
 from engine.engine import Engine
+from head import Head
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from networks.block import BlockHead
-from networks.head import Head
+from networks.eagle31 import Eagle31Head
 from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
@@ -199,7 +200,7 @@ class Session:
         o, kind = self.o, TRAINED[self.o.kind]
         args = head.args
         # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
-        wide = isinstance(head, BlockHead) or args.norm_before_residual or args.recycle_normed
+        wide = isinstance(head, BlockHead) or type(head) is Eagle31Head
         weights = sum(t.numel() for t in own_weights(head).values())
         facts = [
             f"{weights / 1e6:.1f} million weights, {args.draft_vocab_size:,} draft ids", self.report,

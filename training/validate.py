@@ -5,8 +5,8 @@ from drafters.base import Drafter
 from drafters.block import block_drafter
 from drafters.eagle import Eagle
 from engine.engine import Engine
+from head import Head
 from model import Transformer
-from networks.head import Head
 from sampling.options import Sampling
 from tree import PAPER_TREE, TreeShape
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from head import Head
 from kernels.backend import Sight, TorchBackend, once
 from kernels.gpu import experts, products, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
 from kernels.gpu.parts import left_out, on_kernel
 from model import Transformer
-from networks.head import Head
 
 
 class CudaBackend(TorchBackend):

@@ -1,5 +1,4 @@
 """Heads go out to a layout and come back with nothing lost; what cannot go out is refused."""
-import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -11,6 +10,7 @@ from helpers.blocks import LABELS, published
 from helpers.drafters import guessing_heads
 from helpers.families import make_target
 from helpers.heads import write_head
+from helpers.models import model_of
 
 from checkpoint.convert import convert
 from checkpoint.export import main
@@ -18,7 +18,7 @@ from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
-from networks.head import Head
+from head import Head
 
 LAYOUTS = ("sglang", "speculators")
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
@@ -46,12 +46,13 @@ def head_of(label: str, golden: Path, models, folder: Path, draft: int | None, c
         ids = torch.arange(20, 220)
         head = guessing_heads(target, label.rstrip("+"), ids, 3, 2, label.endswith("++"), seed=0)
     if changes:
-        head = copy.copy(head)
-        head.args = dataclasses.replace(head.args, **changes)
-        if norms := getattr(type(head)(head.args), "fc_norms", None):
-            for norm in norms:
-                nn.init.normal_(norm.weight)
-            head._modules = head._modules | {"fc_norms": norms}  # not the original's
+        kind = "eagle3" if label not in LABELS else read_config(folder / "ours")["kind"]
+        state, head = head.own_state(), model_of(kind, **dataclasses.asdict(head.args) | changes)
+        new = {name for name, tensor in head.named_parameters() if name not in state}
+        for name in new:
+            nn.init.normal_(head.get_parameter(name))
+        head.load_state_dict(state, strict=not new)
+        head.use_target(target)
     return head.twin(target, torch.bfloat16).twin(target, torch.float32)
 
 

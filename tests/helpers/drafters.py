@@ -12,8 +12,8 @@ from drafters.lookahead import Lookahead
 from drafters.medusa import Hydra, Medusa
 from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
+from head import Head
 from model import ModelArgs, Transformer
-from networks.head import Head
 from networks.medusa import HydraHeads, MedusaHeads, MultiTokenArgs
 from training.heads import HeadShape, new_head
 from tree import EAGLE1_TREE, TreeShape, likely_tree

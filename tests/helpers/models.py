@@ -1,9 +1,10 @@
-"""Targets of any family, by the fields of their config."""
+"""Models of any family or kind, by the fields of their config."""
 from checkpoint.folder import class_of
+from head import Head
 from model import Transformer
 
 
-def target_of(**fields) -> Transformer:
-    """The target, with random weights, that a config.json with these fields describes."""
-    model = class_of({"kind": "target", **fields})
+def model_of(kind: str = "target", **fields) -> Transformer | Head:
+    """The target or head, with random weights, that a config.json with these fields describes."""
+    model = class_of({"kind": kind, **fields})
     return model(model.Args(**fields))

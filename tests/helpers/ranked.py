@@ -17,12 +17,12 @@ from drafters.base import Drafter
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
 from engine.engine import Engine
+from head import Head
 from helpers.drafters import make_drafter
 from kernels.choose import choose_backend
 from kernels.float8 import Float8Caches
 from kernels.tp import Ranks, joined
 from model import Transformer
-from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
 

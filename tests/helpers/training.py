@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from networks.head import Head
+from head import Head
 from training.batches import Batch
 from training.features import Features, TargetStates
 from training.losses import Objective

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.decoding import check_texts, ids
 from helpers.kernels import DTYPES, same
-from helpers.models import target_of
+from helpers.models import model_of
 from helpers.states import state_of
 from shapes import random_models
 
@@ -16,8 +16,6 @@ from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
 from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
-from networks.eagle import Eagle3Head
-from networks.head import HeadArgs
 from sampling.options import Sampling
 from tree import Prices, TreeShape
 
@@ -31,9 +29,9 @@ def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
         "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2,
         "head_dim": head_dim
     }
-    target = target_of(num_layers=6, max_seq_len=512, **size, **options)
+    target = model_of(num_layers=6, max_seq_len=512, **size, **options)
     of_head = {"num_layers": 1, "draft_vocab_size": 96, **(of_head or {})}
-    head = Eagle3Head(HeadArgs(target_hidden_size=64, aux_layers=(2, 3, 4), **size, **of_head))
+    head = model_of("eagle3", target_hidden_size=64, aux_layers=(2, 3, 4), **size, **of_head)
     head.draft_ids.copy_(torch.randperm(160)[: head.args.draft_vocab_size].sort().values)
     for p in [*target.parameters(), *head.parameters()]:
         p.data = (
@@ -82,7 +80,8 @@ def test_a_packed_model_is_the_model(options):
     choose_backend("cpu").prepare(target, head)
     assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
     assert isinstance(head.fc, PackedLinear)
-    assert (head.fused is None) == head.args.norm_before_residual  # whose pass stays in parts
+    in_parts = getattr(head.args, "norm_before_residual", False)
+    assert (head.fused is None) == in_parts
     target = copy.deepcopy(target)
     after = decode()
     assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
@@ -184,7 +183,7 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     target, head = tiny(dtype, of_head=of_head)
     head.attend_to(window)
     choose_backend("cpu").prepare(target, head)
-    assert head.fused.grows != head.args.recycle_normed
+    assert head.fused.grows == head.feeds_residual
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
     state.window, state.backend = 4, target.backend
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from helpers.training import ROWS, loss_on, shaken
 
 from model import KVCache
-from networks.eagle import PEagleHead
+from networks.p_eagle import PEagleHead
 from training.heads import TRAINED, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss
 

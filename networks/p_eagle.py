@@ -1,0 +1,44 @@
+"""The head of P-EAGLE. Definitions only."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common.schema import whole
+from head import Head
+from networks.eagle31 import Eagle31Args, Eagle31Head
+from networks.markov import Markov, MarkovArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleArgs(MarkovArgs, Eagle31Args):
+    """Shape of a P-EAGLE head."""
+
+    drafts: whole(1, 256) = 8  # draft steps that it was trained for: levels of a tree
+
+
+class PEagleHead(Eagle31Head, Markov):
+    """The head of P-EAGLE (arXiv 2602.01469): EAGLE-3 with all draft steps in one pass.
+
+    Tokens after the first are not known yet: they read the embedding of `mask_id`, and `mask_hidden` in place
+    of the target's features (names: vllm-project/vllm#32887).
+    """
+
+    Args = PEagleArgs
+
+    def __init__(self, args: PEagleArgs):
+        super().__init__(args)
+        self.mask_hidden = nn.Parameter(torch.zeros(args.feature_width))
+        self.feeds_residual = False
+        self.add_markov(args)
+
+    def rows(self, h: Tensor) -> Tensor:
+        """Output of `forward` [..., H] -> the input of the lm_head, the Markov and the confidence head."""
+        return h if self.args.recycle_normed else self.norm(h)
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
+        return Head.logits(self, feature)
