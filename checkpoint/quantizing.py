@@ -26,12 +26,13 @@ from checkpoint.weights import STORED_DTYPES, count_nonfinite, listed, opened
 from checkpoint.writer import Planned, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.schema import named
+from common.threads import parallel_map
 from kernels.gptq import gptq, output_error
 from kernels.quantized import (
     MXFP4,
-    QuantizedLinear,
-    QuantizedStack,
+    Quantized,
     Scheme,
+    chunks,
     dequantize,
     linear_names,
     pack_nibbles,
@@ -74,31 +75,48 @@ class Quantised:
 class _LayerWriter:
     """Quantize one layer when the writer asks for its scales and its weight, in any order.
 
-    read_exact: reads the unquantised weight. where: the file and the tensor that it is, for errors.
+    read_exact: reads the unquantized weight. where: the file and the tensor that it is, for errors. layer: on
+    the meta device.
     """
 
     read_exact: Callable[[], Tensor]
     where: str
-    mode: str
-    group: int
+    layer: Quantized
     allow_nonfinite: bool
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # [rows, groups]
     error: float = 0.0  # relative, of the quantised weight
 
     def read_scale(self) -> Tensor:
         if self.scale is None:
-            exact = self.read_exact()
-            if bad := count_nonfinite(exact):
-                judge_nonfinite(self.where, bad, self.allow_nonfinite)
-            self.scale = scales(exact, self.mode, self.group)
+            def read(rows: Tensor) -> tuple[Tensor, int]:
+                return scales(rows, self.layer.mode, self.layer.group), count_nonfinite(rows)
+
+            found, bad = zip(*parallel_map(read, chunks(self.read_exact())))
+            if sum(bad):
+                judge_nonfinite(self.where, sum(bad), self.allow_nonfinite)
+            self.scale = torch.cat(found)
         return self.scale
 
     def read_weight(self) -> Tensor:
-        exact, scale = self.read_exact(), self.read_scale()
-        weight = to_stored(exact, scale, self.mode)
-        error = dequantize(weight, scale, torch.float32) - exact.float()
-        self.error = float(error.norm() / exact.float().norm().clamp(min=1e-30))
+        exact = chunks(self.read_exact())
+        scale = self.read_scale().split(len(exact[0]))
+        weight = torch.empty_like(self.layer.weight, device="cpu")
+
+        def write(rows: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float]:
+            exact, scale, stored = rows[0].float(), *rows[1:]
+            stored.copy_(to_stored(exact, scale, self.layer.mode))
+            error = dequantize(stored, scale, torch.float32).sub_(exact)
+            return float(error.norm()) ** 2, float(exact.norm()) ** 2
+
+        errors, norms = zip(*parallel_map(write, zip(exact, scale, chunks(weight, len(exact[0])))))
+        self.error = (sum(errors) / max(sum(norms), 1e-60)) ** 0.5
         return weight
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Return one tensor: a view of its own mapping of the file, whose memory is free with the tensor."""
+    with opened(path, ADVICE) as file:
+        return file.get_tensor(name)
 
 
 def quantize_folder(
@@ -113,37 +131,35 @@ def quantize_folder(
     not finite and not allowed.
     """
     source, module, names = plan.source, plan.module, plan.exact.state_dict()
-    group = plan.after["quantization"]["group"]
+    path, group = source / WEIGHTS, plan.after["quantization"]["group"]
     ready = {} if text is None else calibrated_layers(source, plan.before, group, text)
     layers: dict[str, _LayerWriter] = {}
+    stored = listed(path, ADVICE)
 
     folder.mkdir(exist_ok=True)
     for item in source.iterdir():  # tokenizer, template, calibration
         if item.is_file() and item.name not in (CONFIG, WEIGHTS):
             shutil.copy2(item, folder / item.name)
-    with opened(source / WEIGHTS, ADVICE) as file:
 
-        def planned(name: str, tensor: Tensor) -> Planned:
-            layer, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(layer)
-            quantised = isinstance(owner, (QuantizedLinear, QuantizedStack))
-            if not quantised or leaf == "bias" or owner.mode == MXFP4:
-                dtype, read = STORED_DTYPES[file.get_slice(name).get_dtype()], lambda: file.get_tensor(name)
-            elif layer in ready:
-                dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
-            else:
-                if layer not in layers:
-                    # A linear layer, a stack of experts, or the tied lm_head, whose weight is the embedding.
-                    weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
-                    where = f"{source / WEIGHTS}: tensor {weight}"
-                    read = lambda: file.get_tensor(weight)  # noqa: E731
-                    layers[layer] = _LayerWriter(read, where, owner.mode, owner.group, allow_nonfinite)
-                dtype = tensor.dtype
-                read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
-            return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
+    def planned(name: str, tensor: Tensor) -> Planned:
+        layer, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(layer)
+        if not isinstance(owner, Quantized) or leaf == "bias" or owner.mode == MXFP4:
+            dtype, read = STORED_DTYPES[stored[name].dtype], partial(read_tensor, path, name)
+        elif layer in ready:
+            dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
+        else:
+            if layer not in layers:
+                # A linear layer, a stack of experts, or the tied lm_head, whose weight is the embedding.
+                weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
+                exact, where = partial(read_tensor, path, weight), f"{path}: tensor {weight}"
+                layers[layer] = _LayerWriter(exact, where, owner, allow_nonfinite)
+            dtype = tensor.dtype
+            read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
+        return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
 
-        tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-        fill(folder, plan.after, tensors, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
+    tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
+    fill(folder, plan.after, tensors, allow_nonfinite=allow_nonfinite, where=str(path))
     errors = {name: ("of weights", layer.error) for name, layer in layers.items()}
     return errors | {name: ("of outputs", layer.error) for name, layer in ready.items()}
 

@@ -70,8 +70,9 @@ def count_nonfinite(tensor: Tensor) -> int:
     """Return the count of nan and infinite numbers."""
     if not tensor.is_floating_point():
         return 0
-    if tensor.dtype.itemsize == 1:  # PyTorch cannot test fp8 for this
-        tensor = tensor.float()
-    # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return 0 if bool(tensor.sum(dtype=wide).isfinite()) else int((~tensor.isfinite()).sum())
+    found = 0
+    for part in tensor.flatten().split(1 << 18):  # PyTorch sums bfloat16 by way of a copy in float32
+        part = part.float() if part.dtype.itemsize < 4 else part
+        # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
+        found += 0 if bool(part.sum().isfinite()) else int((~part.isfinite()).sum())
+    return found

@@ -12,6 +12,7 @@ mxfp4  of experts whose files have it: e2m1, stored as int4, and for each 32 inp
 """
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Literal
@@ -32,8 +33,9 @@ GROUPS = (32, 64, 128)
 
 INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
-# int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.
-EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
+# int4: the steps that a group's extreme may be. It gets the longer side, -8, beyond which it is cut.
+EXTREME_STEPS = (-8.6, -8.0, -7.4, -6.8, -6.2)
+CHUNK = 1 << 17  # numbers rounded together: they stay in a core's cache, and malloc keeps their memory
 
 
 @dataclass(frozen=True)
@@ -87,33 +89,35 @@ def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
     return int4_scales(weight.unflatten(-1, (-1, group)))[..., 0]
 
 
-def int4_scales(parts: Tensor, importance: Tensor | float = 1.0) -> Tensor:
-    """Groups [..., group] -> the scale of each [..., 1], bfloat16, that has the least squared error.
+def int4_scales(parts: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Groups [..., group] float32 -> the scale of each [..., 1], bfloat16, that has the least squared error.
 
-    importance [..., group]: what the error of each weight counts.
+    importance [..., group]: the factor of each squared error; None: 1.
     """
-    extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
-    best, least, q = None, None, None
+    best, least, q = torch.zeros_like(parts[..., :1]), math.inf, torch.empty_like(parts)
+    root = None if importance is None else importance.sqrt()
+
+    def rounded(scale: Tensor) -> Tensor:
+        torch.mul(parts, torch.where(scale == 0, 1, scale).reciprocal(), out=q)
+        return q.round_().clamp_(-8, 7)
 
     def consider(scale: Tensor) -> None:
-        nonlocal best, least, q
-        scale = scale.to(torch.bfloat16)
-        rounded = (parts / torch.where(scale == 0, 1, scale).float()).round().clamp(-8, 7)
-        error = ((rounded * scale.float() - parts).square() * importance).sum(-1, keepdim=True)
-        better = torch.ones_like(error, dtype=torch.bool) if best is None else error < least
-        best, least, q = (
-            new if old is None else torch.where(better, new, old)
-            for new, old in ((scale, best), (error, least), (rounded, q))
-        )
+        nonlocal best, least
+        scale = scale.bfloat16().float()
+        error = rounded(scale).mul_(scale).sub_(parts)
+        error = torch.linalg.vector_norm(error if root is None else error.mul_(root), dim=-1, keepdim=True)
+        best, least = torch.where(error < least, scale, best), error.clamp(max=least)
 
-    # A scale that reaches the group's extreme exactly serves few weights, so others are tried; a negative one
-    # gives the extreme the longer side, -8.
-    for steps in EXTREMES:
+    # A scale that reaches the group's extreme exactly serves few weights, so others are tried.
+    extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
+    for steps in EXTREME_STEPS:
         consider(extreme / steps)
     for _ in range(2):  # the scale that fits the values best, then the values that fit this scale
-        square = (q.square() * importance).sum(-1, keepdim=True)
-        consider((q * parts * importance).sum(-1, keepdim=True) / square.clamp(min=1e-30))
-    return best
+        rounded(best)
+        square = (q.square() if root is None else (q * root).square_()).sum(-1, keepdim=True)
+        product = q.mul_(parts) if importance is None else q.mul_(parts).mul_(importance)
+        consider(product.sum(-1, keepdim=True) / square.clamp_(min=1e-30))
+    return best.bfloat16()
 
 
 def values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
@@ -122,13 +126,30 @@ def values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
     units = (parts / torch.where(scale == 0, 1, scale).float()[..., None]).flatten(-2)
     if mode == "fp8":
         return units.to(torch.float8_e4m3fn)
-    return (units.round().clamp(-8, 7) if mode in FOUR_BITS else units.round()).to(torch.int8)
+    return (units.round_().clamp_(-8, 7) if mode in FOUR_BITS else units.round_()).to(torch.int8)
+
+
+def chunks(weight: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
+    """Return views of a weight [..., N, K], of so many rows each (default: `CHUNK` numbers)."""
+    return weight.flatten(0, -2).split(rows or max(1, CHUNK // weight.shape[-1]))
 
 
 def to_stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
     """`values` as files and layers hold them: those of 4 bits are two in a byte."""
     q = values(weight, scale, mode)
     return pack_nibbles(q) if mode in FOUR_BITS else q
+
+
+def quantize(weight: Tensor, mode: str, group: int = 0) -> tuple[Tensor, Tensor]:
+    """Weight [..., N, K] -> it as files and layers hold it, and its scales."""
+    done = []
+    for rows in chunks(weight):
+        scale = scales(rows, mode, group)
+        done.append((to_stored(rows, scale, mode), scale))
+    stored, scale = zip(*done)
+    # Concatenation has no kernel for fp8, so its bytes are concatenated.
+    stored, scale = torch.cat([x.view(torch.uint8) for x in stored]).view(stored[0].dtype), torch.cat(scale)
+    return stored.unflatten(0, weight.shape[:-1]), scale.unflatten(0, weight.shape[:-1])
 
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,8 +170,8 @@ def e2m1(codes: Tensor) -> Tensor:
 
 def pack_nibbles(q: Tensor) -> Tensor:
     """q [..., K] in -8..7 -> [..., K/2] uint8, even inputs in the low four bits."""
-    low, high = (q + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | (high << 4)
+    pairs = (q + 8).view(torch.int16)  # the second in the high byte
+    return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
@@ -212,8 +233,7 @@ class QuantizedLinear(Quantized):
     def of(cls, weight: Tensor, mode: str, group: int = 0, bias: Tensor | None = None) -> QuantizedLinear:
         """A weight [N, K] quantised."""
         layer = cls(weight.shape[1], weight.shape[0], False, mode, group)
-        layer.scale.data = scales(weight, mode, group)
-        layer.weight.data = to_stored(weight, layer.scale, mode)
+        layer.weight.data, layer.scale.data = quantize(weight, mode, group)
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return layer
 
