@@ -14,8 +14,9 @@ import sys
 
 from checkpoint.convert import convert
 from checkpoint.dense import HeadOptions
-from common.cli import Options, command, count, library_errors
+from common.cli import Options, command, count
 from common.dtypes import DTYPES
+from common.errors import library_errors
 from common.threads import use_threads
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, check_folder, command, positive, seed, within
-from common.torchrun import is_first
+from common.cli import Options, command, is_first, positive, seed, within
+from common.files import check_folder
 from drafters import METHODS, add_flags
 
 
@@ -80,10 +80,10 @@ def run(o) -> int:
     Raises InputError, ValueError, OSError or RuntimeError. If it is stopped, it prints the table so far.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
+    from engine.runtime import started
     from evaluation.answers import check_evaluation, read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
-    from llm import started
 
     draftings = read_draftings(o, methods)
     sets = read_sets(o.questions, o.limit)

@@ -4,32 +4,57 @@
 """
 from __future__ import annotations
 
-import json
+import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from importlib import import_module
 
+# Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
-from common.cli import Options, check_writable, command, note, positive, within
+from common.cli import Options, command, note, positive, seed, several, within
 from common.errors import InputError
-from common.files import read_json, read_text
-from common.torchrun import several
+from common.files import read_text
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
-from sampling.options import Sampling, add_sampling
-from tokens.dataset import read_prompts
-from tokens.grammar import ANY_OBJECT, grammar_of
+from sampling.options import Sampling
 
 Prompts = list[str | list[int]]
-TURNS = 3  # of --compare
+EXTENSIONS = {  # what only some options need
+    "chat": "console.chat", "trace": "console.trace", "output": "console.output", "jsonl": "tokens.dataset",
+    "schema": "tokens.grammar",
+}
+DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
+
+
+def extension(name: str):
+    """Import the module of an entry of `EXTENSIONS`."""
+    return import_module(EXTENSIONS[name])
 
 
 def parser() -> Options:
     """Declare the options, each with its rules."""
     p = Options("Generate text, plainly or with speculative decoding.")
-    add, refuse = p.add_argument, p.refuse
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
-    add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")
+    p.add_argument("--verify", action="store_true",
+        help="check first that weights have the sha256 of their config.json")
+    add_prompts(p)
+    add_sampling(p)
+    add = add_drafting(p).add_argument
+    add("--tree-nodes", type=within(2, MOST), help="nodes of the draft tree, root included")
+    add("--tree-depth", type=within(0, MOST), help="expansions after the first level")
+    add("--tree-width", type=within(1, MOST), help="nodes expanded per level")
+    p.refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
+             lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
+    p.add_runtime().add_argument("--autotune", action="store_true",
+        help="torch.compile times several kernels per product; for a GPU")
+    add_output(p)
+    return p
 
+
+def add_prompts(p: Options) -> None:
+    """Add the options of prompts."""
     add = p.add_argument_group("prompts").add_argument
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="may be repeated: decoded as one batch; - is standard input")
@@ -46,47 +71,61 @@ def parser() -> Options:
     def prompts(o) -> list:
         return o.prompt + o.prompt_ids + o.prompt_file
 
-    refuse(lambda o: o.interactive and (
-               prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or several()),
-           lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
-                     " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
-    refuse(lambda o: not (o.raw or o.parse_special),
-           lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
-    refuse(lambda o: not (o.interactive or prompts(o)),
-           lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids"
-                     " or --interactive")
+    p.refuse(lambda o: o.interactive and (
+                 prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or several()),
+             lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
+                       " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
+    p.refuse(lambda o: not (o.raw or o.parse_special),
+             lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
+    p.refuse(lambda o: not (o.interactive or prompts(o)),
+             lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
+                       " --prompt-ids or --interactive")
 
-    group = add_sampling(p)
+
+def add_sampling(p: Options) -> None:
+    """Add the options of `Sampling`."""
+    group = p.add_argument_group("sampling")
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0,
+        help="leave out unlikely tokens beyond this total probability; 1 is off (default)")
+    add("--top-k", type=int, default=0, help="0 is off (default)")
+    add("--min-p", type=float, default=0.0,
+        help="leave out tokens below this share of the top-1 token's probability; 0 is off (default)")
+    add("--presence-penalty", type=float, default=0.0, metavar="X",
+        help="subtracted from the logits of tokens in the output (-2 to 2; default 0)")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X",
+        help="the same, once for each occurrence (-2 to 2; default 0)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X",
+        help="divides the odds of tokens in prompt and output; 1 is off (default)")
+    add("--logit-bias", action="append", default=[], type=bias, metavar="ID=X",
+        help="added to a token's logit (-100 to 100); may be repeated")
+    add("--stop", action="append", default=[], metavar="TEXT",
+        help="ends the output, of which it is no part; may be repeated")
+    add("--seed", type=seed, default=0,
+        help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
     either("--json-object", action="store_true", help="the output is a JSON object")
     either("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
-        help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
+        help="with --json: of each token and of the top N (0 to 20), by the target alone")
     add("--num-samples", type=within(1, 100_000), default=1,
         help="samples per prompt, with seeds SEED, SEED+1, ...")
-    refuse(lambda o: o.logprobs is not None and not o.json,
-           lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
+    p.refuse(lambda o: o.logprobs is not None and not o.json,
+             lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
-    add = add_drafting(p).add_argument
-    add("--tree-nodes", type=within(2, MOST), help="nodes of the draft tree, root included")
-    add("--tree-depth", type=within(0, MOST), help="expansions after the first level")
-    add("--tree-width", type=within(1, MOST), help="nodes expanded per level")
-    refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
-           lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
 
-    add = p.add_runtime().add_argument
-    add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
-
+def add_output(p: Options) -> None:
+    """Add the options of the output."""
     add = p.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help=f"decode {TURNS} times in turns with plain decoding: speedups, and whether the texts are equal")
+        help="decode 3 times in turns with plain decoding: speedups, and whether the texts are equal")
     add("--stats", action="store_true", help="print more figures: steps, trees, memory")
-    refuse(lambda o: o.compare and o.speculate == "none",
-           lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
     add("--trace", metavar="FILE",
         help="write every drafted tree and accepted path (safetensors); one prompt only")
-    return p
+    p.refuse(lambda o: o.compare and o.speculate == "none",
+             lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
 
 
 def tree_numbers(o) -> list[int | None]:
@@ -99,28 +138,30 @@ def ids(text: str) -> list[int]:
     return [int(i) for i in text.split(",")]
 
 
+def bias(value: str) -> tuple[int, float]:
+    """An argparse type: a token id and what is added to its logit, as ID=X."""
+    token, _, number = value.partition("=")
+    with contextlib.suppress(ValueError):
+        return int(token), float(number)
+    raise argparse.ArgumentTypeError(f"{value!r} is not ID=X, a token id and a number")
+
+
 def text_of(path: str) -> str:
     """Return the text of a file, or of standard input ("-"), without the line end that editors write."""
     return read_text("/dev/stdin" if path == "-" else path, "--prompt-file").removesuffix("\n")
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
-    """Return a prompt and its sampling for each text. Raises InputError or ValueError."""
+    """Return a prompt and its sampling for each output. Raises InputError or ValueError."""
     prompts: Prompts = [text_of("-") if text == "-" else text for text in o.prompt] + o.prompt_ids
     for path in o.prompt_file:
-        prompts += read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
+        prompts += extension("jsonl").read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
     if "" in prompts:
         raise InputError("a prompt is empty (--prompt, --prompt-file or standard input); give a text")
-    if o.trace and len(prompts) * o.num_samples != 1:
-        raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
-        check_writable("--trace", o.trace)
-    if o.json_schema:
-        o.json_schema = json.dumps(read_json(o.json_schema))
-    elif o.json_object:
-        o.json_schema = ANY_OBJECT
-    if o.json_schema:
-        grammar_of(o.json_schema)  # judged before anything is loaded
+        extension("trace").check(o.trace, len(prompts) * o.num_samples)
+    if o.json_schema or o.json_object:
+        o.json_schema = extension("schema").read_schema(o.json_schema)
     sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
@@ -129,20 +170,19 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
     """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from checkpoint.folder import known_config
-    from console.chat import chat
     from llm import LLM
 
     began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o)
     if tree_numbers(o) != [None] * 3:
-        quantised = "quantization" in known_config(o.checkpoint)
-        usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
+        quantized = "quantization" in known_config(o.checkpoint)
+        usual = default_tree(runtime.device_name, quantized, runtime.isa_name, batch)
         drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), usual))
-    llm = LLM(o.checkpoint, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks,
+    llm = LLM(o.checkpoint, drafting, batch_size=batch, max_seq_len=o.max_seq_len, log=note, ranks=ranks,
               verify=o.verify, **vars(runtime))
-    engine, plain = llm.engine, None
+    engine = llm.engine
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-         f" {engine.slots} slots: up to {engine.cache_bytes / 1e9:.2f} GB")
+         f" {engine.slots} slots: at most {engine.cache_bytes / 1e9:.2f} GB")
     encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
@@ -151,62 +191,51 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     engine.warm_up(samplings[0])
     if line := engine.explain(o.temperature > 0):
         note(line)
-    if o.compare:
-        plain = llm.target.engine(batch=engine.batch, max_seq_len=engine.max_seq_len)
-        plain.warm_up(samplings[0])
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
-        return chat(engine, samplings[0], o.system, o.stats)
-    return answer(o, engine, plain, prompts, ids, samplings)
+        return extension("chat").chat(engine, samplings[0], o.system, o.stats, show)
+    if len(ids) > 1 or o.json or o.compare or o.stats or o.trace:
+        return extension("output").answer(o, llm, prompts, ids, samplings, show)
+    return answer(engine, ids[0], samplings[0])
 
 
-def answer(o, engine, plain, prompts: Prompts, ids: list, samplings: list[Sampling]) -> int:
-    """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
-    from console.output import Trace, as_json, as_text, compared, comparison, figures, show
+def answer(engine, prompt: list[int], sampling: Sampling) -> int:
+    """Print the text as it comes, then a line about it. Returns the exit status: 130 when interrupted."""
+    from llm import summary
 
-    tokenizer, ranks = engine.tokenizer, engine.target.ranks
-    trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
-    requests, turns, printed, interrupted = [], [], 0, False
-
-    def print_one(i: int) -> None:
-        if o.json:
-            row = as_json(requests[i], prompts[i], ranks.count if ranks else 1)
-            print(json.dumps(row | compared([(a[i], b[i]) for a, b in turns], row)), flush=True)
-        elif len(ids) > 1:
-            text = as_text(requests[i], tokenizer)
-            print(f"--- {i + 1}, seed {samplings[i].seed} ---\n{text}", flush=True)
-
-    events = engine.run(ids, samplings, requests, watch=bool(trace))
-    if trace:
-        events = trace.watch(events)
+    requests, status = [], 0
     try:
-        if o.json or len(ids) > 1:
-            for _ in events:  # in order, as they end
-                while printed < len(requests) and requests[printed].finish and not (plain and o.json):
-                    print_one(printed)
-                    printed += 1
-        else:
-            show(events, tokenizer)
-        if plain:
-            note(f"comparing with plain decoding, {TURNS} turns ...")
-        for turn in range(TURNS if plain else 0):
-            again = engine.generate(ids, samplings) if turn else requests
-            turns.append((again, plain.generate(ids, samplings)))
+        show(engine.run([prompt], [sampling], requests), engine.tokenizer)
     except KeyboardInterrupt:
-        interrupted = True
+        status = 130
         note("\n(interrupted)")
-    for i in range(printed, len(requests)):
-        print_one(i)
-    if requests and not o.json:
-        note(figures(requests, engine, o.stats or o.compare))
-        if turns:
-            note(comparison(turns))
-    if trace and requests and (ranks is None or ranks.rank == 0):
-        trace.save(o.trace, requests[0])
-    for request in requests:
-        if request.error:
-            raise ValueError(request.error)
-    return 130 if interrupted else 0
+    if requests:
+        note(summary(requests, engine.drafter.shape.nodes > 1))
+        if requests[0].error:
+            raise ValueError(requests[0].error)
+    return status
+
+
+def show(events: Iterable, tokenizer) -> None:
+    """Print the text of one request as it comes, accepted draft tokens colored on a terminal.
+
+    Without a tokenizer its token ids are printed.
+    """
+    color, separator = bool(sys.stdout) and sys.stdout.isatty(), ""
+    drafted = tokenizer.stream() if tokenizer else None  # decodes the drafted part of an event alone
+    try:
+        for event in events:
+            text = event.text
+            if tokenizer is None:
+                text, separator = separator + ",".join(map(str, event.ids)), ","
+            elif color:
+                head = drafted.push(event.ids[: event.drafted])
+                drafted.push(event.ids[event.drafted :])
+                if head and text.startswith(head):  # else a stop text holds some of it back, or cuts it off
+                    text = f"{DRAFTED}{head}{RESET}{text[len(head) :]}"
+            print(text, end="", flush=True)
+    finally:  # after Ctrl-C too
+        print(flush=True)
 
 
 def run(o) -> int:
@@ -215,7 +244,7 @@ def run(o) -> int:
     Raises InputError, ValueError and OSError on bad input.
     """
     prompts, samplings = read_options(o)
-    from llm import started
+    from engine.runtime import started
 
     with started(o, prompts, samplings) as (runtime, ranks):
         return decode(o, prompts, samplings, runtime, ranks)

@@ -12,7 +12,6 @@
 """
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,45 +19,21 @@ from pathlib import Path
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
-from checkpoint.folder import known_config, verify_weights
-from common.cli import note
+from checkpoint.folder import verify_weights
 from common.schema import Schema, as_python, whole, with_options
-from common.threads import use_threads
-from common.torchrun import command_in_words, several
 from drafters import AUTO, Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
 from engine.target import Target, converted, load_target
-from kernels.tp import Ranks, joined, own_device
+from kernels.tp import Ranks
 from sampling.options import Sampling
 
 ARGUMENTS = {
     "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
-    "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
+    "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "log": Callable,
 }
 CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
-
-
-@contextlib.contextmanager
-def started(o, *read: object) -> Iterator[tuple[Runtime, Ranks | None]]:
-    """Prepare the runtime that a command's options ask for, and join the ranks that torchrun has started.
-
-    read: contents of files, on which all ranks have to agree as on the options. Yields the runtime, and the
-    ranks or None. Raises InputError, before a checkpoint is converted, on mistakes in options.
-    """
-    use_threads(o.threads, note)
-    runtime = Runtime.of(o)
-    if several():
-        runtime = replace(runtime, device=own_device(runtime.device_name))
-    runtime.prepare()
-    known_config(o.checkpoint, o.max_seq_len)
-    if not several():
-        yield runtime, None
-        return
-    with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
-        ranks.agree(command_in_words(o, *read), runtime.device_name)
-        yield runtime, ranks
 
 
 class LLM:
@@ -70,7 +45,7 @@ class LLM:
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
     max_seq_len: most tokens of prompt and output (default: `Target.room`). verify: compare weights with their
     sha256, None: where they have one. serves: see `Target.engine`. runtime: fields of `Runtime`, such as
-    device="cpu" or dtype=torch.bfloat16. say: called with one line when something slow starts or ends.
+    device="cpu" or dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
     Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
     on wrong arguments.
     """
@@ -78,7 +53,7 @@ class LLM:
     def __init__(
         self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
-        max_seq_len: int | None = None, say: Callable[[str], None] = lambda line: None,
+        max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
         ranks: Ranks | None = None, verify: bool | None = False, serves: bool = False, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
@@ -89,11 +64,11 @@ class LLM:
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
         where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
-        folder, drafting = converted(checkpoint, drafting, say)
+        folder, drafting = converted(checkpoint, drafting, log)
         if verify is not False:
-            verify_weights(folder, drafting.draft, bool(verify), say)
-        drafting.name_unused(folder, say)
-        self.target: Target = load_target(folder, where, say, ranks)
+            verify_weights(folder, drafting.draft, bool(verify), log)
+        drafting.name_unused(folder, log)
+        self.target: Target = load_target(folder, where, log, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len, serves=serves)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
@@ -149,6 +124,27 @@ class LLM:
         if noisy not in self._warm and not self.engine.busy:
             self._warm.add(noisy)
             self.engine.warm_up(Sampling(temperature=sampling.temperature))
+
+
+def together(requests: list[Request]) -> tuple[float, float]:
+    """Return the seconds from the first token of all requests to the last one, and tokens per second."""
+    times = [(r.first, r.last) for r in requests if r.first]
+    seconds = max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
+    return seconds, sum(max(len(r.ids) - 1, 0) for r in requests) / seconds if seconds else 0.0
+
+
+def summary(requests: list[Request], drafts: bool) -> str:
+    """Return a line about requests that were decoded together. drafts: whether they were drafted."""
+    _, speed = together(requests)
+    lengths = [n for r in requests for n in r.accept_lengths]
+    tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
+    return (
+        f"{tokens} generated, {prompt} in the prompt; prefill"
+        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms"
+        + (f", then {speed:.1f} tok/s" if speed else "")
+        + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts and lengths else "")
+        + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
+    )
 
 
 def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:

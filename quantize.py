@@ -23,9 +23,9 @@ from torch import Tensor
 from checkpoint.convert import converted_folder, default_folder
 from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, is_converted, read_config
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
-from common.cli import Options, check_replaceable, command, note
+from common.cli import Options, command, note
 from common.errors import InputError, counted
-from common.files import read_text, staging
+from common.files import check_replaceable, read_text, staging
 from common.threads import use_threads
 from engine.engine import Engine
 from engine.prompt import encode

@@ -13,9 +13,8 @@ import time
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
-from common.cli import Options, command, note, within
+from common.cli import Options, command, is_first, note, several, within
 from common.errors import InputError
-from common.torchrun import is_first, several
 from drafters import AUTO, Drafting, add_drafting
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -85,7 +84,7 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from llm import started
+    from engine.runtime import started
 
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
     with started(o, Drafting.of(o).tree) as (runtime, ranks):
@@ -103,7 +102,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     from server.worker import Worker
 
     batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
-    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, say=note,
+    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
               ranks=ranks, verify=o.verify, serves=True, **vars(runtime))
     engine, checkpoint = llm.engine, llm.target.checkpoint
     if llm.tokenizer is None:

@@ -22,8 +22,8 @@ import sys
 
 import torch
 
-from common.cli import Options, check_replaceable, command, count, positive, seed, within
-from common.torchrun import several
+from common.cli import Options, command, count, positive, seed, several, within
+from common.files import check_replaceable
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
 from training.data import SHORTEST

@@ -36,9 +36,9 @@ from checkpoint.loading import build_module, check_head_fits
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill
-from common.cli import library_errors, note
+from common.cli import note
 from common.dtypes import DTYPES, short_dtype
-from common.errors import InputError
+from common.errors import InputError, library_errors
 from common.files import staging
 from common.schema import named
 from model import ModelArgs

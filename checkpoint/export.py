@@ -18,8 +18,9 @@ from pathlib import Path
 from checkpoint.folder import WEIGHTS, check_exact, is_converted, read_config
 from checkpoint.heads import LAYOUTS, export
 from checkpoint.loading import load_head, load_model
-from common.cli import Options, check_replaceable, command
+from common.cli import Options, command
 from common.errors import InputError
+from common.files import check_replaceable
 
 
 def parser() -> Options:

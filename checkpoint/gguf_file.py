@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cli import library_errors
+from common.errors import library_errors
 from common.files import check_file
 
 # NumPy's type of each kind of value in the metadata. Kinds 8 and 9 are texts and arrays.

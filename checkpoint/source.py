@@ -21,8 +21,7 @@ from torch import Tensor
 import extensions
 from checkpoint.folder import CONFIG, is_ours
 from checkpoint.weights import STORED_DTYPES, listed, opened
-from common.cli import library_errors
-from common.errors import InputError
+from common.errors import InputError, library_errors
 from common.files import check_file, read_json
 from extensions import SOURCE_FILES
 from tokens.convert import copy_files

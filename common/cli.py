@@ -6,16 +6,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TextIO
 
 from common import VERSION
 from common.dtypes import DTYPES, KV_DTYPES
 from common.errors import InputError, did_you_mean, one_line
-from common.torchrun import is_first, several
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 def note(line: str) -> None:
@@ -23,16 +21,14 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
-    try:
-        yield
-    except BaseException as e:  # a panic is no Exception
-        is_panic = type(e).__module__ == "pyo3_runtime"
-        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic):
-            raise
-        raise InputError(f"{what} ({one_line(e)})") from None
+def several() -> bool:
+    """Return whether torchrun has started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def is_first() -> bool:
+    """Return whether this is the only process, or the first of several."""
+    return not several() or os.environ.get("RANK", "0") == "0"
 
 
 def no_memory(error: BaseException) -> bool:
@@ -144,7 +140,7 @@ class Options(argparse.ArgumentParser):
         add("--dtype", choices=(*DTYPES, *DTYPES.values()), help="default: as stored")
         add("-c", "--max-seq-len", type=within(2),
             help="prompt and output together (default: what suits the model and the memory)")
-        add("-t", "--threads", type=within(1, MOST_THREADS),
+        add("-t", "--threads", type=within(1, MAX_THREADS),
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         add("--compile", action=on_off, default=True, help="our kernels, or torch.compile")
         add("--kernels", action=on_off, default=True,
@@ -177,29 +173,3 @@ positive, count = within(1), within(0)
 def seed(text: str) -> int:
     """An argparse type: a whole number of 64 bits, as 0 to 2^64 - 1: -1 is 2^64 - 1."""
     return within(-(2**63), 2**64 - 1)(text) % 2**64
-
-
-def check_writable(flag: str, file: str) -> None:
-    """Raise InputError unless a file of this name can be written."""
-    path = Path(file).resolve()
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InputError(f"{flag} {file}: not a file that can be written")
-
-
-def check_folder(flag: str, folder: str) -> None:
-    """Raise InputError unless a folder, or the one that it would be made in, takes files."""
-    place = Path(folder).absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise InputError(f"{flag} {folder}: not a folder that can be written to")
-
-
-def check_replaceable(flag: str, folder: str) -> None:
-    """Raise InputError unless a folder can be made, or replaced by another one, which is made beside it."""
-    place = Path(folder).resolve()
-    if os.path.ismount(place):
-        raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
-    if os.path.exists(place) and not place.is_dir():
-        raise InputError(f"{flag} {folder}: not a folder that can be written to")
-    check_folder(flag, str(place.parent))

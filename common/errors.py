@@ -1,8 +1,9 @@
 """The error that a user sees, and texts of others in its message."""
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 # Ours, and what other programs call it.
 OTHERS = {
@@ -46,3 +47,15 @@ def one_line(error: object) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's message, to be quoted in ours, or the error's class."""
     return printable(str(error).strip().partition("\n")[0], 300) or type(error).__name__
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
+    try:
+        yield
+    except BaseException as e:  # a panic is no Exception
+        is_panic = type(e).__module__ == "pyo3_runtime"
+        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic):
+            raise
+        raise InputError(f"{what} ({one_line(e)})") from None

@@ -138,3 +138,22 @@ def parse_json(content: str | bytes, where: str) -> object:
 def digest(*made_of: object) -> str:
     """Return a digest of values that JSON can hold."""
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
+
+
+def check_folder(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder, or the one that it would be made in, takes files."""
+    path = Path(folder).absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+
+
+def check_replaceable(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder can be made, or replaced by another one, which is made next to it."""
+    path = Path(folder).resolve()
+    if os.path.ismount(path):
+        raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
+    if os.path.exists(path) and not path.is_dir():
+        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+    check_folder(flag, str(path.parent))

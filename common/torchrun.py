@@ -1,4 +1,4 @@
-"""Commands that torchrun starts several times: the number of this process, and what all agree on."""
+"""Commands that torchrun starts several times: what all processes agree on, and how they end."""
 from __future__ import annotations
 
 import argparse
@@ -8,16 +8,6 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def several() -> bool:
-    """Return whether this is one of several processes."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-def is_first() -> bool:
-    """Return whether this is the only process, or the first of several."""
-    return not several() or os.environ.get("RANK", "0") == "0"
 
 
 # Options that may differ between machines. The contents of their files are compared by their callers.

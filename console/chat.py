@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 
 from common.cli import note
 from common.errors import InputError, one_line
-from console.output import figures, is_terminal, show
+from console.output import figures
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.request import Request
@@ -15,15 +16,17 @@ from sampling.options import Sampling
 HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before a / makes it text"
 
 
-def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool) -> int:
+def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, show: Callable) -> int:
     """Read turns from standard input and answer them, until its end or /exit. Returns the exit status.
 
-    stats: print all figures of an answer, not one line. Raises InputError if there is no chat template.
+    stats: print all figures of an answer, not one line. show: prints the events of a request.
+    Raises InputError if there is no chat template.
     """
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.has_template:
         raise InputError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
-    if is_terminal(sys.stdin):
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
         note(HELP)
         with contextlib.suppress(ImportError):  # Python may be built without it
             import readline  # noqa: F401  gives `input` line editing and a history
@@ -31,7 +34,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool) ->
     messages = list(opening)
     while True:
         try:
-            line = input("> " if is_terminal(sys.stdin) else "")
+            line = input("> " if is_terminal else "")
         except (EOFError, KeyboardInterrupt):
             return 0
         command = line.rstrip()

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from common.cli import Options
+from common.cli import Options, several
 from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
-from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 
 MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers

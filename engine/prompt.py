@@ -1,33 +1,27 @@
 """Prompts as callers give them, and as token ids that fit."""
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Strict
-from typing_extensions import NotRequired, TypedDict
-
 from common.errors import InputError
-from common.schema import Schema, Wrong
+from common.schema import Wrong
 from tokens.tokenizer import Tokenizer, TooLong
 
 RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
-Exact, Id = Annotated[str, Strict()], Annotated[int, Strict()]
 
-
-class _Message(TypedDict):
-    role: Exact
-    content: NotRequired[Exact | list | None]
-
-
-class _Asked(TypedDict):
-    prompt: Exact | list[Id] | list[_Message]
-    system: Exact | None
-    variables: dict | None
-
-
-ASKED = Schema(_Asked)
 FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
+
+
+def is_prompt(prompt: object) -> bool:
+    """Return whether this is a text, a list of token ids, or one of messages."""
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, list) and (all(type(i) is int for i in prompt) or all(map(is_message, prompt)))
+
+
+def is_message(message: object) -> bool:
+    """Return whether this is a dictionary with a role, and content of a type that templates take."""
+    return (isinstance(message, dict) and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str | list | None))
 
 
 def encode(
@@ -43,12 +37,11 @@ def encode(
     message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
     fit in a cache of `room` tokens. name: what to call the prompt then.
     """
-    try:
-        ASKED.check({"prompt": prompt, "system": system, "variables": variables})
-    except Wrong as e:
-        if e.key.startswith("prompt"):
-            raise Wrong("prompt", prompt, FORMS) from None
-        raise
+    if not is_prompt(prompt):
+        raise Wrong("prompt", prompt, FORMS)
+    for key, value, kind in ("system", system, str), ("variables", variables, dict):
+        if not isinstance(value, kind | None):
+            raise Wrong(key, value, f"a {kind.__name__}")
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         if system is not None:
             raise InputError("a system message (--system) needs a text or messages, not token ids")

@@ -1,12 +1,16 @@
 """Runtime of a model: device, dtype, compiler, kernels."""
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 
+from checkpoint.folder import known_config
+from common.cli import note, several
 from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
@@ -103,6 +107,31 @@ class Runtime:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable(COMPILED).absolute())
         except OSError as e:
             raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
+
+
+@contextlib.contextmanager
+def started(o, *read: object) -> Iterator[tuple]:
+    """Prepare the runtime that a command's options ask for, and join the ranks that torchrun has started.
+
+    read: contents of files, on which all ranks have to agree as on the options. Yields the runtime, and the
+    `kernels.tp.Ranks` or None. Raises InputError, before a checkpoint is converted, on mistakes in options.
+    """
+    use_threads(o.threads, note)
+    runtime = Runtime.of(o)
+    if not several():
+        runtime.prepare()
+        known_config(o.checkpoint, o.max_seq_len)
+        yield runtime, None
+        return
+    from common.torchrun import command_in_words
+    from kernels.tp import joined, own_device
+
+    runtime = replace(runtime, device=own_device(runtime.device_name))
+    runtime.prepare()
+    known_config(o.checkpoint, o.max_seq_len)
+    with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
+        ranks.agree(command_in_words(o, *read), runtime.device_name)
+        yield runtime, ranks
 
 
 def check_device(device: str) -> None:

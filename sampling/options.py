@@ -1,8 +1,6 @@
 """Sampling options of a request, and the modes of a step that they need."""
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from typing import Annotated, NamedTuple, get_type_hints
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from common.cli import seed
 from common.schema import Schema, Text, as_python, number, whole
 
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
@@ -77,40 +74,6 @@ class Sampling:
 
 
 FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True)))
-
-
-def add_sampling(p: argparse.ArgumentParser):
-    """Add the options of `Sampling` to a command line. Returns their group."""
-    group = p.add_argument_group("sampling")
-    add = group.add_argument
-    add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-p", type=float, default=1.0,
-        help="leave out unlikely tokens beyond this total probability; 1 is off (default)")
-    add("--top-k", type=int, default=0, help="0 is off (default)")
-    add("--min-p", type=float, default=0.0,
-        help="leave out tokens below this share of the likeliest one's probability; 0 is off (default)")
-    add("--presence-penalty", type=float, default=0.0, metavar="X",
-        help="subtracted from the logits of tokens in the output (-2 to 2; default 0)")
-    add("--frequency-penalty", type=float, default=0.0, metavar="X",
-        help="the same, once for each occurrence (-2 to 2; default 0)")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X",
-        help="divides the odds of tokens in prompt and output; 1 is off (default)")
-    add("--logit-bias", action="append", default=[], type=bias, metavar="ID=X",
-        help="added to a token's logit (-100 to 100); may be repeated")
-    add("--stop", action="append", default=[], metavar="TEXT",
-        help="ends the output, of which it is no part; may be repeated")
-    add("--seed", type=seed, default=0,
-        help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
-    return group
-
-
-def bias(value: str) -> tuple[int, float]:
-    """An argparse type: a token id and what is added to its logit, as ID=X."""
-    token, _, number = value.partition("=")
-    with contextlib.suppress(ValueError):
-        return int(token), float(number)
-    raise argparse.ArgumentTypeError(f"{value!r} is not ID=X, a token id and a number")
 
 
 class Modes(NamedTuple):

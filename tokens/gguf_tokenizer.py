@@ -13,8 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from common.cli import library_errors
-from common.errors import InputError
+from common.errors import InputError, library_errors
 from tokens.calls import TAGS
 from tokens.files import END_TOKENS, Template
 from tokens.templates import render_template

@@ -5,12 +5,13 @@ up.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import numpy as np
 
-from common.cli import library_errors
-from common.errors import InputError, one_line
+from common.errors import InputError, library_errors, one_line
+from common.files import read_json
 from tokens.tokenizer import Tokenizer
 
 # Small models that may write any amount of white space sometimes write nothing else.
@@ -77,6 +78,13 @@ def grammar_of(schema: str, tokenizer=None) -> str:
     if problem:
         raise InputError(f"{UNUSABLE} ({one_line(problem)})")
     return grammar
+
+
+def read_schema(path: str | None) -> str:
+    """Return the JSON schema of a file, by default that of any object. Raises InputError as `grammar_of`."""
+    schema = json.dumps(read_json(path)) if path else ANY_OBJECT
+    grammar_of(schema)
+    return schema
 
 
 class Grammars:

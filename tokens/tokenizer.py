@@ -24,8 +24,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
-from common.cli import library_errors
-from common.errors import InputError
+from common.errors import InputError, library_errors
 from tokens import files
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.loading import identity
-from common.cli import library_errors
-from common.errors import InputError
+from common.errors import InputError, library_errors
 from common.files import atomic_path, digest
 from sampling.noise import seed_of
 from training.batches import batches

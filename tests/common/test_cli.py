@@ -9,7 +9,7 @@ from helpers.refusals import refused
 from common import VERSION
 from common.cli import Options, count, positive, run_command, seed, within
 from common.errors import InputError
-from sampling.options import bias
+from generate import bias
 
 
 @pytest.mark.parametrize("end, status, line", [

@@ -21,7 +21,7 @@ def load(checkpoint, method="none", *, batch=1, max_seq_len=None, say=lambda lin
     """An `LLM` in one call. options: fields of `Runtime` and `Drafting`."""
     runtime = {k: v for k, v in options.items() if k in Runtime.__dataclass_fields__}
     drafting = Drafting(method, **{k: v for k, v in options.items() if k not in runtime})
-    return LLM(checkpoint, drafting, batch_size=batch, max_seq_len=max_seq_len, say=say, **runtime)
+    return LLM(checkpoint, drafting, batch_size=batch, max_seq_len=max_seq_len, log=say, **runtime)
 
 
 def speculative(models, shape, coupled=True, **options) -> Engine:

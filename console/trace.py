@@ -1,0 +1,63 @@
+"""The trace file of generate.py --trace: every drafted tree and accepted path of one request."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from common.errors import InputError
+from common.files import atomic_path
+from engine.request import Event, Request
+from tree import AnyTree, PathTree, TreeShape, link
+
+
+def check(path: str, sequences: int) -> None:
+    """Raise InputError unless one sequence is decoded and the file can be written."""
+    if sequences != 1:
+        raise InputError("--trace records one sequence: give one prompt and one sample")
+    if os.path.isdir(path) or not os.access(Path(path).resolve().parent, os.W_OK):
+        raise InputError(f"--trace {path}: not a file that can be written")
+
+
+class Trace:
+    """Records every step of one request: the tree that was drafted and the path that was accepted.
+
+    Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the
+    root's is 0), `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for
+    all, `prompt` [P] and `output_ids` [P + new].
+    """
+
+    def __init__(self, prompt: list[int], shape: TreeShape | PathTree | AnyTree):
+        self.shape, self.tensors, self.steps, self.known = shape, {}, 0, list(prompt)
+
+    def watch(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events of a request that is watched, and record each step."""
+        for event in events:
+            if event.draft:
+                parent = torch.tensor([event.draft.parent])
+                depth, ancestors = link(parent, parent.shape[1])
+                step = {
+                    "input_ids": torch.tensor(self.known), "draft_tokens": torch.tensor(event.draft.tokens),
+                    "parent": parent[0], "tree_mask": ancestors[0], "depth": depth[0],
+                    "accepted": torch.tensor(event.draft.path[: len(event.ids)]),
+                }
+                self.tensors |= {f"{self.steps:03d}.{name}": x.contiguous() for name, x in step.items()}
+                self.steps += 1
+            self.known += event.ids
+            yield event
+
+    def save(self, path: str, request: Request) -> None:
+        """Write the safetensors file, under a temporary name first. Raises InputError."""
+        # Passes of a head, as EAGLE counts.
+        meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.window - 2))}
+        if self.shape.width is not None:
+            meta["top_k"] = str(self.shape.width)
+        ends = {"prompt": torch.tensor(request.prompt), "output_ids": torch.tensor(request.tokens)}
+        try:
+            with atomic_path(path) as part:
+                part.write_bytes(save(self.tensors | ends, metadata=meta))
+        except OSError as e:
+            raise InputError(f"--trace {path}: cannot be written ({e})") from None
