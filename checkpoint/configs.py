@@ -11,8 +11,8 @@ from common.errors import InputError
 from common.schema import named
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Contexts from before linear scaling, at most. A longer one of a config that names no original is stretched.
-MOST_BEFORE_SCALING = 8192
+# Linear scaling without an original length: a longer context is taken as scaled already.
+MAX_UNSCALED_LENGTH = 8192
 
 
 def model_fields(path: Path, config: dict) -> dict:
@@ -20,7 +20,7 @@ def model_fields(path: Path, config: dict) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    refuse(path, config, "quantization_config", "mlp_bias")
+    reject(path, config, "quantization_config", "mlp_bias")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
@@ -29,7 +29,7 @@ def model_fields(path: Path, config: dict) -> dict:
     fields = dense_fields(where, config | {"rope_parameters": rope})
     fields["rope_scaling"], longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
     fields["max_seq_len"] = longest
-    special = {  # in few families: other configs are left as they were
+    special = {  # written only where they are set
         "windows": _windows(where, config, fields["num_layers"], longest if local is None else math.inf),
         "local_rope_base": local, "query_scalar": config.get("query_pre_attn_scalar"),
         "activation": ACTIVATIONS[activation] if ACTIVATIONS[activation] != "silu" else None,
@@ -37,7 +37,7 @@ def model_fields(path: Path, config: dict) -> dict:
     return fields | {name: value for name, value in special.items() if value}
 
 
-def refuse(path: Path, config: dict, *keys: str) -> None:
+def reject(path: Path, config: dict, *keys: str) -> None:
     """Raise InputError if one of these keys is set: each stands for something we would compute wrongly."""
     for key in keys:
         if config.get(key):
@@ -45,7 +45,7 @@ def refuse(path: Path, config: dict, *keys: str) -> None:
 
 
 def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]:
-    """Return the field windows; [] if no layer has a window that a text of the length `longest` exceeds."""
+    """Return the sliding window of each layer, 0: none; [] if none is shorter than `longest` tokens."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else 0
     if kinds := config.get("layer_types"):
         if {*kinds} == {"full_attention"}:
@@ -57,12 +57,12 @@ def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]
     else:
         first, period = config.get("max_window_layers", 0), config.get("sliding_window_pattern", layers + 1)
         full = [i < first or (i + 1) % period == 0 for i in range(layers)]
-    seen = [0 if all_of_it else window or 0 for all_of_it in full]
-    return seen if any(0 < n < longest for n in seen) else []
+    windows = [0 if is_full else window or 0 for is_full in full]
+    return windows if any(0 < n < longest for n in windows) else []
 
 
 def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | None]:
-    """(The parameters of layers without a window, the base of those with one if it is another)."""
+    """Return the RoPE parameters of full attention, and the base of sliding attention if it differs."""
     local = config.get("rope_local_base_freq")
     if not any(isinstance(v, dict) for v in rope.values()):
         return rope, local
@@ -74,7 +74,7 @@ def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | 
 
 
 def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
-    """(The field rope_scaling, the longest context after scaling). `rope`: the config's own parameters."""
+    """Return the field rope_scaling and the longest context after scaling. rope: the config's parameters."""
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{path}: partial_rotary_factor is not supported")
     if (kind := rope_type(rope)) == "default":
@@ -85,9 +85,8 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         return _longrope(path, config, scaling, longest), longest
     key = "original_max_position_embeddings"
     given = scaling.get(key, config.get(key))
-    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
-    # instructions).
-    grows = kind == "yarn" or (kind == "linear" and (given is not None or longest <= MOST_BEFORE_SCALING))
+    # With linear scaling and YaRN, max_position_embeddings is often the original length (Vicuna, Qwen2.5).
+    grows = kind == "yarn" or (kind == "linear" and (given is not None or longest <= MAX_UNSCALED_LENGTH))
     original = longest if given is None else given
     if kind in ("linear", "yarn"):
         scaling[key] = original
@@ -101,13 +100,13 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
 
 
 def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:
-    """The field rope_scaling of longrope."""
+    """Return the field rope_scaling of longrope."""
     original = config.get("original_max_position_embeddings") or longest
     original = scaling.get("original_max_position_embeddings", original)
     factor = scaling.get("factor") or longest / original
-    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    default_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "rope_type": "divisors", "divisors": scaling["short_factor"], "long_divisors": scaling["long_factor"],
         "original_max_position_embeddings": original,
-        "attention_factor": scaling.get("attention_factor") or stretched,
+        "attention_factor": scaling.get("attention_factor") or default_factor,
     }

@@ -1,6 +1,6 @@
-"""All families of targets: how their files name tensors and what their configs leave unsaid.
+"""All families of targets: names of their tensors, defaults that their configs omit.
 
-`ROWS` has one entry each. Source: transformers' modelling files. GGUF files come under the same names
+`ROWS` has one entry for each. Source: transformers' modelling files. GGUF files come under the same names
 (`checkpoint.gguf`).
 """
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.configs import model_fields, refuse
+from checkpoint.configs import model_fields, reject
 from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
     DENSE,
@@ -33,7 +33,7 @@ from common.errors import InputError
 from kernels.quantized import MXFP4, Scheme
 from model import ModelArgs
 
-SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # in files with experts in MXFP4
+SCALES = "model.layers.0.mlp.experts.0.down_proj.scale"  # present if experts are in MXFP4
 ATTENTION = {name: sources for name, sources in LAYER.items() if not name.startswith("mlp.")}
 PHI3: NameTable = {  # stacked as ours are
     "wqkv.weight": ["self_attn.qkv_proj.weight"],
@@ -88,24 +88,24 @@ DELTA_STACKS = STACKS | {"w_in.": delta_rows}
 
 
 @dataclass(frozen=True)
-class AnyFamily(Family):
+class ExtendedFamily(Family):
     """A family with more than `checkpoint.dense` reads.
 
-    experts: whether the MLPs are mixtures of experts. only: the values that keys of a config must have if
-    they are there. in_turn: see `_experts_apart`. hybrid: whether most layers are gated delta nets, and files
-    hold tensors that are to be rearranged.
+    experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
+    interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
+    their tensors.
     """
 
     experts: bool = False
-    only: dict = field(default_factory=dict)
-    in_turn: bool = False
+    required: dict = field(default_factory=dict)
+    interleaved: bool = False
     hybrid: bool = False
 
     def fields(self, source: Source) -> dict:
         path, config = source.path, self.config(source)
-        refuse(path, source.config, "attn_logit_softcapping", "final_logit_softcapping",
+        reject(path, source.config, "attn_logit_softcapping", "final_logit_softcapping",
                 "use_bidirectional_attention", *(() if self.fixed.get("biases") else ("attention_bias",)))
-        for key, value in (self.only | ({"decoder_sparse_step": 1} if self.experts else {})).items():
+        for key, value in (self.required | ({"decoder_sparse_step": 1} if self.experts else {})).items():
             if config.get(key, value) != value:
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
         if self.experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
@@ -119,7 +119,7 @@ class AnyFamily(Family):
         fields = model_fields(path, config) | self.fixed | more
         if not self.experts:
             return fields
-        refuse(path, config, "mlp_only_layers", "use_sliding_window")
+        reject(path, config, "mlp_only_layers", "use_sliding_window")
         return {
             "renormalise_experts": bool(config.get("norm_topk_prob")), **fields,
             "num_experts": config.get("num_experts", config.get("num_local_experts", 0)),
@@ -135,12 +135,12 @@ class AnyFamily(Family):
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
-        tensors = _experts_apart(tensors, self.in_turn) if self.experts else dict(tensors)
+        tensors = _split_experts(tensors, self.interleaved) if self.experts else dict(tensors)
         tiled = source.architecture in TILED
         return rearranged(source.path, config, tensors, tiled) if self.hybrid else tensors
 
     def beside(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
-        """Return the MTP layer of a hybrid. If it is of an unknown kind, it is left out with a warning."""
+        """Return the MTP layer of a hybrid. An unknown kind of layer is skipped with a warning."""
         found = self._all_tensors(source, config) if self.hybrid else {}
         if not (mtp := {name: entry for name, entry in found.items() if name.startswith(MTP)}):
             return {}
@@ -159,7 +159,7 @@ class AnyFamily(Family):
 
 
 def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors of a model that sees images too: those for text, named as a text model's."""
+    """Return the text part of a vision-language model, under the names of a text model."""
     def renamed(name: str) -> str:
         name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
         return name.replace("model.lm_head.", "lm_head.")
@@ -168,11 +168,11 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
     return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
 
 
-def _experts_apart(tensors: dict[str, Entry], in_turn: bool) -> dict[str, Entry]:
-    """Take stacks of experts apart, and gate from up.
+def _split_experts(tensors: dict[str, Entry], interleaved: bool) -> dict[str, Entry]:
+    """Split stacked experts into one tensor for each expert, and gate_up into gate and up.
 
-    in_turn: an output of gate and one of up alternate, and matrices of 16 bits are transposed (gpt-oss). In
-    MXFP4 every 32 inputs have 16 bytes in `_blocks`, two values in each, and an exponent in `_scales`.
+    interleaved: rows of gate and up alternate, and 16-bit matrices are transposed (gpt-oss). In MXFP4 every
+    32 inputs have 16 bytes in `_blocks`, two values in each, and an exponent in `_scales`.
     """
     def of_expert(stack: Entry, e: int, rows: slice, transposed: bool) -> Tensor:
         x = stack.read()[e]
@@ -185,10 +185,10 @@ def _experts_apart(tensors: dict[str, Entry], in_turn: bool) -> dict[str, Entry]
             found[name] = stack
             continue
         prefix, kind, leaf = part.groups()
-        (count, *shape), transposed = stack.shape, in_turn and not leaf
+        (count, *shape), transposed = stack.shape, interleaved and not leaf
         shape = shape[::-1] if transposed else [shape[0], math.prod(shape[1:])][: len(shape)]
         half = shape[0] // 2
-        gate_up = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(half), slice(half, None))
+        gate_up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
         kinds = {"down": slice(None)} if kind == "down" else dict(zip(("gate", "up"), gate_up))
         last = leaf if leaf in ("scale", "bias") else "weight"
         for e, (own, rows) in product(range(count), kinds.items()):
@@ -198,10 +198,10 @@ def _experts_apart(tensors: dict[str, Entry], in_turn: bool) -> dict[str, Entry]
     return found
 
 
-# Qwen's windows have a switch, off unless a config says otherwise, and begin at a layer. LLaMA has none.
+# Qwen has a switch for sliding windows, off by default, and a first layer that has one; LLaMA has none.
 NO_WINDOW = {"use_sliding_window": False, "max_window_layers": 28}
 GEMMA3_FIXED = dict.fromkeys(("qk_norm", "zero_centred", "output_norms", "scaled_embedding"), True)
-# Published configs leave out all that transformers' class has by default.
+# Published configs omit whatever is a default of transformers' class.
 GEMMA3_DEFAULTS = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
@@ -232,23 +232,25 @@ HYBRID_DEFAULTS = {
 }
 
 
-def _widened(architecture: str) -> AnyFamily:
-    """Return a family of `checkpoint.dense` with all that configs of it may say."""
+def _extended(architecture: str) -> ExtendedFamily:
+    """Return a family of `checkpoint.dense` that also reads sliding windows and scaled RoPE."""
     one = DENSE[architecture]
-    return AnyFamily(architecture, one.names, one.fixed, one.defaults | NO_WINDOW)
+    return ExtendedFamily(architecture, one.names, one.fixed, one.defaults | NO_WINDOW)
 
 
-def _family(names: NameTable, fixed: dict | None = None, defaults: dict | None = None, **more) -> AnyFamily:
+def _family(
+    names: NameTable, fixed: dict | None = None, defaults: dict | None = None, **more
+) -> ExtendedFamily:
     table = hugging_face(ATTENTION | names)
-    return AnyFamily(more.pop("architecture", ""), table, fixed or {}, defaults or {}, **more)
+    return ExtendedFamily(more.pop("architecture", ""), table, fixed or {}, defaults or {}, **more)
 
 
 DELTA_MIXTURE = _family(
     SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
-    "LlamaForCausalLM llama gguf:llama": _widened("LlamaForCausalLM"),
-    "Qwen2ForCausalLM qwen2 gguf:qwen2": _widened("Qwen2ForCausalLM"),
-    "Qwen3ForCausalLM qwen3 gguf:qwen3": _widened("Qwen3ForCausalLM"),
+    "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
+    "Qwen2ForCausalLM qwen2 gguf:qwen2": _extended("Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM qwen3 gguf:qwen3": _extended("Qwen3ForCausalLM"),
     "MistralForCausalLM mistral": _family(
         LAYER, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "MixtralForCausalLM mixtral": _family(
@@ -269,13 +271,13 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
-        only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, in_turn=True),
+        required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),
 }
 FAMILIES = {
     name: replace(family, architecture=family.architecture or names.split()[0])
     for names, family in ROWS.items() for name in names.split()
 }
-TILED = "gguf:qwen35", "gguf:qwen35moe+experts"  # heads of values are tiled over those of keys there
+TILED = "gguf:qwen35", "gguf:qwen35moe+experts"  # value heads are tiled over key heads there
 
 
 def mtp_names(names: NameTable) -> NameTable:
@@ -288,7 +290,7 @@ def mtp_names(names: NameTable) -> NameTable:
     }
 
 
-def family_of(path: Path, name: str | None) -> AnyFamily:
+def family_of(path: Path, name: str | None) -> ExtendedFamily:
     """Return the entry of `FAMILIES` of this name. path: the source, for the InputError if there is none."""
     if name not in FAMILIES:
         raise InputError(f"{path}: unknown architecture {name!r} (known: {', '.join(FAMILIES)})")

@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and later in files of others: their configs, and the tensors that ours are made of.
+"""Configs and tensors of Qwen3-Next, Qwen3.5 and later, as published: gated delta nets and gated attention.
 
 Sources: transformers' modelling files, llama.cpp's conversion/qwen.py.
 """
@@ -27,9 +27,9 @@ READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_ro
 
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
-    """Return (the config without what is read here, fields of ModelArgs).
+    """Return the config without the keys read here, and fields of ModelArgs.
 
-    Raises InputError on values that we would not compute.
+    Raises InputError on values that are not supported.
     """
     for key, expected in EXPECTED.items():
         if config.get(key) not in (None, *expected):
@@ -45,31 +45,31 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
     fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    for key in ("mrope_section", "mrope_interleaved"):  # of text all positions are the same
+    for key in ("mrope_section", "mrope_interleaved"):  # equal positions for text
         rope.pop(key, None)
     if rope.get("rope_type", rope.get("type", "default")) == "yarn":
-        raise InputError(f"{path}: yarn for heads of which a part turns is not supported")
+        raise InputError(f"{path}: YaRN with partial rotary embedding is not supported")
     head_dim = config.get("head_dim") or 0
     fields["rotary_dim"] = int(head_dim * share) if share != 1 else 0
     rest = {k: v for k, v in config.items() if k not in READ and k != "rope_scaling"}
     return rest | {"rope_parameters": rope}, fields
 
 
-def turning_first(head_dim: int, rotary: int) -> Tensor:
-    """Return the order of a head's numbers that puts pairs that turn at (j, j + hd/2), from the first on.
+def rotary_first(head_dim: int, rotary: int) -> Tensor:
+    """Return the order of a head's channels that puts rotary pairs at (j, j + hd/2), from j = 0.
 
-    In files the first `rotary` numbers turn, pairs (j, j + rotary/2).
+    In files the first `rotary` channels are rotary, in pairs (j, j + rotary/2).
     """
     rest = torch.arange(rotary, head_dim).chunk(2)
-    turning = torch.arange(rotary).chunk(2)
-    return torch.cat((turning[0], rest[0], turning[1], rest[1]))
+    pairs = torch.arange(rotary).chunk(2)
+    return torch.cat((pairs[0], rest[0], pairs[1], rest[1]))
 
 
 def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool) -> dict[str, Entry]:
-    """Return the tensors of a model under the names of Qwen3.5, with q and its gate apart, as `_orders` says.
+    """Return the tensors of a model under the names of Qwen3.5, with q split from its gate; see `_orders`.
 
-    path: for errors. fields: of ModelArgs. tiled: heads of values lie in groups with one for every head of
-    keys. Raises InputError if a tensor has other rows than the fields say.
+    path: for errors. fields: of ModelArgs. tiled: value heads are tiled over key heads (GGUF).
+    Raises InputError if a tensor has another number of rows.
     """
     orders, found = _orders(path, fields, tiled), {}
     for name, entry in tensors.items():
@@ -90,34 +90,34 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
 
 
 def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor]]:
-    """Return the rows of a file's tensor that each of ours has, in order: its name -> {our name: rows}."""
+    """Return for each source tensor which of its rows go where: source name -> {our name: row indices}."""
     size, rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
     keys, values = fields["delta_key_heads"], fields["delta_heads"]
     key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
     if not keys or values % keys:
-        raise InputError(f"{path}: {values} heads of values are no multiple of {keys} of keys")
+        raise InputError(f"{path}: {values} value heads are no multiple of {keys} key heads")
 
     def each(heads: int, rows: int, order: Tensor) -> Tensor:
-        """These rows of each of many heads."""
+        """Repeat row indices of one head for all heads."""
         return (torch.arange(heads)[:, None] * rows + order).flatten()
 
-    turning, straight = turning_first(size, rotary), torch.arange(size)
-    # A head of keys and its heads of values follow one another.
+    rotary_order, straight = rotary_first(size, rotary), torch.arange(size)
+    # Files interleave each key head with its value heads.
     sizes = key_dim, key_dim, values // keys * value_dim, values // keys * value_dim
     q, k, v, z = (each(keys, sum(sizes), rows) for rows in torch.arange(sum(sizes)).split(sizes))
     b, a = (each(keys, 2 * values // keys, rows) for rows in torch.arange(2 * values // keys).chunk(2))
     orders = {
-        "self_attn.q_proj.weight": {"q_proj.weight": each(fields["num_heads"], 2 * size, turning),
+        "self_attn.q_proj.weight": {"q_proj.weight": each(fields["num_heads"], 2 * size, rotary_order),
                                     "gate_proj.weight": each(fields["num_heads"], 2 * size, size + straight)},
-        "self_attn.k_proj.weight": {"k_proj.weight": each(fields["num_kv_heads"], size, turning)},
-        **{f"self_attn.{x}_norm.weight": {f"{x}_norm.weight": turning} for x in "qk"},
+        "self_attn.k_proj.weight": {"k_proj.weight": each(fields["num_kv_heads"], size, rotary_order)},
+        **{f"self_attn.{x}_norm.weight": {f"{x}_norm.weight": rotary_order} for x in "qk"},
         "linear_attn.in_proj_qkvz.weight": {
             "in_proj_qkv.weight": torch.cat((q, k, v)), "in_proj_z.weight": z},
         "linear_attn.in_proj_ba.weight": {"in_proj_b.weight": b, "in_proj_a.weight": a},
     }
     if not tiled:
         return orders
-    # Heads of values go back beside the head of keys that they use.
+    # Move each value head next to its key head.
     heads = torch.arange(values).view(-1, keys).T.flatten()
     rows = (heads[:, None] * value_dim + torch.arange(value_dim)).flatten()
     both = torch.cat((torch.arange(2 * keys * key_dim), 2 * keys * key_dim + rows))
