@@ -42,7 +42,6 @@ from common.errors import InputError, library_errors
 from common.files import staging
 from common.schema import named
 from model import ModelArgs
-from tokens.convert import find_template
 from tokens.files import ENCODERS, MERGES
 from tokens.tokenizer import Tokenizer
 
@@ -61,7 +60,7 @@ def convert(
     `extensions.HEADS`. target: the converted folder of the model that a head belongs to; needed for
     a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is what most
     of the source's numbers are stored in, bf16 if quantized. options: for a head, what its files leave open.
-    template: for a target without chat template, the one to add; see `templates.find_template`. force:
+    template: for a target without chat template, the one to add; see `tokens.convert: find_template`. force:
     replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
     allow_nonfinite: accept nan and infinite weights, with a warning.
 
@@ -69,31 +68,26 @@ def convert(
     """
     source = open_source(resolve_source(checkpoint))
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
-    known = layout_of(source)
-    kind = known
-    if known is None:
+    kind = layout = layout_of(source)
+    if layout is None:
         kind, source = extensions.load(extensions.HEAD_LAYOUTS).identify(source, bool(target))
     if (kind == "target") == bool(target):
         what = "no draft head, which alone has a" if target else "a draft head, which needs --target, its"
         raise InputError(f"{source.path}: is {what} converted target")
     if target:
         out = Path(out or Path(target) / kind)
-        parts = {"": plan_head(source, Path(target), cast_to, options)}
+        parts = {"": plan_head(source, layout, Path(target), cast_to, options)}
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
     name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)
-    added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
     with staging(out) as folder:
-        tokenizer = Tokenizer.load(folder) if not target and source.tokenizer(folder, added=added) else None
-        if tokenizer:
-            ends = unique_ids(config["stop_ids"], tokenizer.stop_ids)
-            config["stop_ids"] = [i for i in ends if i < config["vocab_size"]]
-        if tokenizer and added and (template != "auto" or not tokenizer.has_template):
-            (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
-            (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
+        if not target:
+            tokenizer = source.tokenizer and _write_tokenizer(source, folder, template, checkpoint)
+            stop_ids = unique_ids(config["stop_ids"], tokenizer.stop_ids if tokenizer else None)
+            config["stop_ids"] = [i for i in stop_ids if i < config["vocab_size"]]
         for part, (fields, tensors) in parts.items():
             fields = {"format": FORMAT, "name": name, "source": origin(checkpoint)} | fields
             fill(folder / part, fields, tensors, quiet=quiet, allow_nonfinite=allow_nonfinite,
@@ -103,6 +97,21 @@ def convert(
     if not quiet:
         print(f"wrote {out}: {config['kind']}, {sum(t.nbytes for t in plan):,} bytes of weights")
     return out
+
+
+def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: str | Path) -> Tokenizer | None:
+    """Write the tokenizer files of a target, and a chat template if one is asked for or missing."""
+    from tokens.convert import find_template
+
+    names = _name(checkpoint), str(checkpoint), str(source.config.get("_name_or_path", ""))
+    added = find_template(template, *names)
+    if not source.tokenizer(folder, added=added):
+        return None
+    tokenizer = Tokenizer.load(folder)
+    if added and (template != "auto" or not tokenizer.has_template):
+        (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+        (folder / "tool_use.jinja").unlink(missing_ok=True)  # the added template serves tools, too
+    return tokenizer
 
 
 def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
@@ -125,10 +134,10 @@ def default_folder(checkpoint: str | Path) -> Path:
 def converted_folder(
     checkpoint: str | Path, log: Callable[[str], None], target: str | Path | None = None
 ) -> str:
-    """Return the converted folder of any checkpoint: itself, or checkpoints/NAME, of a head TARGET/NAME.
+    """Return the converted folder of any checkpoint: itself, checkpoints/NAME, or TARGET/NAME for a head.
 
-    The latter is written now if it is missing or older than the checkpoint. target: the converted folder of
-    the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
+    It is converted now if that folder is missing or older than the checkpoint. target: the converted folder
+    of the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
     converted there, and in one of several processes, which would all write one folder.
     """
     checkpoint = str(checkpoint)
@@ -198,20 +207,19 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
 
 
 def plan_head(
-    source: Source, target: Path, dtype: torch.dtype | None, options: HeadOptions
+    source: Source, layout: str | None, target: Path, dtype: torch.dtype | None, options: HeadOptions
 ) -> tuple[dict, list[Planned]]:
     """Return the config of a converted head of the converted target `target`, and its tensors.
 
-    dtype: as for `plan_target`. Raises InputError on a config or a tensor that does not fit, and if the head
-    does not fit the target.
+    layout: of `layout_of`. dtype: as for `plan_target`. Raises InputError on a config or a tensor that does
+    not fit, and if the head does not fit the target.
     """
     path, target_args = source.path, check_config(read_config(target, "target"))
-    kind = layout_of(source)
-    if kind and options == HeadOptions():
-        layout = read_eagle(source, kind, target_args)
+    if layout and options == HeadOptions():
+        head = read_eagle(source, layout, target_args)
     else:
-        layout = extensions.load(extensions.HEAD_LAYOUTS).read_layout(source, target_args, options)
-    config, tensors = dict(layout.config), dict(layout.tensors)
+        head = extensions.load(extensions.HEAD_LAYOUTS).read_layout(source, target_args, options)
+    config, tensors = dict(head.config), dict(head.tensors)
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     config["own_embedding"] = embed is not None and not _is_targets(embed, target, "embed.weight")
     if embed is not None and not config["own_embedding"]:
@@ -225,10 +233,10 @@ def plan_head(
     check_head_fits(_args(source, config), target_args, str(path))
     maps = {name: tensors.pop(name) for name in VOCABULARY_MAPS if name in tensors}
     ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
-    for name, sources in layout.names.items():
+    for name, sources in head.names.items():
         if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
             tensors |= {s: tensors[s].changed(lambda x: x[order]) for s in sources if s in tensors}
-    return config, [planned_ids(ids), *plan_tensors(source, config, layout.names, tensors, dtype)]
+    return config, [planned_ids(ids), *plan_tensors(source, config, head.names, tensors, dtype)]
 
 
 def planned_ids(ids: Tensor) -> Planned:

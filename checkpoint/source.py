@@ -24,8 +24,7 @@ from checkpoint.weights import STORED_DTYPES, listed, opened
 from common.errors import InputError, library_errors
 from common.files import check_file, read_json
 from extensions import SOURCE_FILES
-from tokens.convert import copy_files
-from tokens.files import TOKENIZER_FILES
+from tokens.files import TOKENIZER_FILES, encoder_of
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
@@ -59,8 +58,8 @@ class Source:
     tensors: dict[str, Entry]
     stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
-    # Write the tokenizer files into a folder; False if there are none. added: a chat template to come.
-    tokenizer: Callable[[Path, str | None], bool]
+    # Write the tokenizer files into a folder; False if there are none. added: the chat template to add.
+    tokenizer: Callable[[Path, str | None], bool] | None
 
 
 def unique_ids(*groups: int | list[int] | None) -> list[int]:
@@ -146,7 +145,13 @@ def _open_folder(path: Path) -> Source:
     return Source(
         path, (config.get("architectures") or [config.get("model_type")])[0], config, tensors,
         stop_ids=unique_ids(stop_ids), bos_id=next(iter(unique_ids(bos_id)), None),
-        tokenizer=lambda folder, added: copy_files(path, folder))
+        tokenizer=partial(_copy_tokenizer, path) if encoder_of(path) else None)
+
+
+def _copy_tokenizer(source: Path, folder: Path, added: str | None) -> bool:
+    from tokens.convert import copy_files
+
+    return copy_files(source, folder)
 
 
 def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
