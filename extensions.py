@@ -44,6 +44,15 @@ FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 ACTIVATIONS = {
     "gelu_tanh": "families.activations:gelu_tanh", "clamped_swiglu": "families.activations:clamped_swiglu",
 }
+# Tokenizer files beside tokenizer.json: the function that reads one.
+TOKENIZER_FILES = {
+    "tokenizer.model": "tokens.sentencepiece_backend:SentencePieceBackend",
+    "vocab.json": "tokens.convert:open_vocab",
+}
+CHAT_TEMPLATES, STOP_TEXTS = "tokens.templates", "tokens.stops"
+# What options of `generate.py` need: --interactive, --trace, JSON or several prompts, .jsonl, --json-schema.
+INTERACTIVE, TRACE, OUTPUT = "console.chat", "console.trace", "console.output"
+PROMPT_ROWS, JSON_SCHEMA = "tokens.dataset", "tokens.grammar"
 
 
 def load(entry: str) -> Any:

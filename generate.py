@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from importlib import import_module
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
@@ -18,19 +17,11 @@ from common.cli import Options, command, note, positive, seed, several, within
 from common.errors import InputError
 from common.files import read_text
 from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
+from extensions import INTERACTIVE, JSON_SCHEMA, OUTPUT, PROMPT_ROWS, TRACE, load
 from sampling.options import Sampling
 
 Prompts = list[str | list[int]]
-EXTENSIONS = {  # what only some options need
-    "chat": "console.chat", "trace": "console.trace", "output": "console.output", "jsonl": "tokens.dataset",
-    "schema": "tokens.grammar",
-}
 DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
-
-
-def extension(name: str):
-    """Import the module of an entry of `EXTENSIONS`."""
-    return import_module(EXTENSIONS[name])
 
 
 def parser() -> Options:
@@ -155,13 +146,13 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """Return a prompt and its sampling for each output. Raises InputError or ValueError."""
     prompts: Prompts = [text_of("-") if text == "-" else text for text in o.prompt] + o.prompt_ids
     for path in o.prompt_file:
-        prompts += extension("jsonl").read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
+        prompts += load(PROMPT_ROWS).read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
     if "" in prompts:
         raise InputError("a prompt is empty (--prompt, --prompt-file or standard input); give a text")
     if o.trace:
-        extension("trace").check(o.trace, len(prompts) * o.num_samples)
+        load(TRACE).check(o.trace, len(prompts) * o.num_samples)
     if o.json_schema or o.json_object:
-        o.json_schema = extension("schema").read_schema(o.json_schema)
+        o.json_schema = load(JSON_SCHEMA).read_schema(o.json_schema)
     sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
@@ -193,9 +184,9 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         note(line)
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
-        return extension("chat").chat(engine, samplings[0], o.system, o.stats, show)
+        return load(INTERACTIVE).chat(engine, samplings[0], o.system, o.stats, show)
     if len(ids) > 1 or o.json or o.compare or o.stats or o.trace:
-        return extension("output").answer(o, llm, prompts, ids, samplings, show)
+        return load(OUTPUT).answer(o, llm, prompts, ids, samplings, show)
     return answer(engine, ids[0], samplings[0])
 
 

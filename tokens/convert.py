@@ -42,12 +42,12 @@ def find_template(choice: str, *names: str) -> str | None:
     return TEMPLATES[choice] if choice in TEMPLATES else read_text(choice, what="--template")
 
 
-def open_backend(path: Path, settings: dict) -> JsonBackend:
+def open_vocab(path: Path, settings: dict) -> JsonBackend:
     """Read a vocab.json and the merges.txt beside it."""
-    return JsonBackend(path, settings, _open_vocab(path, settings))
+    return JsonBackend(path, settings, _vocab_model(path, settings))
 
 
-def _open_vocab(path: Path, settings: dict) -> tokenizers.Tokenizer:
+def _vocab_model(path: Path, settings: dict) -> tokenizers.Tokenizer:
     """Return the tokenizer of a vocab.json and the merges.txt beside it.
 
     They do not say how a text is cut into words: the class of the tokenizer does, or the model's type.
@@ -77,7 +77,7 @@ def copy_files(source: Path, target: Path) -> bool:
         if files.has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)
     if (encoder := source / files.encoder_of(source)).name == "vocab.json":
-        _open_vocab(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
+        _vocab_model(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
         config = target / "tokenizer_config.json"
         config.write_text(json.dumps(files.DEFAULTS | (read_json(config) if config.exists() else {})))
     return True

@@ -68,6 +68,3 @@ class SentencePieceBackend:
             return b""
         piece = self._model.id_to_piece(i)
         return piece_bytes(piece, self._model.is_byte(i))
-
-
-open_backend = SentencePieceBackend

@@ -11,36 +11,25 @@ nothing is decoded twice.
 from __future__ import annotations
 
 import codecs
-import importlib
 import os
 import re
 import secrets
 from collections.abc import Collection, Iterable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken
 
 from common.errors import InputError, library_errors
+from extensions import CHAT_TEMPLATES, STOP_TEXTS, TOKENIZER_FILES, load
 from tokens import files
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Modules that are imported when they are needed. Those of encoder files have `open_backend(path, settings)`.
-EXTENSIONS = {
-    "tokenizer.model": "tokens.sentencepiece_backend", "vocab.json": "tokens.convert",
-    "chat": "tokens.templates", "stops": "tokens.stops",
-}
 VISIBLE = bytes(range(33, 127))
-
-
-def extension(name: str) -> ModuleType:
-    """Import the module of an entry of `EXTENSIONS`."""
-    return importlib.import_module(EXTENSIONS[name])
 
 
 class TooLong(InputError, ValueError):
@@ -142,7 +131,7 @@ class Tokenizer:
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             settings = files.tokenizer_settings(folder)
             with library_errors(f"{self._file}: cannot be read as a tokenizer"):
-                open_backend = extension(encoder).open_backend if encoder in EXTENSIONS else JsonBackend
+                open_backend = load(TOKENIZER_FILES[encoder]) if encoder in TOKENIZER_FILES else JsonBackend
                 self._backend = backend = open_backend(self._file, settings)
             self._templates = files.read_templates(folder, settings)
             self.special_tokens_map = backend.special_tokens_map | files.special_tokens_map(settings)
@@ -204,7 +193,7 @@ class Tokenizer:
         variables becomes a control token. at_most: see `encode`. Raises InputError if there is no template,
         it refuses the messages, or a content is no text.
         """
-        (hidden, more), originals = self._mask.hide((extension("chat").ready(messages), variables))
+        (hidden, more), originals = self._mask.hide((load(CHAT_TEMPLATES).ready(messages), variables))
         rendered = self.render(hidden, **more)
         self._check_size(rendered, at_most)
         parts = self._cut(rendered, parse_special=True)
@@ -215,11 +204,11 @@ class Tokenizer:
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         template = self._templates[bool(variables.get("tools"))]
-        return extension("chat").render_template(template, messages, self.special_tokens_map | variables)
+        return load(CHAT_TEMPLATES).render_template(template, messages, self.special_tokens_map | variables)
 
     @cached_property
     def _mask(self):
-        return extension("chat").ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
+        return load(CHAT_TEMPLATES).ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def _encode_parts(self, parts: list[str | int]) -> list[int]:
         with library_errors(f"{self._file}: cannot encode this text"):
@@ -273,7 +262,7 @@ class Tokenizer:
     def output(self, stops: tuple[str, ...], shown: Collection[int] = (), continues: bool = False):
         """Return a `TextStream`, or the `tokens.stops.StopStream` of an output that stop texts may end."""
         stream = self.stream(shown, continues)
-        return extension("stops").StopStream(stream, stops) if stops else stream
+        return load(STOP_TEXTS).StopStream(stream, stops) if stops else stream
 
     def spelled(self, i: int) -> bytes:
         """Return the bytes of an id; of a control token, its name."""
