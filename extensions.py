@@ -25,8 +25,8 @@ TARGETS = {
 # The network of each kind of draft head; the kind is the name of its folder in the target's.
 HEADS = {
     "eagle": "head:Eagle1Head", "eagle3": "head:Eagle3Head",
-    "p-eagle": "networks.p_eagle:PEagleHead", "medusa": "networks.medusa:MedusaHeads",
-    "hydra": "networks.medusa:HydraHeads", "dflash": "networks.block:BlockHead",
+    "p-eagle": "networks.p_eagle:PEagleHead", "medusa": "drafters.medusa:MedusaHeads",
+    "hydra": "drafters.medusa:HydraHeads", "dflash": "networks.block:BlockHead",
     "dspark": "networks.block:DSparkHead", "mtp": "networks.mtp:MtpHead",
 }
 # Fields of a kind's config that the class in `HEADS` has not: the class that has them.

@@ -11,7 +11,8 @@
    --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
    2607.05147). With --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). After every epoch the
    real decoder drafts for held-out prompts.
-3. Export. OUT is a Hugging Face folder with a model card, which convert_checkpoint.py, SGLang and vLLM read.
+3. Result. OUT is a converted head with a model card: name it with --draft. `python -m checkpoint.export`
+   writes EAGLE heads for SGLang, vLLM and llama.cpp.
 
 Every step goes on where it stopped, also after a kill. The number of processes does not change the gradients.
 """

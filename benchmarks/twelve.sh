@@ -16,7 +16,7 @@ done
 $NEW --kind p-eagle --markov-rank 32 --out runs/p-eagle
 $TRAIN --kind eagle --out runs/eagle
 for kind in eagle3 dspark dflash p-eagle eagle; do
-    python convert_checkpoint.py --checkpoint runs/$kind --target $C --out $COPY/$kind --force
+    cp -r runs/$kind $COPY
 done
 python -m drafters.ngram --checkpoint $C --out runs/tokens.bin "$1"/*.jsonl
 echo '[[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [0, 0, 0], [0, 0, 0, 0]]' > runs/tree12.json

@@ -19,11 +19,10 @@ from checkpoint.dense import (
     layer_flags,
     with_prefix,
 )
-from checkpoint.layouts import MARKOV, Published
+from checkpoint.layouts import MARKOV
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
-from networks.block import BlockHead
 
 BLOCK: NameTable = {
     "embed.weight": ["embed_tokens.weight"],
@@ -73,39 +72,3 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs, options: HeadOpt
                          " --aux-layers")
     layouts.refuse_last(source.path, f"{key} {ids}", inputs, target)
     return inputs
-
-
-def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Published:
-    """Write a DFlash or DSpark head as its authors publish it ("sglang"), or as speculators does.
-
-    The authors' layout has the target's vocabulary, and DSpark's copies of its embedding and lm_head.
-    """
-    a, dspark = head.args, kind == "dspark"
-    tensors, small = layouts.publish(head, BLOCK), a.draft_vocab_size < a.vocab_size
-    if small:
-        tensors |= layouts.vocabulary_map(head)
-    if layout == "speculators":
-        return layouts.write_speculators(head, kind, {
-            "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
-            "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
-            **({"causal": True} if a.causal else {}),
-            **({"sliding_window_non_causal": False} if a.windows else {}),
-            **(layouts.write_markov(a) if dspark else {}),
-        }, target), tensors
-    if small:
-        raise InputError(f"the published layout has the target's vocabulary, this head {a.draft_vocab_size}"
-                         f" ids of {a.vocab_size}; write --layout speculators")
-    nested = {"mask_token_id": a.mask_id, "target_layer_ids": [i - 1 for i in a.aux_layers]}
-    nested |= {"causal": True} if a.causal else {}
-    config = {**layouts.llama_config(head), "model_type": "qwen3", "block_size": a.block}
-    if not dspark:
-        nested |= {"sample_from_anchor": True} if a.from_anchor else {}
-        return config | {"dflash_config": nested}, tensors
-    lent = {"embed_tokens.weight": head.embed.weight, "lm_head.weight": head.lm_head.weight}
-    for name in lent.keys() - tensors.keys():
-        if not lent[name].is_floating_point():
-            raise InputError(f"the published layout holds the target's {name.partition('.')[0]}, and this"
-                             " target is quantised; name the target before quantisation")
-        tensors[name] = lent[name].clone()  # of a tied target both are one tensor
-    config |= nested | layouts.write_markov(a) | {"sample_from_anchor": a.from_anchor}
-    return config, tensors

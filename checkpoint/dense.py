@@ -30,7 +30,7 @@ LAYER: NameTable = {
     "mlp.w_down.weight": ["mlp.down_proj.weight"],
 }
 # Fields of ModelArgs: Hugging Face's keys, and what an absent one means (None: the key is needed, or follows
-# from others). Read by `dense_fields`, written by `checkpoint.layouts: llama_config`.
+# from others). Read by `dense_fields`, written by `checkpoint.export: llama_config`.
 KEYS = {
     "vocab_size": ("vocab_size", None), "hidden_size": ("hidden_size", None),
     "intermediate_size": ("intermediate_size", None), "num_layers": ("num_hidden_layers", None),

@@ -25,11 +25,10 @@ from checkpoint.dense import (
     with_head_dim,
     with_prefix,
 )
-from checkpoint.layouts import MARKOV, Published
+from checkpoint.layouts import MARKOV
 from checkpoint.source import Entry, Source
 from common.errors import InputError
-from extensions import HEAD_OPTIONS
-from head import Eagle1Head, Eagle3Head, HeadArgs, eagle3_aux_layers
+from head import eagle3_aux_layers
 from model import ModelArgs
 
 FIRST = "layers.0."  # prefix of the first layer, but for `MIDLAYER` in SafeAILab's and SGLang's files
@@ -192,53 +191,3 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
     raise InputError(f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers? say --aux-layers"
                      f" {inputs} if inputs, {outputs} if outputs")
-
-
-def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
-    """Write an EAGLE-1 head as SafeAILab does."""
-    flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
-    return layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1)
-
-
-def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
-    """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
-    a, parallel = head.args, kind == "p-eagle"
-    speculators = layout == "speculators"
-    options = {name: getattr(a, name, "") for name in HEAD_OPTIONS["eagle3"]}
-    for flag in ("norm_before_residual", "recycle_normed"):
-        if options[flag] and not speculators:
-            raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
-    first, norm = (FIRST, options["feature_norm"]) if speculators else (FIRST if parallel else MIDLAYER, "")
-    tensors = layouts.publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
-    if parallel:
-        tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
-    tensors |= layouts.vocabulary_map(head)
-    if speculators:
-        return layouts.write_speculators(head, kind, {
-            "norm_before_residual": bool(options["norm_before_residual"]),
-            "norm_before_fc": options["feature_norm"] == "all", "fc_norm": options["feature_norm"] == "each",
-            "norm_output": bool(options["recycle_normed"]), "embed_requires_grad": a.own_embedding,
-            AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
-        }, target), tensors
-    config = {
-        **layouts.llama_config(head),
-        **(_write_p_eagle(a) if parallel else {}),
-        "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size,
-        # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
-        "eagle_config": {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
-        **_unusual_layers(a),
-    }
-    return config, tensors
-
-
-def _write_p_eagle(a: HeadArgs) -> dict:
-    mask = {"mask_token_id": a.mask_id, "ptd_token_id": a.mask_id, "num_draft_steps": a.drafts}
-    return mask | (layouts.write_markov(a) if a.markov_rank or a.confidence else {})
-
-
-def _unusual_layers(a: HeadArgs) -> dict:
-    """Return the layers that a head reads under DeepSpec's key, if the usual key alone would be misread.
-
-    The first id of the usual one tells whether it counts inputs or outputs, as if all heads began at layer 2.
-    """
-    return {} if a.aux_layers[0] == 2 else {"target_layer_ids": [i - 1 for i in a.aux_layers]}

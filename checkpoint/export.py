@@ -1,35 +1,147 @@
-"""Write a draft head of ours as a Hugging Face folder that other programs read.
+"""Write an EAGLE head of ours as a Hugging Face folder that other programs read.
 
     python -m checkpoint.export --head checkpoints/mine/eagle3 --checkpoint checkpoints/mine --out DIR
 
---layout sglang (default) writes
-    EAGLE-3 and EAGLE-1 heads as the EAGLE repository publishes them. SGLang reads both. vLLM reads EAGLE-3,
-    and EAGLE-1 if `architectures` in config.json is changed to LlamaForCausalLM;
-    P-EAGLE heads as vLLM reads them, with a Markov head in a layout of our own;
-    Medusa heads as vLLM reads them; Hydra, DFlash and DSpark heads as their authors publish them.
---layout speculators writes EAGLE-3, P-EAGLE, DFlash and DSpark heads as the speculators library does. vLLM
-reads them.
+--layout sglang (default)  as the EAGLE repository publishes them. SGLang reads EAGLE-1 and EAGLE-3, vLLM
+                           EAGLE-3, and EAGLE-1 if `architectures` in config.json is changed to
+                           LlamaForCausalLM.
+--layout speculators       EAGLE-3 as the speculators library writes it. vLLM and llama.cpp read it.
 """
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
-from checkpoint.folder import WEIGHTS, check_exact, is_converted, read_config
-from checkpoint.heads import LAYOUTS, export
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from checkpoint.configs import ACTIVATIONS
+from checkpoint.dense import EAGLE1, KEYS, MIDLAYER, NameTable, parts_of
+from checkpoint.eagle_layouts import AUX_KEY, FIRST, eagle3_names
+from checkpoint.folder import CONFIG, WEIGHTS, check_exact, is_converted, read_config
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, command
 from common.errors import InputError
-from common.files import check_replaceable
+from common.files import check_replaceable, staging
+from extensions import HEAD_OPTIONS
+from head import Head
+
+# Names of the class in config.json, by kind and layout.
+ARCHITECTURES = {
+    "eagle": {"sglang": "LlamaForCausalLMEagle"},
+    "eagle3": {"sglang": "LlamaForCausalLMEagle3", "speculators": "Eagle3Speculator"},
+}
+Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it: its config.json and tensors
+
+
+def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
+    """Return a head's own weights under published names. Raises InputError on weights without one."""
+    tensors = {}
+    for name, tensor in head.own_state().items():
+        if name == "draft_ids":
+            continue
+        try:
+            parts = parts_of(names, head.args, name, tuple(tensor.shape))
+        except KeyError:
+            raise InputError(f"weights {name} of this head have no place in a layout written here") from None
+        rows = [shape[0] for shape in parts.values()]
+        tensors |= dict(zip(parts, tensor.split(rows)))
+    return tensors
+
+
+def llama_config(head: Head) -> dict:
+    """Return the shape of a head's layers as transformers names it."""
+    a = head.args
+    shape = {key: getattr(a, name) for name, (key, _) in KEYS.items()}
+    shape["hidden_act"] = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == a.activation)
+    if a.windows:
+        kinds = ["sliding_attention" if window else "full_attention" for window in a.windows]
+        shape |= {"use_sliding_window": True, "sliding_window": max(a.windows), "layer_types": kinds}
+    if a.draft_window:
+        shape["draft_window"] = a.draft_window
+    return {"model_type": "llama", **shape, "torch_dtype": "bfloat16"}
+
+
+def write_eagle1(head: Head) -> Published:
+    """Write an EAGLE-1 head as SafeAILab does."""
+    flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
+    return llama_config(head) | flags, publish(head, EAGLE1)
+
+
+def write_eagle3(head: Head, layout: str, target: dict) -> Published:
+    """Write an EAGLE-3 head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
+    a, speculators = head.args, layout == "speculators"
+    options = {name: getattr(a, name, "") for name in HEAD_OPTIONS["eagle3"]}  # of EAGLE-3.1
+    for flag in ("norm_before_residual", "recycle_normed"):
+        if options[flag] and not speculators:
+            raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
+    first, norm = (FIRST, options["feature_norm"]) if speculators else (MIDLAYER, "")
+    tensors = publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
+    # Target id = draft id + d2t[draft id]; t2d marks the target ids that are drafted.
+    ids = head.draft_ids.cpu()
+    marked = torch.zeros(a.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
+    config = {"draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size}
+    if a.aux_layers[0] != 2:
+        # The first id under the usual key tells readers whether it counts inputs or outputs, as if all heads
+        # started at layer 2. DeepSpec's key always counts outputs.
+        config["target_layer_ids"] = [i - 1 for i in a.aux_layers]
+    if speculators:
+        return config | _speculators_config(head, options, target), tensors
+    # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
+    nested = {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True}
+    return {**llama_config(head), **config, "eagle_config": nested}, tensors
+
+
+def _speculators_config(head: Head, options: dict, target: dict) -> dict:
+    """Return the keys of the speculators library. options: of EAGLE-3.1. target: its config.json."""
+    a = head.args
+    # Targets converted before 2026-11-28 do not say their architecture.
+    classes = [target["architecture"]] if "architecture" in target else []
+    proposal = {
+        "proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0, "speculative_tokens": 5,
+    }
+    return {
+        "speculators_model_type": "eagle3", "norm_before_residual": bool(options["norm_before_residual"]),
+        "norm_before_fc": options["feature_norm"] == "all", "fc_norm": options["feature_norm"] == "each",
+        "norm_output": bool(options["recycle_normed"]), "embed_requires_grad": a.own_embedding,
+        AUX_KEY: list(a.aux_layers), "transformer_layer_config": llama_config(head),
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.get("name"), "architectures": classes},
+        },
+        "torch_dtype": "bfloat16",
+    }
+
+
+def export(head: Head, kind: str, folder: str | Path, layout: str, target: dict) -> None:
+    """Write a head of a kind as config.json and model.safetensors in bfloat16, without the target's weights.
+
+    Both files are replaced at once; other files of the folder stay. target: the target's config.json. Raises
+    InputError if the layout cannot hold this head, or if there is no space or no permission.
+    """
+    if layout not in ARCHITECTURES.get(kind, {}):
+        raise InputError(f"the {layout} layout has no place for {kind} heads; EAGLE-3 heads have both"
+                         " layouts, EAGLE-1 heads sglang")
+    config, tensors = write_eagle1(head) if kind == "eagle" else write_eagle3(head, layout, target)
+    config = {"architectures": [ARCHITECTURES[kind][layout]], **config}
+    for name, t in tensors.items():
+        tensors[name] = t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
+    with staging(Path(folder), kept=lambda old: True) as made:
+        # Not save_file, which makes a file that only its owner can read.
+        (made / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (made / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
 def parser() -> Options:
-    """The options of the command line."""
+    """Declare the options of the command line."""
     p = Options(__doc__, prog="python -m checkpoint.export")
     add = p.add_argument
-    add("--head", required=True, help="converted head")
+    add("--head", required=True, help="converted EAGLE-1 or EAGLE-3 head")
     p.add_checkpoint("the converted target it belongs to")
-    add("--layout", choices=LAYOUTS, default="sglang")
+    add("--layout", choices=("sglang", "speculators"), default="sglang")
     add("--out", required=True)
     add("--force", action="store_true", help="replace the weights of an existing folder")
     p.refuse(lambda o: (Path(o.out).resolve() / WEIGHTS).exists() and not o.force,
@@ -47,7 +159,8 @@ def run(o) -> None:
         raise InputError(f"--head {o.head}: holds a target, no draft head")
     check_exact(o.head, head)
     target, target_config = load_model(o.checkpoint)
-    print(f"wrote {export(load_head(o.head, target), o.out, o.layout, target_config)}")
+    export(load_head(o.head, target), head["kind"], o.out, o.layout, target_config)
+    print(f"wrote {o.out}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,65 +1,171 @@
-"""Drafting with Medusa (Cai et al., arXiv 2401.10774) and Hydra heads (Ankner et al., arXiv 2402.05109).
+"""Medusa (Cai et al., arXiv 2401.10774) and Hydra (Ankner et al., arXiv 2402.05109): heads and drafter.
 
-All levels of a static tree are drafted from one state of the target. With Medusa every node of a level
-chooses from one list of that level's likeliest tokens, whatever its parent is; with Hydra each node is
-guessed from those above it. `--tree paper` is the tree of the published figures; the default on a CPU is
-smaller. Hydra's published code fills short paths up with their last token, and greedily chooses a path before
-it cuts that off, so that one may win by its filling. Here nothing is filled up.
+Heads read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is
+for the token k+1 places after the root. Medusa's guesses do not read each other (tensors and formulas:
+FasterDecoding/Medusa medusa_model.py). Hydra's read the tokens drafted before (zankner/Hydra
+prefix_mlp_head.py and mlp_head.py).
+
+The tree is static. `--tree paper` is the tree of the published figures; the default on a CPU is smaller.
+Hydra's published code pads short paths with their last token, and greedy acceptance may choose a path by its
+padding. Here nothing is padded.
 """
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Setup, constants, newest
+from common.schema import Flag, whole
+from drafters.base import Setup
 from drafters.network import HeadDrafter
-from networks.medusa import HydraHeads, MedusaHeads
-from tree import PAPER_TREE, PathTree, Tree, likely_tree, pick
+from head import Head, HeadArgs
+from model import KVCaches, Linear, Pass, RMSNorm, TargetBlock, project
+from tree import PAPER_TREE, PathTree, Tree, likely_tree
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
 
 
-class Medusa(HeadDrafter):
-    """All levels of a static tree from the state of the last committed token."""
+@dataclass(frozen=True, kw_only=True)
+class MultiTokenArgs(HeadArgs):
+    """Shape of Medusa or Hydra heads; sizes of attention and MLP are those of Hydra++'s layer."""
 
-    grows = False
+    guesses: whole(1, 64) = 4  # K
+    blocks: whole(1, 64) = 1  # residual blocks of each guess; Hydra's first block narrows
+    repeated: Flag = False  # all blocks (Hydra: all but the first) are one, applied again and again
+    lm_head_each: Flag = False  # else all guesses share one: own (`own_lm_head`) or the target's
+    lm_head_bias: Flag = False
+    prefix: Flag = False  # Hydra++
 
-    def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
-        super().__init__(head, shape, coupled)
-        constants(self, level=[len(p) - 1 for p in shape.paths], rank=[p[-1] for p in shape.paths])
-
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        last = pick(state.features, newest(state, state.features.shape[1]))[:, 0]
-        logits = self.head.logits(self.head.fuse(self.own_features(last)))
-        logits = logits[:, : self.shape.window - 1]  # [B, levels, Vd]
-        found = state.backend.rank(logits, self.draft_noise(noise), self.shape.width, self._names)
-        scores, tokens = (x[:, self.level, self.rank] for x in found)
-        root = state.root
-        scores = torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
-        return self.static.of(torch.cat((root, tokens), 1), scores)
+    @property
+    def drafts(self) -> int:
+        """The number of tokens that are guessed: levels of a tree below the root."""
+        return self.guesses
 
 
-class Hydra(HeadDrafter):
-    """Level after level of a static tree, each guess reads those above it. Hydra++'s layer reads the text."""
+class ResidualBlock(nn.Module):
+    """x + silu(linear(x)), the sum on a learned projection of x where the width changes."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.linear = Linear(inputs, outputs, bias=True)
+        self.skip = Linear(inputs, outputs, bias=True) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.skip is None else self.skip(x)) + F.silu(self.linear(x))
+
+
+class Stack(nn.ModuleList):
+    """The residual blocks of one guess. The first narrows its input to H, if that is wider."""
+
+    def __init__(self, args: MultiTokenArgs, inputs: int):
+        narrowing = int(inputs != args.hidden_size)
+        rest = args.blocks - narrowing
+        sizes = [inputs] * narrowing + [args.hidden_size] * (min(rest, 1) if args.repeated else rest)
+        super().__init__(ResidualBlock(size, args.hidden_size) for size in sizes)
+        self.again = rest - 1 if args.repeated else 0  # times that the last one is applied once more
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> the guess's output [..., H]."""
+        for block in self:
+            x = block(x)
+        for _ in range(self.again):
+            x = self[-1](x)
+        return x
+
+
+class MultiTokenHeads(Head):
+    """The base of Medusa and Hydra heads: `guess` drafts from what `forward` returns."""
+
+    Args = MultiTokenArgs
+    reads_normed = True
+
+    def __init__(self, args: MultiTokenArgs):
+        super().__init__(args)
+        H, V = args.hidden_size, args.draft_vocab_size
+        count = args.guesses if args.lm_head_each else 0
+        self.lm_heads = nn.ModuleList(Linear(H, V, bias=args.lm_head_bias) for _ in range(count))
+
+    def caches(
+        self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCaches | None:
+        return super().caches(batch, slots, dtype, device) if self.args.prefix else None
+
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> Tensor:
+        """States z [B, T, H] -> p [B, T, H], z itself without Hydra++'s layer."""
+        return feature
+
+    def guess(self, p: Tensor, paths: Tensor) -> Tensor:
+        """Return float32 logits of the tokens after paths [B, R, k + 1], the root first: [B, R or 1, Vd].
+
+        p [B, 1, H]: see `forward`.
+        """
+        k = paths.shape[-1] - 1
+        h = self.stacks[k](self.stack_input(p, paths))
+        return self.lm_heads[k].logits(h) if self.args.lm_head_each else project(self.lm_head, h)
+
+
+class MedusaHeads(MultiTokenHeads):
+    """K stacks of residual blocks side by side."""
+
+    def __init__(self, args: MultiTokenArgs):
+        super().__init__(args)
+        self.stacks = nn.ModuleList(Stack(args, args.hidden_size) for _ in range(args.guesses))
+
+    def stack_input(self, p: Tensor, paths: Tensor) -> Tensor:
+        """Return what stack k reads [B, 1, H]: a guess does not depend on the tokens before it."""
+        return p
+
+
+class HydraHeads(MultiTokenHeads):
+    """Guess k reads p, the root and k drafted tokens.
+
+    p is z; Hydra++ has a layer that makes p of all z so far.
+    """
+
+    def __init__(self, args: MultiTokenArgs):
+        super().__init__(args)
+        H = args.hidden_size
+        self.prefix_layer = TargetBlock(args) if args.prefix else None
+        self.prefix_norm = RMSNorm(H, args.norm_eps) if args.prefix else None
+        self.stacks = nn.ModuleList(Stack(args, (k + 2) * H) for k in range(args.guesses))
+
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> Tensor:
+        if self.prefix_layer is None:
+            return feature
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        return self.prefix_norm(self.prefix_layer(feature, caches[0], shared))
+
+    def stack_input(self, p: Tensor, paths: Tensor) -> Tensor:
+        """Return what stack k reads [B, R, (k + 2) * H]."""
+        return torch.cat((p.expand(-1, paths.shape[1], -1), self.embed(paths).flatten(-2)), -1)
+
+
+class MultiToken(HeadDrafter):
+    """Drafts a static tree level after level with `MultiTokenHeads`."""
 
     grows = False
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(state, slots)  # [B, 1, H]
-        k, root = self.shape.width, state.root
-        paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]
+        paths, tokens = state.root[..., None], [state.root]
+        scores = [torch.zeros_like(p[..., 0], dtype=torch.float32)]
         for i, level in enumerate(self.static.levels):
-            if i:  # expand what the level above proposed
+            if i:  # expand nodes of the level above
                 paths = torch.cat((paths[:, level.came_from], tokens[-1][:, level.rows, None]), -1)
-            logits = head.guess_logits(head.output(p.expand(-1, paths.shape[1], -1), paths), i)
             shift = None if noise is None else noise[:, i, None]
-            level_scores, ranked = state.backend.rank(logits, shift, k, self._names)
-            tokens.append(ranked.flatten(1)[:, level.nodes])
-            scores.append(level_scores.flatten(1)[:, level.nodes])
+            found = state.backend.rank(head.guess(p, paths), shift, self.shape.width, self._names)
+            for kept, x in zip((scores, tokens), found):
+                kept.append(x.expand(-1, paths.shape[1], -1).flatten(1)[:, level.nodes])
         return self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1))
 
 
@@ -72,7 +178,7 @@ def published_tree() -> PathTree:
     return PathTree(tuple(map(tuple, paths)))
 
 
-def build(setup: Setup) -> HeadDrafter:
+def build(setup: Setup) -> MultiToken:
     """Load the heads for a static tree: that of --tree FILE, the published one, or one of the default's size.
 
     Raises InputError if the heads do not fit, ValueError if the tree does not.
@@ -84,5 +190,4 @@ def build(setup: Setup) -> HeadDrafter:
     head = setup.load_head()
     if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
         tree = published_tree()
-    drafter = Hydra if isinstance(head, HydraHeads) else Medusa
-    return drafter(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.drafting.coupled)
+    return MultiToken(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.drafting.coupled)

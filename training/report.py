@@ -103,8 +103,7 @@ def write_card(
     write_text(folder / "README.md", "\n".join([
         f"# {title}", "", *(f"- {fact}" for fact in (*facts, *judged)), "",
         "## Training", "", "```", command, "```", "",
-        "## Use", "", "TARGET is the converted target, CONVERTED a folder to make.", "", "```",
-        "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET --out CONVERTED",
-        f"python generate.py --checkpoint TARGET --speculate {speculate} --draft CONVERTED --prompt ...",
+        "## Use", "", "TARGET is the converted target.", "", "```",
+        f"python generate.py --checkpoint TARGET --speculate {speculate} --draft THIS_FOLDER --prompt ...",
         "```", "",
     ]))

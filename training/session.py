@@ -1,4 +1,4 @@
-"""One run of `train.py`: collect the text, train a head on it, export the head.
+"""One run of `train.py`: collect the text, train a head on it, write the head.
 
 Each step goes on where an earlier run of the same command stopped, also after a kill. WORK is OUT-work:
 WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.jsonl its log.
@@ -9,16 +9,16 @@ import argparse
 import copy
 import shlex
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CONFIG, WEIGHTS, check_exact, read_config
-from checkpoint.heads import write_head
+from checkpoint.folder import CONFIG, FORMAT, WEIGHTS, check_exact, read_config
 from checkpoint.loading import identity, load_head, load_model
-from checkpoint.source import resolve_source
+from checkpoint.source import Entry, resolve_source
+from checkpoint.writer import Planned, fill
 from common.cli import note
 from common.errors import InputError, counted
 from common.files import staging
@@ -26,8 +26,6 @@ from engine.engine import Engine
 from head import Head
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
-from networks.block import BlockHead
-from networks.eagle31 import Eagle31Head
 from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
@@ -77,7 +75,7 @@ class Session:
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def run(self, processes: Processes, device: str) -> None:
-        """Load the target; collect, train, export. Raises InputError and OSError on bad input."""
+        """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
         o, self.processes, self.device = self.o, processes, device
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.weight.dtype == torch.float16:
@@ -99,7 +97,7 @@ class Session:
         trainer = self.prepare()
         log = trainer.run()
         if processes.first:
-            self.export(trainer, trainer.objective.trained(), log)
+            self.write(trainer, trainer.objective.trained(), log)
 
     # -- collect ---------------------------------------------------------------------------------------------
 
@@ -193,28 +191,26 @@ class Session:
         prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
         return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
-    # -- export ----------------------------------------------------------------------------------------------
+    # -- result ----------------------------------------------------------------------------------------------
 
-    def export(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
-        """Write the head and its model card to OUT."""
-        o, kind = self.o, TRAINED[self.o.kind]
-        args = head.args
-        # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
-        wide = isinstance(head, BlockHead) or type(head) is Eagle31Head
+    def write(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
+        """Write the head in bfloat16 and its model card to OUT, a converted folder."""
+        o, kind, plan = self.o, TRAINED[self.o.kind], []
+        for name, tensor in head.own_state().items():
+            dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+            entry = Entry(tensor.shape, tensor.dtype, tensor.cpu)
+            plan.append(Planned(name, tuple(tensor.shape), dtype, [entry]))
         weights = sum(t.numel() for t in own_weights(head).values())
         facts = [
-            f"{weights / 1e6:.1f} million weights, {args.draft_vocab_size:,} draft ids", self.report,
+            f"{weights / 1e6:.1f} million weights, {head.args.draft_vocab_size:,} draft ids", self.report,
             f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"
             f" {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, kept=lambda old: old.name not in WRITTEN) as folder:
-            write_head(head, folder, "speculators" if wide else "sglang", self.config)
+            fill(folder, {"format": FORMAT, "kind": o.kind} | asdict(head.args), plan, quiet=True)
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
                        command=shlex.join(["python", "train.py", *self.command]), speculate=kind.speculate)
-        # Not into the target's folder, whose own head may be the better one.
-        converted = f"{o.out.rstrip('/')}-converted"
         where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"
-        print(f"wrote {o.out}; next:\npython convert_checkpoint.py --checkpoint {shlex.quote(o.out)}"
-              f" --target {shlex.quote(o.checkpoint)} --out {shlex.quote(converted)} --force"
-              f"\npython generate.py {where} --draft {shlex.quote(converted)} --compare --prompt \"Hello!\"")
+        print(f"wrote {o.out}; next:\npython generate.py {where} --draft {shlex.quote(o.out)} --compare"
+              " --prompt \"Hello!\"")

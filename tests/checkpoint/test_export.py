@@ -1,26 +1,20 @@
 """Heads go out to a layout and come back with nothing lost; what cannot go out is refused."""
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-from helpers.blocks import LABELS, published
-from helpers.drafters import guessing_heads
 from helpers.families import make_target
-from helpers.heads import write_head
 from helpers.models import model_of
 
 from checkpoint.convert import convert
-from checkpoint.export import main
+from checkpoint.export import export, main
 from checkpoint.folder import read_config
-from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
 from head import Head
 
-LAYOUTS = ("sglang", "speculators")
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
 CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, and most do not say which
     *({"aux_layers": layers} for layers in ((3, 5, 7), (1, 2, 4), (2, 4, 8), (3, 5, 8))),
@@ -28,26 +22,15 @@ CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, an
     {"recycle_normed": True}, {"feature_norm": "each"}, {"feature_norm": "all"}, {"draft_window": 77},
 )
 THERE_AND_BACK = [
-    *((label, layout, {}) for label in ("eagle3", *LABELS) for layout in LAYOUTS),
-    *((label, "sglang", {}) for label in ("eagle", "medusa", "hydra", "hydra++")),
-    *(("eagle3", layout, changes) for changes in CHANGES for layout in LAYOUTS),
-    *(("dflash", layout, {"draft_window": 77}) for layout in LAYOUTS),
+    ("eagle3", "sglang", {}), ("eagle3", "speculators", {}), ("eagle", "sglang", {}),
+    *(("eagle3", layout, changes) for changes in CHANGES for layout in ("sglang", "speculators")),
 ]
 
 
-def head_of(label: str, golden: Path, models, folder: Path, draft: int | None, changes: dict) -> Head:
-    """A head whose weights bfloat16 holds; a block head as it was published and converted, in FOLDER/ours."""
-    target, head = models
-    if label in LABELS:
-        write_head(folder / "published", *published(label, target, draft=draft))
-        ours = convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
-        head = load_head(ours, target)
-    elif label not in ("eagle", "eagle3"):
-        ids = torch.arange(20, 220)
-        head = guessing_heads(target, label.rstrip("+"), ids, 3, 2, label.endswith("++"), seed=0)
+def head_of(head: Head, target, changes: dict) -> Head:
+    """A head whose weights bfloat16 holds, with changes of its shape."""
     if changes:
-        kind = "eagle3" if label not in LABELS else read_config(folder / "ours")["kind"]
-        state, head = head.own_state(), model_of(kind, **dataclasses.asdict(head.args) | changes)
+        state, head = head.own_state(), model_of("eagle3", **dataclasses.asdict(head.args) | changes)
         new = {name for name, tensor in head.named_parameters() if name not in state}
         for name in new:
             nn.init.normal_(head.get_parameter(name))
@@ -56,22 +39,26 @@ def head_of(label: str, golden: Path, models, folder: Path, draft: int | None, c
     return head.twin(target, torch.bfloat16).twin(target, torch.float32)
 
 
-@pytest.mark.parametrize("label, layout, changes", THERE_AND_BACK, ids=str)
-def test_what_is_exported_comes_back(golden, models, models1, tmp_path, label, layout, changes):
-    """Bit for bit, or it has no place in the layout. That of speculators has draft vocabularies."""
-    draft = 90 if (label, layout) == ("p-eagle", "speculators") else None
-    head = head_of(label, golden, models1 if label == "eagle" else models, tmp_path, draft, changes)
+@pytest.mark.parametrize("kind, layout, changes", THERE_AND_BACK, ids=str)
+def test_what_is_exported_comes_back(golden, models, models1, tmp_path, kind, layout, changes):
+    """Bit for bit, or it has no place in the layout."""
+    target, head = models1 if kind == "eagle" else models
+    head = head_of(head, target, changes)
     if layout == "sglang" and any("norm" in name for name in changes):
         with pytest.raises(InputError, match="no place in"):
-            export(head, tmp_path / "out", layout)
+            export(head, kind, tmp_path / "out", layout, {})
         return
-    export(head, tmp_path / "out", layout, read_config(golden))
+    export(head, kind, tmp_path / "out", layout, read_config(golden))
     folder = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
-    back = load_head(folder, models[0])
-    if label in LABELS:
-        assert read_config(folder)["kind"] == read_config(tmp_path / "ours")["kind"]
+    back = load_head(folder, target)
     assert back.args == head.args
     torch.testing.assert_close(back.own_state(), head.own_state(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind, layout", (("eagle", "speculators"), ("dspark", "speculators")))
+def test_what_has_no_layout_is_refused(models, tmp_path, kind, layout):
+    with pytest.raises(InputError, match=f"the {layout} layout has no place for {kind} heads"):
+        export(models[1], kind, tmp_path / "out", layout, {})
 
 
 @pytest.mark.parametrize("name, architecture", [
@@ -79,7 +66,7 @@ def test_what_is_exported_comes_back(golden, models, models1, tmp_path, label, l
 def test_speculators_configs_name_the_targets_architecture(models, tmp_path, name, architecture):
     make_target(tmp_path / "in", name)
     target = convert(tmp_path / "in", tmp_path / "target", quiet=True)
-    export(models[1], tmp_path / "out", "speculators", read_config(target))
+    export(models[1], "eagle3", tmp_path / "out", "speculators", read_config(target))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["architectures"] == [architecture]
 

@@ -1,5 +1,6 @@
 """P-EAGLE, DFlash and DSpark: their formulas on published tensors, their layouts, their trees, their text."""
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -54,6 +55,25 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, changes,
         assert set(found) == reference.tree(text, nodes, noise)
         deep += max(map(len, found)) > 1
     assert len(steps) > 5 and deep > 1
+
+
+def test_the_layout_of_speculators(golden, models, tmp_path):
+    """Its config nests the shape of the layers, counts inputs of layers, and has a draft vocabulary."""
+    tensors, config, head = converted("dflash", golden, models[0], tmp_path, {})
+    reads = config.pop("dflash_config")
+    theirs = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "draft_vocab_size": 90,
+        "aux_hidden_state_layer_ids": [i + 1 for i in reads["target_layer_ids"]],
+        "block_size": config.pop("block_size"), "mask_token_id": reads["mask_token_id"],
+        "sample_from_anchor": False, "transformer_layer_config": config,
+    }
+    ids = torch.arange(0, 270, 3)
+    tensors |= {"lm_head.weight": models[0].lm_rows[ids].clone(), "d2t": ids - torch.arange(90)}
+    write_head(tmp_path / "theirs", tensors, theirs)
+    folder = convert(tmp_path / "theirs", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    again = load_head(folder, models[0])
+    assert again.args == dataclasses.replace(head.args, draft_vocab_size=90, own_lm_head=True)
+    assert torch.equal(again.draft_ids, ids) and torch.equal(again.fc.weight, head.fc.weight)
 
 
 @pytest.mark.kernels

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkpoint.convert import convert
 from checkpoint.loading import load_head
-from drafters.medusa import Hydra, Medusa
+from drafters.medusa import MultiToken
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import PathTree
@@ -91,9 +91,29 @@ def test_trees_are_those_of_the_formulas(golden, models, tmp_path, label):
     (write_head(tmp_path / "in", tensors, config) / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "in" / f"{kind}_lm_head.pt")
     head = load_head(convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, kind)
-    drafter = (Medusa if kind == "medusa" else Hydra)(head, TREE)
+    drafter = MultiToken(head, TREE)
     engine = Engine(target, drafter, max_seq_len=200, chunks=(8,), compile=False)
     steps = watched(engine, [256, *range(97, 120)], Sampling(24))
     for text, draft in steps:
         assert draft.tokens == reference(tensors, label, target, text, head.args.rope_base)
     assert len(steps) > 5
+
+
+def test_vllms_copies(golden, models, tmp_path):
+    """They have other names, no biases, and may draft fewer ids."""
+    target, ids = models[0], torch.arange(0, 320, 4)
+    tensors, config = published(target, "medusa")
+    for name in [name for name in tensors if name.endswith("bias")]:
+        tensors[name].zero_()
+    copies = {"token_map": ids}
+    for k in range(3):
+        copies[f"lm_heads.{k}.weight"] = tensors[f"{k}.3.weight"][ids].clone()
+        copies |= {f"blocks.{k}.layers.{i}.weight": tensors[f"{k}.{i}.linear.weight"] for i in range(3)}
+    one, other = (
+        load_head(convert(write_head(tmp_path / name, *given), tmp_path / f"{name} ours", golden, quiet=True,
+                          dtype="fp32"), target)
+        for name, *given in (("theirs", tensors, config), ("vllm", copies, {"model_type": "medusa"}))
+    )
+    p, path = torch.randn(1, 1, target.args.hidden_size), torch.zeros(1, 1, 2, dtype=torch.int64)
+    assert torch.equal(other.draft_ids, ids)
+    torch.testing.assert_close(other.guess(p, path), one.guess(p, path)[..., ids])

@@ -9,12 +9,11 @@ from drafters.block import BlockDrafter, PEagle
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookahead import Lookahead
-from drafters.medusa import Hydra, Medusa
+from drafters.medusa import HydraHeads, MedusaHeads, MultiToken, MultiTokenArgs
 from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
 from head import Head
 from model import ModelArgs, Transformer
-from networks.medusa import HydraHeads, MedusaHeads, MultiTokenArgs
 from training.heads import HeadShape, new_head
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 
@@ -102,9 +101,9 @@ def make_drafter(
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
         "dflash": lambda: BlockDrafter(block("dflash"), TreeShape(10, 3, 4)),
         "dspark": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3)),
-        "medusa": lambda: Medusa(guessing("medusa"), likely_tree(12, 3)),
-        "hydra": lambda: Hydra(guessing("hydra"), likely_tree(12, 3)),
-        "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
+        "medusa": lambda: MultiToken(guessing("medusa"), likely_tree(12, 3)),
+        "hydra": lambda: MultiToken(guessing("hydra"), likely_tree(12, 3)),
+        "hydra++": lambda: MultiToken(guessing("hydra", True), likely_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
         "lookup+eagle3": lambda: Mixed(NGram(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
