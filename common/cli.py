@@ -1,4 +1,4 @@
-"""The frame of every command: options with their rules beside them, notes, one-line errors, exit statuses."""
+"""The frame of every command: options and their rules, lines on stderr, one-line errors, exit statuses."""
 from __future__ import annotations
 
 import argparse

@@ -19,7 +19,7 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from common.errors import InputError, did_you_mean
 
 ABSENT = object()
-TYPES = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names those of a union in a place
+TYPES = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names the members of a union
 EXPECTED = re.compile(r"^\w+ should (be|have) ")  # how pydantic's messages begin
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
@@ -82,10 +82,10 @@ class Schema:
             # The alternative of a union that fits furthest was meant.
             error = max(e.errors(), key=lambda error: len(error["loc"]))
             keys = (str(part) for part in (key, *error["loc"]) if not TYPES.search(str(part)))
-            place = ".".join(filter(None, keys)) or "the file"
+            name = ".".join(filter(None, keys)) or "the file"
             if error["type"] == "missing":
-                raise Wrong(place, ABSENT, "a value") from None
-            raise Wrong(place, error["input"], EXPECTED.sub("", error["msg"])) from None
+                raise Wrong(name, ABSENT, "a value") from None
+            raise Wrong(name, error["input"], EXPECTED.sub("", error["msg"])) from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""
@@ -97,12 +97,12 @@ class Schema:
 schema_of = functools.cache(Schema)
 
 
-def with_options(kind: type, options: dict, beside: Iterable[str] = ()) -> Any:
-    """Return an object of a dataclass from named options; None is the default. beside: further names to take.
+def with_options(kind: type, options: dict, more: Iterable[str] = ()) -> Any:
+    """Return an object of a dataclass from named options; None is the default. more: further known names.
 
     Raises TypeError, a sentence, on another name.
     """
-    known = [*beside, *(field.name for field in fields(kind))]
+    known = [*more, *(field.name for field in fields(kind))]
     for name in options:
         if name not in known:
             guess = did_you_mean(name, known)

@@ -45,11 +45,11 @@ def _share(file: Path) -> float:
     return quota / period
 
 
-def use_threads(count: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:
+def use_threads(count: int | None = None, log: Callable[[str], None] = lambda line: None) -> None:
     """Give PyTorch and our kernels `count` threads, but no more than `processors`.
 
-    More threads than processors wait for each other. `say` prints it if `count` is too large. None: PyTorch's
-    number, unless an earlier call has decided.
+    More threads than processors wait for each other. `log` gets a line if `count` is too large. None:
+    PyTorch's number, unless an earlier call has decided.
     """
     import torch
 
@@ -59,7 +59,7 @@ def use_threads(count: int | None = None, say: Callable[[str], None] = lambda li
     wanted, most, _decided = count or torch.get_num_threads(), processors(), True
     torch.set_num_threads(min(wanted, most))
     if count is not None and count > most:
-        say(f"--threads {count}: this process may use fewer processors; it runs with {most}")
+        log(f"--threads {count}: this process may use fewer processors; it runs with {most}")
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

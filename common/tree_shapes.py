@@ -95,7 +95,7 @@ class Level(NamedTuple):
     Its rows are the nodes of the level above that are expanded, in order.
     """
 
-    nodes: list[int]  # each drafted node's place in its rows' ranked children: row * width + rank
+    nodes: list[int]  # each drafted node's index in its rows' ranked children: row * width + rank
     rows: list[int]  # which of the nodes drafted by the level above are expanded
     came_from: list[int]  # and the row each of those was drafted by
     sees: list[list[bool]]  # [rows, all rows so far] which drafted rows each row attends to, itself included
@@ -149,8 +149,8 @@ class PathTree:
     @property
     def parent(self) -> list[int]:
         """Index of each node's parent [T]; the root's is 0, itself."""
-        place = {(): 0} | {p: i for i, p in enumerate(self.paths, 1)}
-        return [0] + [place[p[:-1]] for p in self.paths]
+        index = {(): 0} | {p: i for i, p in enumerate(self.paths, 1)}
+        return [0] + [index[p[:-1]] for p in self.paths]
 
     @cached_property
     def levels(self) -> list[Level]:

@@ -35,7 +35,7 @@ from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Request, Score
 from model import Transformer
 from sampling.adjust import log_probabilities
-from sampling.options import MOST_LOGPROBS, Modes, Sampling
+from sampling.options import MAX_LOGPROBS, Modes, Sampling
 from tokens.grammar import Guide
 from tokens.tokenizer import Tokenizer, common_prefix
 from tree import AnyTree, PathTree, TreeShape
@@ -411,7 +411,7 @@ class Engine:
         if not after:
             return
         logits = self.passes.logits(x)[:, : len(after)]
-        own, top, ids = log_probabilities(logits, torch.tensor([after], device=x.device), MOST_LOGPROBS)
+        own, top, ids = log_probabilities(logits, torch.tensor([after], device=x.device), MAX_LOGPROBS)
         found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
         wanted = request.sampling.logprobs or 0
         request.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]

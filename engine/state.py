@@ -12,7 +12,7 @@ from kernels.backend import TORCH, TorchBackend
 from model import rows_of
 from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
-from sampling.options import MOST_LOGPROBS, Sampling
+from sampling.options import MAX_LOGPROBS, Sampling
 from tree import Prices
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
@@ -86,7 +86,7 @@ class State(nn.Module):
         buffer("prompted", batch, vocabulary, dtype=torch.bool)
         buffer("bias", batch, vocabulary, dtype=torch.float32)
         buffer("allowed", batch, nodes, -(-vocabulary // 32), dtype=torch.int32, fill=-1)
-        top = min(MOST_LOGPROBS, vocabulary)
+        top = min(MAX_LOGPROBS, vocabulary)
         buffer("logprob", batch, window, dtype=torch.float32)
         buffer("top_logprobs", batch, window, top, dtype=torch.float32)
         buffer("top_ids", batch, window, top)

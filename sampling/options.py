@@ -11,12 +11,12 @@ from typing_extensions import TypedDict
 
 from common.schema import Schema, Text, as_python, number, whole
 
-MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
-MOST_BIAS = 100.0
-MOST_STOPS = 16
+MAX_LOGPROBS = 20  # alternatives per token
+MAX_BIAS = 100.0
+MAX_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]  # not strict: in JSON's objects it is a text
-Stops = Annotated[tuple[Stop, ...], Field(max_length=MOST_STOPS)]
+Stops = Annotated[tuple[Stop, ...], Field(max_length=MAX_STOPS)]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Sampling:
     multiplies what is negative, for tokens of prompt and output (1: off); `frequency_penalty` is taken away
     once for each time that the output holds a token, `presence_penalty` once if it holds it (0: off).
     Then top_k applies, then top_p on what remains, both on softmax(logits / temperature), then min_p: tokens
-    less than min_p times as likely as the likeliest are left out.
+    less than min_p times as probable as the top-1 token are left out.
 
     stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
-    token, and of this many of the likeliest, as the target has them before any of the above; None: none.
+    token, and of the top ones, this many, as the target has them before any of the above; None: none.
     json_schema: what the output is to fit, as JSON or a dictionary; of the logits, all that breaks it is left
     out before all that. Numbers may be numpy's.
     Raises ValueError on values that cannot be.
@@ -46,9 +46,9 @@ class Sampling:
     presence_penalty: number(-2, 2) = 0.0
     frequency_penalty: number(-2, 2) = 0.0
     repetition_penalty: number(0.01, 100) = 1.0
-    logit_bias: tuple[tuple[TokenId, number(-MOST_BIAS, MOST_BIAS)], ...] = ()  # a mapping is taken too
+    logit_bias: tuple[tuple[TokenId, number(-MAX_BIAS, MAX_BIAS)], ...] = ()  # a mapping is taken too
     stop: Stop | Stops = ()  # one text is taken too
-    logprobs: whole(0, MOST_LOGPROBS) | None = None
+    logprobs: whole(0, MAX_LOGPROBS) | None = None
     json_schema: Text | dict | None = None
 
     def __post_init__(self):

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from common.errors import printable
-from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
+from sampling.options import MAX_LOGPROBS, MAX_STOPS, Sampling
 from tokens.calls import schema_of_calls
 from tokens.grammar import ANY_OBJECT
 
@@ -148,7 +148,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] = []
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
@@ -223,7 +223,7 @@ class ChatBody(GenerationBody, Conversation):
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
 
@@ -272,7 +272,7 @@ class CompletionBody(GenerationBody):
     parse_special: ParseSpecial = True
     max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 16
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: str = ""
 
     @model_validator(mode="after")

@@ -43,12 +43,12 @@ def find_template(choice: str, *names: str) -> str | None:
 
 
 def open_vocab(path: Path, settings: dict) -> JsonBackend:
-    """Read a vocab.json and the merges.txt beside it."""
+    """Read a vocab.json and its merges.txt."""
     return JsonBackend(path, settings, _vocab_model(path, settings))
 
 
 def _vocab_model(path: Path, settings: dict) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a vocab.json and the merges.txt beside it.
+    """Return the tokenizer of a vocab.json and its merges.txt.
 
     They do not say how a text is cut into words: the class of the tokenizer does, or the model's type.
     Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.

@@ -41,10 +41,10 @@ def read_turns(path: str | Path) -> list[list[str]]:
     return [[m["content"] for m in messages if m["role"] == "user"] for messages in read_chats(path)]
 
 
-def read_chats(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
+def read_chats(path: str | Path, log: Callable[[str], None] | None = None) -> list[list[dict]]:
     """Return the user's messages of every row, after the system message if there is one.
 
-    Leaves out rows without a user's message, or with tools or images, and calls `say` with the number of each
+    Leaves out rows without a user's message, or with tools or images, and calls `log` with the number of each
     reason. Raises InputError if no row is left.
     """
     def asked(where: str, row: dict) -> list[dict]:
@@ -58,14 +58,14 @@ def read_chats(path: str | Path, say: Callable[[str], None] | None = None) -> li
             raise LeftOut("without a user's message")
         return messages
 
-    return _kept(path, asked, say, "no prompts")
+    return _usable_rows(path, asked, log, "no prompts")
 
 
-def read_conversations(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
+def read_conversations(path: str | Path, log: Callable[[str], None] | None = None) -> list[list[dict]]:
     """Return the messages of every row: the system message, then the first user turn to the last answer.
 
     An answer of weight 0, which is not to be learnt, has "weight": 0. Leaves out rows without a user turn and
-    an answer to learn, or with tools or images, and calls `say` with the number of each reason. Raises
+    an answer to learn, or with tools or images, and calls `log` with the number of each reason. Raises
     InputError if no row is left.
     """
     def talk(where: str, row: dict) -> list[dict]:
@@ -78,7 +78,8 @@ def read_conversations(path: str | Path, say: Callable[[str], None] | None = Non
         # ShareGPT has conversations cut in the middle.
         return [m for m in messages[:1] if m["role"] == "system"] + messages[first : answers[-1] + 1]
 
-    return _kept(path, talk, say, "no conversation with an assistant's answer; prompts alone go to --prompts")
+    none = "no conversation with an assistant's answer; prompts alone go to --prompts"
+    return _usable_rows(path, talk, log, none)
 
 
 def is_answer(message: dict) -> bool:
@@ -86,19 +87,19 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def _kept(path: str | Path, messages_of: Callable[[str, dict], list[dict]], say, none: str) -> list:
-    kept, reasons = [], Counter()
+def _usable_rows(path: str | Path, messages_of: Callable[[str, dict], list[dict]], log, none: str) -> list:
+    rows, reasons = [], Counter()
     for where, row in read_rows(path):
         try:
-            kept.append(messages_of(where, row))
+            rows.append(messages_of(where, row))
         except LeftOut as e:
             reasons[str(e)] += 1
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
-    if not kept:
+    if not rows:
         raise InputError(f"{path}: holds {none}" + (f" (rows: {left_out})" if left_out else ""))
-    if left_out and say:
-        say(f"{path}: rows that are left out: {left_out}")
-    return kept
+    if left_out and log:
+        log(f"{path}: rows that are left out: {left_out}")
+    return rows
 
 
 def read_questions(path: str | Path) -> list[dict]:

@@ -15,7 +15,7 @@ from common.errors import InputError
 from common.files import read_json, read_text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
-MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former stands beside vocab.json
+MERGES, ADDED = "merges.txt", "added_tokens.json"  # the former belongs to vocab.json
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 # For conversations with tools: where transformers looks for it, and in converted folders, which are flat.

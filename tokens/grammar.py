@@ -1,7 +1,7 @@
 """JSON schemas as masks over the tokens, at every node of a tree.
 
-llguidance makes the masks. A `Guide` keeps the place where its text ends; for a tree it walks down and back
-up.
+llguidance makes the masks. A `Guide` keeps the state of the grammar where its text ends. For a tree it walks
+down and back up.
 """
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class StopStream:
 
     def _take(self, text: str) -> tuple[str, str | None]:
         self._held += text
-        places = [(self._held.find(stop), -len(stop), stop) for stop in self._stops]
-        if complete := [place for place in places if place[0] >= 0]:
+        found = [(self._held.find(stop), -len(stop), stop) for stop in self._stops]
+        if complete := [one for one in found if one[0] >= 0]:
             at, _, stop = min(complete)
             certain, self._held = self._held[:at], ""
             return certain.translate(self._texts), self._stops[stop]

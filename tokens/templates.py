@@ -107,15 +107,15 @@ class ControlTokenMask:
         return masked(given), {ord(mask): hidden for hidden, mask in masks.items()}
 
     def _hide_in(self, text: str, masks: dict[str, str]) -> str:
-        places = {found.start() for found in self._pattern.finditer(text)}
+        positions = {found.start() for found in self._pattern.finditer(text)}
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for at in range(max(0, end - self._longest), end):
             if text[at] in masks and any(t.startswith(text[at:end]) for t in self._control):
-                places.add(at)
+                positions.add(at)
         if any(text[begin:to] in self._ends for to in range(begin + 1, min(end, begin + JOINED) + 1)):
-            places.add(begin)
-        parts, done = [], 0  # one character takes the place of one: positions stay
-        for at in sorted(places):
+            positions.add(begin)
+        parts, done = [], 0  # one character replaces one: positions stay
+        for at in sorted(positions):
             parts += text[done:at], masks[text[at]]
             done = at + 1
         return "".join((*parts, text[done:]))

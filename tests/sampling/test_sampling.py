@@ -15,7 +15,7 @@ from engine.step import noise_ahead, shape_logits
 from kernels.backend import TORCH
 from sampling.adjust import restrict
 from sampling.noise import gumbel, random_bits, seed_keys
-from sampling.options import MOST_STOPS, Modes, Sampling
+from sampling.options import MAX_STOPS, Modes, Sampling
 from tree import link
 
 
@@ -153,7 +153,7 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
 @pytest.mark.parametrize("bad", [
     {"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1},
     {"presence_penalty": 2.1}, {"frequency_penalty": math.inf}, {"logit_bias": {1: math.nan}},
-    {"logit_bias": {"x": 1}}, {"stop": ["a", ""]}, {"stop": ["a"] * (MOST_STOPS + 1)}, {"logprobs": 21},
+    {"logit_bias": {"x": 1}}, {"stop": ["a", ""]}, {"stop": ["a"] * (MAX_STOPS + 1)}, {"logprobs": 21},
 ], ids=lambda bad: str(bad)[:40])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
