@@ -34,6 +34,8 @@ HEAD_OPTIONS = {
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
 }
+# KV caches of `--kv` for PyTorch's step; kernels have their own.
+CACHES = {"fp8": "kernels.float8:Float8Caches"}
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.

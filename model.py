@@ -224,7 +224,7 @@ class KVCache(nn.Module):
 class KVCaches(nn.ModuleList):
     """The caches of all layers of a model, a `Layer` each.
 
-    Every backend may have a class of its own, which fits its attention (`kernels.backend`).
+    Every backend may have a class of its own, which fits its attention (`engine.step`).
     """
 
     Layer = KVCache
@@ -499,15 +499,16 @@ class TargetBlock(Block):
 class Transformer(nn.Module):
     """A target: embedding, layers, final norm, lm_head.
 
-    Args, Layer, Caches: the classes of its shape, layers and KV caches. backend: what it was prepared for
-    (`kernels.backend`), or None. whole: that backend computes all of its layers. fused: a backend's kernel
-    for `forward`, called with this model and the arguments. ranks: the processes that share it
-    (`kernels.tp`). most_rows, most_levels: limits of a pass and of a tree, None: unlimited. keeps_state: its
-    cache holds a state beside keys and values, so a sequence must be read in order.
+    - Args, Layer, Caches: classes of its shape, layers and KV caches
+    - backend: the `engine.step.Step` that it was prepared for, or None; whole: all of its layers run there
+    - fused: a backend's kernel for `forward`, called with this model and the arguments
+    - ranks, sharded: the processes that share it, and what makes their step (`kernels.tp`)
+    - most_rows, most_levels: limits of a pass and of a tree, None: unlimited
+    - keeps_state: its cache holds a state beside keys and values, so a sequence must be read in order
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
-    backend, whole, ranks, fused = None, False, None, None
+    backend, whole, fused, ranks, sharded = None, False, None, None, None
     most_rows, most_levels, keeps_state = None, None, False
 
     def __init__(self, args: ModelArgs):

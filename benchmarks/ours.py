@@ -17,15 +17,14 @@ from shapes import random_models
 
 from common.cli import note
 from drafters import Drafting
-from drafters.base import Drafter
-from drafters.eagle import Eagle
 from engine.compile import CapturedCalls
+from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime
+from engine.step import TORCH
 from engine.target import Target, load_target
 from head import Head
-from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from model import Transformer
 from sampling.options import Sampling
@@ -84,7 +83,7 @@ class Model:
             drafting = Drafting(method, draft=draft, tree=tree, window=window)
             engine = target.engine(drafting, batch=batch, max_seq_len=max_seq_len)
         else:
-            drafter = None if method == "none" else Eagle(self.head, tree)
+            drafter = None if method == "none" else HeadDrafter(self.head, tree)
             engine = Engine(
                 self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, say=note,
                 compile=target.runtime.compile,
@@ -143,14 +142,14 @@ class Runner:
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
         """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
-        d, rows, backend = self.engine, self.engine.drafter.shape.nodes, self.engine.passes.backend
+        d, rows, backend = self.engine, self.engine.drafter.shape.nodes, self.engine.passes.device_step
         length = torch.full((d.batch,), context, device=d.device)
         own = length[:, None] + torch.arange(rows, device=d.device)
         slots = torch.arange(context + rows, device=d.device)
         caches, sees = d.target.caches(d.batch, len(slots)), torch.ones_like(own[..., None] == own[:, None])
 
         def verify() -> None:
-            visible = backend.visible_slots(slots, length, sees)
+            visible = backend.mask(slots, length, sees)
             x, _ = d.target(own % 2, own, own, visible, caches, d.drafter.aux_layers)
             backend.draw(d.target.logits(x), None)
 

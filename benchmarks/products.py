@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from common.cli import note
 from common.errors import InputError, first_line
 from kernels.choose import choose_backend
-from kernels.cpu import CpuBackend
+from kernels.cpu import CpuStep
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 
@@ -50,7 +50,7 @@ def int8pack(weight: Tensor) -> Callable:
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
 
 
-def unquantised(backend: CpuBackend, weight: Tensor) -> PackedLinear:
+def unquantised(backend: CpuStep, weight: Tensor) -> PackedLinear:
     """Return our CPU product with bf16 weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -74,7 +74,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
             products[f"ours {mode}"] = layers
         return products
     for wanted in o.isa or [None]:
-        backend = CpuBackend.load(wanted, note)
+        backend = CpuStep.load(wanted, note)
         products[f"{backend.name} whole"] = [unquantised(backend, w) for w in weights]
         for mode, group in modes.items():
             layers = [QuantizedLinear.of(w, mode, group) for w in weights]

@@ -1,6 +1,6 @@
 """The methods of --speculate, the options that choose and shape one, and the drafter that they give.
 
-A method is an entry of METHODS, which names a file with `build(setup: drafters.base.Setup) -> Drafter`.
+A method is an entry of METHODS, which names a file with `build(setup: drafters.setup.Setup) -> Drafter`.
 Similar methods share a file. The step never knows which one runs. This file imports no torch, so that --help
 is quick.
 """
@@ -219,7 +219,7 @@ class Drafting:
     """Options of drafting.
 
     tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", as large as pays
-    (`engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
+    (`schedulers.cost_model`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
     `default_tree`. Raises InputError on bad values.
     """
 
@@ -347,12 +347,12 @@ class Drafting:
 
 
 def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shared):
-    """Build the `drafters.base.Drafter` of a target in `checkpoint`, None for plain decoding.
+    """Build the `engine.draft.Drafter` of a target in `checkpoint`, None for plain decoding.
 
-    shared: further fields of `drafters.base.Setup`. Raises InputError if it cannot be built.
+    shared: further fields of `drafters.setup.Setup`. Raises InputError if it cannot be built.
     """
-    from drafters.base import Setup  # imports torch, as does the next
     from drafters.mixed import Mixed
+    from drafters.setup import Setup  # imports torch, as does the next
 
     parts = []
     for name, folder in drafting.folders(checkpoint).items():

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Setup, newest
-from drafters.network import HeadDrafter
+from drafters.setup import Setup
+from engine.draft import HeadDrafter, catch_up_count, newest, once
 from head import Head
-from kernels.backend import once
 from networks.block import BlockHead
 from networks.p_eagle import PEagleHead
 from tree import Growth, PathTree, TreeShape, pick
@@ -47,12 +46,12 @@ class BlockDrafter(HeadDrafter):
     def extra_slots(self) -> int:
         return max(self.shape.nodes, self.shape.window + self.block_rows)
 
-    def catch_up(self, state, slots: Tensor) -> Tensor:
+    def catch_up(self, step, state, slots: Tensor) -> Tensor:
         """Read up to W rows, the first n_new of them real, and draft: the rows of all levels [B, L, H].
 
         The caches' entries of the other rows are overwritten or never seen.
         """
-        W, rows, n_new = state.backend.unread_rows(state), self.block_rows, state.n_new
+        W, rows, n_new = catch_up_count(step, state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(self.own_features(state.features[:, :W]))
         own = start[:, None] + ahead
@@ -64,7 +63,7 @@ class BlockDrafter(HeadDrafter):
         if self._sees_all and self.head.args.windows:
             sees.append(before)
         visible = [
-            state.backend.visible_slots(slots, start, (s & real[:, None]) | (ahead == ahead[:, None]))
+            step.mask(slots, start, (s & real[:, None]) | (ahead == ahead[:, None]))
             for s in sees
         ]
         return self._draft(state, context, positions, own, *visible)
@@ -79,17 +78,18 @@ class BlockDrafter(HeadDrafter):
         """
         return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
 
-    def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
+    def grow(self, step, last: Tensor, state, slots: Tensor, noise: Tensor | None) -> Growth:
         """Grow a tree from the rows of all levels, last [B, L, H].
 
         Without a Markov head all nodes of a level have the same children (DDTree, where k is the number of
         nodes).
         """
-        backend, head, k, levels = state.backend, self.head, shape.width, shape.window - 1
+        head, shape = self.head, self.shape
+        k, levels = shape.width, shape.window - 1
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels: the lm_head is read once
         if not head.args.markov_rank:
-            scores, ids = backend.rank(logits, noise, k, self._names)  # [B, L, k]
+            scores, ids = step.rank(logits, noise, k, self._ids)  # [B, L, k]
             if head.args.confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(rows))[..., None]
             ranked = scores, ids
@@ -102,7 +102,7 @@ class BlockDrafter(HeadDrafter):
             row = rows[:, level, None].expand(-1, count, -1)
             after = logits[:, level, None] + head.after(row, tokens)
             shift = None if noise is None else noise[:, level, None]
-            scores, ids = backend.rank(after, shift, k, self._names)
+            scores, ids = step.rank(after, shift, k, self._ids)
             if head.args.confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(row, tokens))[..., None]
             return scores, ids
@@ -110,7 +110,7 @@ class BlockDrafter(HeadDrafter):
         scores, tokens = children(0, state.root)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, levels):
-            backend.extend(grown, *children(level, grown.beam_tokens), more=level + 1 < levels)
+            step.extend(grown, *children(level, grown.beam_tokens), more=level + 1 < levels)
         return grown
 
 

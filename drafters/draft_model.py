@@ -13,8 +13,8 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Setup, newest, unread_rows
-from drafters.network import NetworkDrafter
+from drafters.setup import Setup
+from engine.draft import NetworkDrafter, catch_up_tokens, newest
 from model import KVCaches, Transformer
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
@@ -43,19 +43,19 @@ class DraftModel(NetworkDrafter):
     ) -> KVCaches:
         return self.model.caches(batch, slots, device)
 
-    def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+    def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
 
-    def catch_up(self, state, slots: Tensor) -> Tensor:
+    def catch_up(self, step, state, slots: Tensor) -> Tensor:
         """Read up to W rows that end with the root; the last step committed the last n_new of them."""
-        positions, visible = unread_rows(state, slots, ahead=1)
+        positions, visible = catch_up_tokens(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, newest(state, h.shape[1]))
 
-    def _rows(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    def _forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor
     ) -> Tensor:
-        return self.model(tokens, positions, own, visible, self.caches)[0]
+        return self.model(tokens, positions, slots, visible, self.caches)[0]
 
 
 def build(setup: Setup) -> DraftModel:

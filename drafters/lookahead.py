@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Drafter, Setup, constants
+from drafters.setup import Setup
+from engine.draft import Drafter, constants
 from tree import PathTree, Tree
 
 MAX_NODES = 1024  # of a tree: masks grow with the square
@@ -30,7 +31,7 @@ class Lookahead(Drafter):
     latest. The tree has G*(N-1) + (N-1)*W nodes.
     """
 
-    per_sequence = ("window", "pool")
+    buffers_by_slot = ("window", "pool")
 
     def __init__(self, vocab_size: int, columns: int = 7, level: int = 5, guesses: int = 7):
         rows, right, down = level - 1, guesses, guesses + 1  # ranks of children in the window
@@ -53,23 +54,23 @@ class Lookahead(Drafter):
         constants(self, window=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
         super().allocate(batch, *sizes)
 
-    def begin(self, place: int, prompt: list[int]) -> None:
-        self.pool[place] = EMPTY
+    def reset(self, slot: int, prompt: list[int]) -> None:
+        self.pool[slot] = EMPTY
         generator = torch.Generator().manual_seed(10)
         drawn = torch.randint(len(prompt), self.window.shape[1:], generator=generator)
-        self.window[place] = torch.tensor(prompt)[drawn].to(self.window.device)
+        self.window[slot] = torch.tensor(prompt)[drawn].to(self.window.device)
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         root = state.root
         ngrams = self.pool[torch.arange(len(root), device=root.device), root[:, 0]].long()  # [B, G, N-1]
         tokens = torch.cat((ngrams.flatten(1), self.window.flatten(1)), 1)[:, self.source]
         # An empty entry repeats the root: a wrong draft token is only rejected.
         return self.static.of(torch.cat((root, torch.where(tokens == EMPTY, root, tokens)), 1))
 
-    def observe(self, state, logits) -> None:
+    def observe(self, step, state, logits: Tensor) -> None:
         """Add the columns to the pool, one after the other as two may begin alike; move the window a row up.
         """
-        predicted = state.backend.draw(logits, None)[:, self.newest]
+        predicted = step.draw(logits, None)[:, self.newest]
         firsts = torch.cat((state.root, self.window[:, 0, 1:]), 1)
         batch = torch.arange(len(firsts), device=firsts.device)
         window = torch.cat((self.window[:, 1:], predicted[:, None]), 1)  # [B, N-1, W]

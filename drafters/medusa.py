@@ -22,8 +22,8 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.schema import Flag, whole
-from drafters.base import Setup
-from drafters.network import HeadDrafter
+from drafters.setup import Setup
+from engine.draft import HeadDrafter
 from head import Head, HeadArgs
 from model import KVCaches, Linear, Pass, RMSNorm, TargetBlock, project
 from tree import PAPER_TREE, PathTree, Tree, likely_tree
@@ -155,15 +155,15 @@ class MultiToken(HeadDrafter):
 
     grows = False
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        head, noise, p = self.head, self.draft_noise(noise), self.catch_up(state, slots)  # [B, 1, H]
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        head, noise, p = self.head, self.draft_noise(noise), self.catch_up(step, state, slots)  # [B, 1, H]
         paths, tokens = state.root[..., None], [state.root]
         scores = [torch.zeros_like(p[..., 0], dtype=torch.float32)]
         for i, level in enumerate(self.static.levels):
             if i:  # expand nodes of the level above
                 paths = torch.cat((paths[:, level.came_from], tokens[-1][:, level.rows, None]), -1)
             shift = None if noise is None else noise[:, i, None]
-            found = state.backend.rank(head.guess(p, paths), shift, self.shape.width, self._names)
+            found = step.rank(head.guess(p, paths), shift, self.shape.width, self._ids)
             for kept, x in zip((scores, tokens), found):
                 kept.append(x.expand(-1, paths.shape[1], -1).flatten(1)[:, level.nodes])
         return self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1))

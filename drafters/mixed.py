@@ -10,7 +10,7 @@ import math
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Drafter
+from engine.draft import Drafter
 from tree import AnyTree, Tree, TreeShape
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
@@ -35,7 +35,7 @@ class Mixed(Drafter):
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         for part in parts:
             part.all_layers = self.aux_layers
-        self.made_of = " ".join(part.made_of for part in parts)
+        self.fingerprint = " ".join(part.fingerprint for part in parts)
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)
 
@@ -55,19 +55,19 @@ class Mixed(Drafter):
 
     @property
     def extra_slots(self) -> int:
-        # A head's own rows stand behind the widest window.
+        # A head's own tokens stand behind the tokens of the longest commit.
         return max(self.shape.nodes, *(p.extra_slots_after(self.shape.window) for p in self.parts))
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         prices, temperature = state.prices, state.temperature.clamp(0, 1)[:, None]
         trees, levels = [], 0
         for part in self.parts:
-            if prices is not None:  # a graph must change nothing but tensors
+            if prices is not None:  # a compiled graph must change nothing but tensors
                 state.prices = prices if part is self.grown else None
-            tree = part.propose(state, slots, noise)
+            tree = step.draft(part, state, slots, noise)
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
             levels = state.levels if part is self.grown else levels
         if prices is not None:
             state.prices, state.levels = prices, levels
-        return state.backend.join(*trees, self.shape.nodes, self.shape.levels, prices)
+        return step.join(*trees, self.shape.nodes, self.shape.levels, prices)

@@ -32,7 +32,8 @@ from checkpoint.folder import read_config
 from common.cli import Options, command
 from common.errors import InputError, counted
 from common.files import atomic_path, check_file, read_text
-from drafters.base import Drafter, Setup, constants
+from drafters.setup import Setup
+from engine.draft import Drafter, constants
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 from tree import Tree, chains
@@ -118,7 +119,7 @@ class NGram(Drafter):
         shape = chains(tuple(lengths))
         super().__init__(shape)
         self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
-        self.file, self.made_of = file, file.identity if file else ""
+        self.file, self.fingerprint = file, file.identity if file else ""
         constants(self, history=torch.full((1, history), SEPARATOR))
         # The chain of each drafted node, and its distance from the match.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
@@ -148,17 +149,17 @@ class NGram(Drafter):
         before = tokens.shape[1] - count - 1
         return tokens, state.length + before, count + before
 
-    def has_guess(self, state, slots: Tensor) -> bool:
+    def has_draft(self, step, state, slots: Tensor) -> bool:
         """Return whether any active sequence has a match that is likely enough for a tree."""
-        _, log_probabilities = state.backend.follow(self, *self.sources(state, slots))
+        _, log_probabilities = step.follow(self, *self.sources(state, slots))
         rows = zip(log_probabilities[:, 1].tolist(), state.temperature.tolist(), state.done.tolist())
         return any(
             first * (1 + (SAMPLED - 1) * min(temperature, 1)) > MIN_LOG_PROBABILITY and not done
             for first, temperature, done in rows
         )
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        return self.static.of(*state.backend.follow(self, *self.sources(state, slots)))
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        return self.static.of(*step.follow(self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:
         """Count the tokens up to each of the first `count` places that equal those up to `length` [B].

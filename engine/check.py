@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
 from engine.passes import Passes, round_up
-from engine.step import commit, noise_ahead, verify
+from engine.step import accept_and_commit, draft_and_verify
 from kernels.float8 import from_bytes
 from kernels.gpu import parts
 from model import KVCache
@@ -134,8 +134,8 @@ def compared(limit: float) -> Iterator[dict[str, str]]:
 
 def launched(passes: Passes, span: Tensor, modes: Modes) -> tuple[Tree, Tensor]:
     """Run one step uncompiled."""
-    arguments = passes.target, passes.caches, passes.drafter, passes.state
-    return commit(*arguments, verify(*arguments, span, modes.noisy), *modes)
+    arguments = passes.device_step, passes.target, passes.caches, passes.drafter, passes.state
+    return accept_and_commit(*arguments, draft_and_verify(*arguments, span, modes.noisy), *modes)
 
 
 def step_difference(
@@ -155,9 +155,10 @@ def step_difference(
 
     reset()
     with definitions():
-        noise = noise_ahead(state, W, target.args.vocab_size) if modes.noisy else None
-        again = drafter.propose(state, span, noise)
-        logits, read = state.backend.verify(target, drafted, state, span, passes.caches, drafter.aux_layers)
+        device_step = passes.device_step
+        noise = device_step.noise(state, W, target.args.vocab_size) if modes.noisy else None
+        again = device_step.draft(drafter, state, span, noise)
+        logits, read = device_step.verify(target, drafted, state, span, passes.caches, drafter.aux_layers)
         passes.caches.move(length[:, None] + path, slots[:, :1] + torch.arange(W, device=length.device))
     found = [difference(f"layer {i}", x, entries(cache, slots), limit)
              for i, (x, cache) in enumerate(zip(found, passes.caches))]

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
 from common.files import atomic_path
-from kernels.backend import TorchBackend
+from engine.step import Step
 from kernels.build import code_digest
 from kernels.isa import features
 
@@ -228,7 +228,7 @@ def variant_of(arg) -> object:
 
 def _stable(value) -> object:
     """Describe a value, in the same words in every process."""
-    if isinstance(value, TorchBackend):
+    if isinstance(value, Step):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(f.name, _stable(getattr(value, f.name))) for f in dataclasses.fields(value)]

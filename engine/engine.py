@@ -8,7 +8,7 @@
 A request is admitted between two steps into a free place of the batch. Its prompt is read in chunks; the
 others go on decoding between them. A request that ends leaves at once. Places are in groups: first the
 requests that decode, then those whose prompts are being read, then the free ones. So a step works on
-only the sequences that decode, and `autotune` chooses a smaller tree as they become more.
+only the sequences that decode, and a scheduler may choose a smaller tree as they become more.
 
 A free place keeps its tokens. A request that begins like them, or like a running one, reads only the rest.
 
@@ -23,16 +23,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from math import exp
 from typing import NamedTuple
 
 import torch
 
-from drafters.base import Drafter
-from engine.autotune import Choice, Size, Tuner
+from engine.draft import Drafter
 from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask, step_counts
 from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Request, Score
+from engine.scheduler import Choice, Scheduler
 from model import Transformer
 from sampling.adjust import log_probabilities
 from sampling.options import MAX_LOGPROBS, Modes, Sampling
@@ -51,22 +50,26 @@ class Pending(NamedTuple):
     emission: Emission
     shape: TreeShape | PathTree | AnyTree | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
-    head: bool = False  # the tuner chose a step with the head
-    took: float | None = None  # see `Tuner.took`
-    promised: list[float] | None = None  # by request: the sum of exp(score) of its drafts
+    head: bool = False  # the scheduler chose a step with the head
+    record: object = None  # of the scheduler, see `Scheduler.launched`
 
 
 class Engine:
     """Decodes up to `batch` requests at a time with one target and one drafter (None: plain decoding).
 
-    max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text. compile: run prefill and
-    step through torch.compile, where the target is not on our CPU kernels; on CUDA they are captured as
-    graphs too. say: called with one line when something slow (compilation) starts and ends. chunks: prompt
-    rows per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. tuner:
-    chooses the tree of each step among its own, which the head of `drafter` grows; without one the
-    drafter's own tree is drafted. counts: numbers of sequences that steps exist for (`step_counts`),
-    `batch` last. tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
-    self_check: called once, at the start of the first warmup (`engine.check`).
+    - max_seq_len: most tokens of prompt and output
+    - stop_ids: any of them ends a sequence
+    - compile: run prefill and step through torch.compile, unless the target is on our CPU kernels. On CUDA
+      they are also captured as graphs.
+    - say: called with one line when something slow, such as compilation, starts and ends
+    - chunks: prompt tokens per prefill pass
+    - lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere
+    - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
+    - counts: numbers of sequences that steps exist for (`step_counts`), `batch` last
+    - tokenizer: gives requests their text
+    - guide: makes a `Guide` of a JSON schema
+    - self_check: called once, at the start of the first warmup (`engine.check`)
+
     Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
 
@@ -75,30 +78,26 @@ class Engine:
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
         stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
-        chunks: tuple[int, ...] | None = None, lag: int | None = None, tuner: Tuner | None = None,
+        chunks: tuple[int, ...] | None = None, lag: int | None = None, scheduler: Scheduler | None = None,
         counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
         guide: Callable[[str], Guide] | None = None,
     ):
         self.target = target = target.for_length(max_seq_len)
-        self.drafter, self.tuner = drafter or Drafter(), tuner
+        self.drafter, self.scheduler = drafter or Drafter(), scheduler or Scheduler()
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
         self.passes = Passes(
             target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile,
-            say=say or (lambda line: None), chunks=chunks, shapes=tuner.shapes if tuner else (),
-            follows=self.drafter.network is not None,  # a head knows all text, also what it did not draft
+            say=say or (lambda line: None), chunks=chunks,
+            variants=self.scheduler.variants(self.drafter),
         )
         self.state, self.device, self.slots = self.passes.state, self.passes.device, self.passes.slots
         self.window, self.cache_bytes = self.passes.window, self.passes.cache_bytes
         self.lag = int(self.device.type == "cuda") if lag is None else lag
-        if tuner:
-            tuner.live = self.lag == 0
+        self.scheduler.attach(self.passes, self.lag == 0)
         # A step may not touch a text whose prompt is still read, if a target keeps a state of it.
         few = self.device.type == "cuda"
         self.step_counts = (not target.keeps_state and counts) or step_counts(batch, few)
-        # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
-        # propose is checked before each step.
-        self._asks = self.device.type != "cuda" and self.drafter.may_pass
         self._requests: list[Request | None] = [None] * batch  # by place, as the next three
         self._kept: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free place
         self._unread = [1] * batch  # how many of these the drafter has not read, at most
@@ -107,7 +106,6 @@ class Engine:
         self._serial = 0
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
-        self._guesses = True  # that drafters may ask for, see `_choose`
         self._modes: list[Modes | None] = [None, None]  # of DRAFTED, PLAIN; None: the group has changed
         self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
 
@@ -169,9 +167,8 @@ class Engine:
         try:
             self.state.begin(request.place, prompt, sampling, self.max_seq_len)
             self.state.done[request.place] = True  # held still until its prompt is read
-            self.drafter.begin(request.place, prompt)
-            if self.tuner:
-                self.tuner.begin(request)
+            self.drafter.reset(request.place, prompt)
+            self.scheduler.add(request)
             if guide:
                 mask(self.state.allowed[request.place], guide, [0], [0])
         except BaseException:
@@ -309,11 +306,11 @@ class Engine:
         for group in (DRAFTED, PLAIN):
             if self._sizes[group]:
                 began = time.perf_counter()
-                kind = self._launch(group)
+                record = self._launch(group)
                 keep = 0 if any(r.guide for r in self._members(group)) else self.lag
                 events += self._read(keep)
-                if kind and self.lag == 0:  # else the step is only launched by now
-                    self.tuner.add(*kind, time.perf_counter() - began)
+                if record is not None and self.lag == 0:  # else the step is only launched by now
+                    self.scheduler.timed(record, time.perf_counter() - began)
         return events if keep else events + self._read(0)
 
     def run(
@@ -416,10 +413,8 @@ class Engine:
         wanted = request.sampling.logprobs or 0
         request.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
 
-    def _launch(self, group: int) -> tuple[int, bool, Size, bool] | None:
-        """Launch one step of a group that decodes. Return its kind, if the tuner learns from it: see
-        `Tuner.add`.
-        """
+    def _launch(self, group: int) -> object:
+        """Launch one step of a group that decodes. Return the scheduler's record of it, if any."""
         requests, first = self._members(group), sum(self._sizes[:group])
         before = first if self.passes.prepared else 0  # prepared steps begin with the batch's first row
         count = next(c for c in self.step_counts if c >= before + len(requests))
@@ -430,11 +425,13 @@ class Engine:
         if self._modes[group] is None:
             self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
         modes = self._modes[group]
-        choice, drafter = self._choose(group, rows, span, requests)
-        rows.state.prices = choice.prices if choice else None
+        choice = Choice(self.passes.plain) if group == PLAIN else self.scheduler.next(requests, rows, span)
+        if self.passes.unread:
+            self._keep_up(rows, span, choice.drafter, requests)
+        rows.state.prices = choice.prices
         guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
-            tree, path = self.passes.step(rows, span, drafter, modes, guides)
+            tree, path = self.passes.step(rows, span, choice.drafter, modes, guides)
         drafts = None
         if any(r.watch for r in requests):
             score = tree.scores
@@ -442,17 +439,13 @@ class Engine:
             scored = [None] * len(requests) if score is None else score[offset:].tolist()
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
-        shape, kind, took, promised = drafter.shape, None, None, None
-        size = Size(tree.tokens.shape[1], rows.state.levels if rows.state.prices else 0)
-        if choice and choice.prices:
-            shape = cut(shape, size)
-            promised = [sum(map(exp, scores[1:])) for scores in tree.scores.tolist()[offset:]]
-        if self.tuner and group == DRAFTED:
-            kind = count, modes.noisy, size, choice is not None
-            took = self.tuner.took(*kind)
-        done = Pending(requests, emission, shape, drafts, choice is not None, took, promised)
-        self._pending.append(done)
-        return kind
+        shape, record = choice.drafter.shape, None
+        if choice.prices:
+            shape = cut(shape, tree.tokens.shape[1], rows.state.levels)
+        if group == DRAFTED:
+            record = self.scheduler.launched(choice, requests, rows, offset, tree, modes.noisy)
+        self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
+        return record
 
     @contextlib.contextmanager
     def _held_still(self, rows: Rows, group: int) -> Iterator[None]:
@@ -472,26 +465,6 @@ class Engine:
             yield
         finally:
             done.copy_(before)
-
-    def _choose(
-        self, group: int, rows: Rows, span: torch.Tensor, requests: list[Request]
-    ) -> tuple[Choice | None, Drafter]:
-        """Choose the tree of the next step (None: without the tuner's), and the drafter that grows it."""
-        passes = self.passes
-        choice, drafter = None, passes.plain if group == PLAIN else self.drafter
-        if group == DRAFTED and self._asks and not rows.drafter(self.drafter).has_guess(rows.state, span):
-            drafter = passes.plain
-        elif self.tuner and group == DRAFTED:
-            choice = self.tuner.next(requests, rows.count)
-            headless = passes.headless
-            guesses = headless is not None and self._guesses and headless.has_guess(rows.state, span)
-            if choice:
-                drafter = (passes.trees if guesses or not headless else passes.alone)[choice.shape]
-            else:
-                drafter = headless if guesses else passes.plain
-        if passes.unread:
-            self._keep_up(rows, span, drafter, requests)
-        return choice, drafter
 
     def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
         """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
@@ -523,9 +496,8 @@ class Engine:
     ) -> Event:
         """Add what a pass emitted to a request, which leaves if that ends it. row: its row in the pass."""
         now, shape, before = time.perf_counter(), done.shape, request.last
-        if self.tuner and shape and not request.plain:
-            promised = done.promised and done.promised[row]
-            self.tuner.record(request, done.head, len(emitted.ids), done.took, promised)
+        if done.record is not None:
+            self.scheduler.emitted(done.record, row, request, len(emitted.ids))
         if request.guide:
             request.guide.take(emitted.ids)
             request.error = request.guide.error
@@ -561,8 +533,9 @@ class Engine:
     # -- warm-up ------------------------------------------------------------------------------
 
     def explain(self, noisy: bool) -> str | None:
-        """Return a line about what the tuner chooses, None without one. noisy: at temperatures above 0."""
-        return self.tuner.explain(self._rehearsed, noisy) if self.tuner else None
+        """Return a line about what is drafted, if there is anything to say. noisy: at temperatures above 0.
+        """
+        return self.scheduler.describe(self._rehearsed, noisy)
 
     @property
     def _rehearsed(self) -> list[int]:
@@ -571,7 +544,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
-        """Run, compile and capture what requests with these samplings need, and time the tuner's trees.
+        """Run, compile and capture what requests with these samplings need, and let the scheduler time steps.
 
         Default: greedy. every_length: also what prompts and texts of every length need, in every place, with
         all other options: after that nothing is compiled or captured.
@@ -584,34 +557,32 @@ class Engine:
         try:
             for sampling in samplings or (Sampling(),):
                 sampling = replace(sampling, stop=(), json_schema=None)
-                guessed = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a guess there
-                for prompt in ([0], guessed) if self._asks else ([0],):
+                repeated = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a draft there
+                for prompt in ([0], repeated) if self.drafter.may_pass else ([0],):
                     self.generate([prompt], replace(sampling, max_new_tokens=2))
-                if self.tuner:
-                    self._rehearse(sampling)
+                self._rehearse(sampling)
                 if self.passes.prepared:
                     self._launch_all(Modes.of([sampling]), every_length)
         finally:
             self.state.stop_ids.copy_(stop_ids)
 
     def _rehearse(self, sampling: Sampling) -> None:
-        """Run every kind of step a few times, so that the tuner knows what each takes, alone and full."""
+        """Let the scheduler time steps, of one sequence and of the whole batch."""
         long = replace(sampling, max_new_tokens=self.max_seq_len)
         lag, self.lag = self.lag, 0
-        self._guesses = False  # the text of a rehearsal repeats itself as no other does
-        try:
-            for count in self._rehearsed:
-                def run(count: int = count) -> None:
-                    while len(self.requests) < count:
-                        self.admit([0], long)
-                    while self._sizes[READING]:
-                        self._read_prompts()
-                        self._read(0)
-                    self.step()
 
-                self.tuner.rehearse(count, sampling.temperature > 0, run)
+        def run(count: int) -> None:
+            while len(self.requests) < count:
+                self.admit([0], long)
+            while self._sizes[READING]:
+                self._read_prompts()
+                self._read(0)
+            self.step()
+
+        try:
+            self.scheduler.warm_up(self._rehearsed, sampling.temperature > 0, run)
         finally:
-            self.lag, self._guesses = lag, True
+            self.lag = lag
             for request in self.requests:
                 self.leave(request)
 
@@ -620,7 +591,7 @@ class Engine:
         passes = self.passes
         needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
         spans = {span.shape[0]: span for span in map(passes.span, needs)}
-        kinds = dict.fromkeys((passes.plain, *(passes.trees.values() or (self.drafter,))))
+        kinds = dict.fromkeys((passes.plain, *self.scheduler.drafters))
         rare = Modes.every(modes.noisy)
         with passes.still():
             for number, span in enumerate(spans.values()):
@@ -643,11 +614,11 @@ class Engine:
                                 passes.logits(x)
 
 
-def cut(largest: TreeShape | AnyTree, size: Size) -> TreeShape | AnyTree:
-    """Return the shape of a tree that prices have cut to this size."""
-    if isinstance(largest, TreeShape) and size.nodes > 1:
-        return TreeShape(*size, largest.width)
-    return AnyTree(size.nodes, largest.window - 1)
+def cut(largest: TreeShape | AnyTree, nodes: int, levels: int) -> TreeShape | AnyTree:
+    """Return the shape of a tree that prices have cut to this size. levels: grown after the first."""
+    if isinstance(largest, TreeShape) and nodes > 1:
+        return TreeShape(nodes, levels, largest.width)
+    return AnyTree(nodes, largest.window - 1)
 
 
 def name_of(shape: TreeShape | PathTree | AnyTree) -> str:

@@ -6,7 +6,6 @@ through views of the same buffers.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import NamedTuple
@@ -16,17 +15,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.base import Drafter
 from engine.compile import CapturedCalls, CompiledFunction
+from engine.draft import Drafter
 from engine.memory import free_memory
 from engine.request import Score
 from engine.state import State
-from engine.step import begin, commit, read, verify
-from kernels.backend import backend_of
+from engine.step import Step, accept_and_commit, draft_and_verify, first_token, prefill, step_of
 from model import Transformer
 from sampling.options import Modes
 from tokens.grammar import Guide
-from tree import Tree, TreeShape
+from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
@@ -82,32 +80,29 @@ class Rows(NamedTuple):
 class Passes:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
-    shapes: trees that the head of `drafter` may also draft. follows: plain steps leave features
-    that `read_behind` reads later. fallbacks: a line about each part that runs in a slower way because a
-    faster one failed.
+    variants: the other drafters that steps may run; only their sizes count. fallbacks: a line about each
+    part that runs in a slower way because a faster one failed.
     """
 
     def __init__(
         self, target: Transformer, drafter: Drafter, batch: int, max_seq_len: int, *,
         stop_ids: Iterable[int], compile: bool, say: Callable[[str], None],
-        chunks: tuple[int, ...] | None, shapes: tuple[TreeShape, ...], follows: bool,
+        chunks: tuple[int, ...] | None, variants: list[Drafter],
     ):
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
-        self.backend = backend_of(target)
+        self.device_step = step_of(target)
         self._compile(compile, say)
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
 
         # A plain drafter is its own plain one: a second would be compiled too.
-        self.plain = self._without_head(drafter if type(drafter) is Drafter else Drafter(), follows)
-        # On a CPU, where asking for a guess costs no synchronisation.
-        headless = None if self.on_cuda else copy.copy(drafter.headless)
-        self.headless = headless and self._without_head(headless, follows)
-        drafters = [drafter, *(drafter.with_tree(shape) for shape in shapes), headless or self.plain]
+        self.follows = drafter.network is not None  # a head reads all tokens, also what it did not draft
+        self.plain = self.without_head(drafter if type(drafter) is Drafter else Drafter())
+        drafters = [drafter, *variants, self.plain]
         self._check_shapes(drafters)
         # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
         # many rows as the widest window has.
@@ -116,7 +111,7 @@ class Passes:
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         self.slots = round_up(max_seq_len + max(self.extra, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
-        self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
+        self.unread = max(min(UNREAD, self.slots), self.window) if self.follows else 0
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SLOT_STEP if self.compiled else 0)
@@ -124,13 +119,10 @@ class Passes:
         self.cache_bytes = self._check_memory(allocated, unread_bytes)
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, dtype, self.device)
-        self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
-        # While prompt lookup has no guess, joining its trees would only cost time.
-        self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
         self.state = State(
             batch, self.slots + self.chunks[-1] + 2, self.window, feature_width=width, stop_ids=stop_ids,
             dtype=dtype, device=self.device, room=self.unread, vocabulary=target.args.vocab_size,
-            nodes=max(one.shape.nodes for one in drafters), backend=self.backend,
+            nodes=max(one.shape.nodes for one in drafters), aligned=not self.device_step.batch_invariant,
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
@@ -149,19 +141,20 @@ class Passes:
             say(line)
 
         self.fell_back = fell_back
-        self._read, self._verify, self._commit, self.captured = read, verify, commit, None
+        self.launch_uncompiled()
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not (self.backend.row_invariant or self.target.keeps_state)
+        self.compiled = compile and not (self.device_step.batch_invariant or self.target.keeps_state)
         if self.compiled:
             compiling = partial(CompiledFunction, say=say, failed=fell_back)
-            self._read, self._verify = compiling(read, "prefill"), compiling(verify, "step")
-            self._commit = compiling(commit, "commit")
+            self._read, self._verify = compiling(prefill, "prefill"), compiling(draft_and_verify, "step")
+            self._commit = compiling(accept_and_commit, "commit")
         if compile and self.on_cuda:
             self.captured = CapturedCalls(self.device, fell_back)
 
     def launch_uncompiled(self) -> None:
         """Forget compiled functions and captured graphs: launch operators one by one."""
-        self._read, self._verify, self._commit, self.captured = read, verify, commit, None
+        self._read, self._verify, self._commit = prefill, draft_and_verify, accept_and_commit
+        self.captured = None
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the sequences first ... first + count - 1: the same object each time."""
@@ -180,9 +173,9 @@ class Passes:
         """True if passes are compiled or captured, for few numbers of sequences."""
         return self.compiled or self.captured is not None
 
-    def _without_head(self, drafter: Drafter, follows: bool) -> Drafter:
+    def without_head(self, drafter: Drafter) -> Drafter:
         """A drafter whose steps leave features for the head to read later."""
-        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if follows else (), False
+        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if self.follows else (), False
         return drafter
 
     def _check_shapes(self, drafters: list[Drafter]) -> None:
@@ -231,11 +224,11 @@ class Passes:
     ) -> tuple[Tree, Tensor]:
         """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
 
-        drafter: `self.drafter`, `plain`, `headless` or one of `trees`. guides: those of rows, by row;
+        drafter: `self.drafter`, `plain`, or another one with the same caches. guides: those of rows, by row;
         None: no row has one.
         """
         key, committing = (drafter, span.shape[0]), self._commit
-        arguments = self.target, rows.caches, rows.drafter(drafter), rows.state
+        arguments = self.device_step, self.target, rows.caches, rows.drafter(drafter), rows.state
         verifying = partial(self._verify, *arguments, span, modes.noisy)
         if guides is None:
             return self.run(rows, ("step", *key, *modes), lambda: committing(*arguments, verifying(), *modes))
@@ -255,11 +248,12 @@ class Passes:
         chunk = self.chunk_ids[size]
         if self.compiled:
             torch._dynamo.mark_static(chunk, 0)
-        arguments = self.target, rows.caches, rows.drafter(self.drafter), rows.state, span, rows.chunk_start
+        arguments = (self.device_step, self.target, rows.caches, rows.drafter(self.drafter), rows.state, span,
+                     rows.chunk_start)
         x, features = self.run(rows, ("prefill", size, span.shape[0]), partial(self._read, *arguments, chunk))
         if modes is not None:
             with self.here():
-                begin(self.target, rows.state, rows.chunk_start, x, features, modes)
+                first_token(self.device_step, self.target, rows.state, rows.chunk_start, x, features, modes)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -275,7 +269,7 @@ class Passes:
         while first < unread:
             size = self.chunk_size(unread - first)
             drafter, own = rows.drafter(self.drafter), self.slot_ids[:size]
-            call = partial(read_behind, drafter, rows.state, span, first, own)
+            call = partial(read_behind, self.device_step, drafter, rows.state, span, first, own)
             self.run(rows, ("behind", first, size, span.shape[0]), call)
             first += size
         self.run(rows, ("read",), rows.state.keep_last_unread)
@@ -293,7 +287,7 @@ class Passes:
         """A context for passes: on a GPU it is the current one, which each thread has its own of; our CPU
         kernels have all threads.
         """
-        return torch.cuda.device(self.device) if self.on_cuda else self.backend.threads()
+        return torch.cuda.device(self.device) if self.on_cuda else self.device_step.threads()
 
     def chunk_size(self, remaining: int) -> int:
         """Rows of the next prefill pass, with `remaining` tokens to read."""
@@ -304,7 +298,8 @@ class Passes:
 
         All slots if attention reads the lengths itself: one graph serves every context.
         """
-        if self.backend.reads_length and self.target.layers[0].sinks is None:  # PyTorch attends with sinks
+        # PyTorch attends with sinks.
+        if self.device_step.reads_length and self.target.layers[0].sinks is None:
             return self.slot_ids
         size = round_up(needed, SLOT_STEP)
         if self.on_cuda:  # a captured graph is of one size: powers of two keep them few
@@ -346,7 +341,7 @@ class Passes:
         return Emission(host, copied)
 
 
-def read_behind(drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
+def read_behind(step: Step, drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
     """Let a drafter read unread tokens: those from `first` on, as many as `own` [size] counts from 0."""
     size = own.shape[0]
     # A sequence that has fewer writes where nothing is committed.
@@ -354,8 +349,8 @@ def read_behind(drafter: Drafter, state: State, span: Tensor, first: int, own: T
     features = state.features[:, first : first + size]
     if short := size - features.shape[1]:
         features = F.pad(features, (0, 0, 0, short))
-    visible = state.backend.visible_before(span, start, size)
-    drafter.read(state, features, start[:, None] + own, visible)
+    visible = step.causal_mask(span, start, size)
+    drafter.prefill(state, features, start[:, None] + own, visible)
 
 
 def arrived(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:

@@ -8,12 +8,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels.backend import TORCH, TorchBackend
 from model import rows_of
 from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
 from sampling.options import MAX_LOGPROBS, Sampling
-from tree import Prices
+from tree import Prices, pick
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 
@@ -40,30 +39,27 @@ class State(nn.Module):
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
 
-    backend: computes the parts of its steps. prices: of the next step's drafts; None: its tree is not cut.
-    levels: those that the head has grown after the first, if it was. noise: the latest, see
-    `kernels.cpu.CpuBackend.gumbel`; all rows share it.
+    prices: of the next step's drafts; None: its tree is not cut. levels: those that the head has grown after
+    the first, if it was. noise: what `Step.gumbel` keeps for its next call; all rows share it.
     """
 
     def __init__(
         self, batch: int, slots: int, window: int, *, feature_width: int = 0, stop_ids: Iterable[int] = (),
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", room: int = 0,
-        vocabulary: int = 1, nodes: int = 1, backend: TorchBackend = TORCH,
+        vocabulary: int = 1, nodes: int = 1, aligned: bool = True,
     ):
         """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
-        vocabulary: V. nodes: T of the largest tree.
+        vocabulary: V. nodes: T of the largest tree. aligned: rows of several numbers start at multiples of 16
+        bytes, so that a graph compiled for one slot serves all.
         """
         super().__init__()
-        self.window, self.backend = window, backend
+        self.window = window
         self.prices: Prices | None = None
         self.levels, self.noise = 0, []
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
-            """Rows of several numbers begin at multiples of 16 bytes: compiled code for one place then serves
-            all. But operators on CPUs take them to follow each other, and all kernels those of one number.
-            """
-            size, aligned = prod(shape[1:]), 1 if backend.row_invariant else 16 // dtype.itemsize
-            room = -(-size // aligned) * aligned if size > 1 else size
+            size, unit = prod(shape[1:]), 16 // dtype.itemsize if aligned else 1
+            room = -(-size // unit) * unit if size > 1 else size  # kernels take single numbers as contiguous
             rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
             self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)
 
@@ -127,6 +123,47 @@ class State(nn.Module):
         self.bias[place] = 0
         for token, bias in request.logit_bias:
             self.bias[place, token] = bias
+
+    def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
+        """Append the first `count` [B] of tokens [B, W], cut at the first stop id and at the limit.
+
+        The last one appended becomes the root and `length` its position. Sets `done` and `out`. Returns how
+        many were appended [B].
+        """
+        W, drafted = tokens.shape[1], count - 1
+        at = torch.arange(W, device=tokens.device)
+        count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
+        stops = (tokens[..., None] == self.stop_ids).any(-1) & (at < count[:, None])
+        first = torch.where(stops, at, W).amin(-1)
+        count = torch.minimum(count, first + 1)
+        where = self.length[:, None] + 1 + at
+        appended = torch.where(at < count[:, None], tokens, self.tokens.gather(1, where))
+        self.tokens.scatter_(1, where, appended)
+        self.length.add_(count)
+        self.root.copy_(self.tokens.gather(1, self.length[:, None]))
+        self.done.logical_or_((first < W) | (self.length >= self.limit))
+        counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), self.done.long()), 1)
+        self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
+        return count
+
+    def keep_features(
+        self, features: Tensor | None, path: Tensor, count: Tensor, where: Tensor, more: bool = False
+    ) -> None:
+        """Keep the features of the `count` [B] tokens just committed, for the drafter's catch-up.
+
+        features [B, T, F]: the target's, of a pass. path [B, <=W]: the nodes that the tokens were. where [B]:
+        the sequences to change. more: append to the tokens that the drafter has not read yet.
+        """
+        if features is not None:
+            features = pick(features, path)
+            at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+            if more:
+                at = (at + self.n_new[:, None]).clamp(max=self.features.shape[1] - 1)
+            at = at[..., None].expand_as(features)
+            old = self.features.gather(1, at)
+            self.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
+        unread = self.n_new + count if more else count
+        self.n_new.copy_(torch.where(where, unread, self.n_new))
 
     def count(self, tokens: Tensor, appended: Tensor) -> None:
         """Count the first `appended` [B] of tokens [B, W] as part of the output."""

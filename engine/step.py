@@ -1,28 +1,227 @@
-"""The two passes of decoding: the step (`verify`, `commit`), and that over prompts (`read`, `begin`)."""
+"""One step of decoding: draft, verify, accept, commit. This file holds the PyTorch form.
+
+`Step` defines every phase and the tensor operations that drafters call. The kernels of a device and tensor
+parallelism subclass it and override whole phases. All subclasses compute the same values, except for the last
+bits of noise, of log-probabilities and of the target's forward pass.
+
+`draft_and_verify` and `accept_and_commit` are the two halves of a step: each is one compiled graph. With a
+grammar the host fills `state.allowed` in between. `prefill` and `first_token` are the pass over prompts.
+
+B sequences, T tree nodes, W the most tokens that a step commits, S cache slots, n live slots, V vocabulary.
+"""
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Drafter
+import tree
+from engine.draft import Drafter
 from engine.state import State
-from kernels.tp import Part, agreed, logits_of, own_logits
 from model import KVCaches, Transformer
-from sampling.adjust import adjust, allow, floor
+from sampling import noise as sampling_noise
+from sampling.adjust import adjust, allow, floor, restrict
 from sampling.options import Modes
-from tree import Tree, pick
+from tree import Growth, Prices, Tree, pick
+
+
+class Step:
+    """The phases of a step in PyTorch.
+
+    name: in records. batch_invariant: a token's values do not depend on the tokens computed with it, so that
+    drafted text equals plain text in 16 bits too, and steps need no torch.compile. static_shapes: no shape
+    depends on a value of a tensor, as graphs need it. reads_length: attention reads the sequences' lengths on
+    the device, so that one graph serves every context length. caches: classes of KV caches by the names of
+    `--kv`. quantised_at_load: by dtype, the mode that makes a 16-bit head faster here.
+    """
+
+    name = "torch"
+    batch_invariant = reads_length = False
+    static_shapes = True
+    caches: dict[str, type[KVCaches]] = {"auto": KVCaches}
+    quantised_at_load: dict[torch.dtype, str] = {}
+
+    def __deepcopy__(self, memo: dict) -> Step:
+        return self  # copies of a model run on the same step
+
+    def prepare(self, *models: nn.Module) -> bool:
+        """Replace modules of the models by those of this step, in place.
+
+        Models may share modules, as a head shares its target's lm_head. Returns whether every layer of the
+        targets among them runs here. Other layers stay unchanged.
+        """
+        for model in models:
+            model.backend = self
+        return True
+
+    def threads(self) -> contextlib.AbstractContextManager:
+        """Return a context for passes, with the number of threads that they need."""
+        return contextlib.nullcontext()
+
+    # -- draft ----------------------------------------------------------------------------------
+
+    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+        """Draft a tree below the root. slots [n]: the live cache slots; noise: as for `Drafter.propose`."""
+        return drafter.propose(self, state, slots, noise)
+
+    def mask(self, slots: Tensor, length: Tensor, local: Tensor):
+        """Return which slots each token of a pass attends to, as the attention of this step reads it.
+
+        See `tree.visible_slots`: [B, T, n] bool.
+        """
+        return tree.visible_slots(slots, length, local)
+
+    def causal_mask(self, slots: Tensor, start: Tensor, count: int):
+        """Return `mask` of `count` tokens at slots start [B] ... that see themselves and all slots before."""
+        at = torch.arange(count, device=slots.device)
+        return slots <= (start[:, None] + at)[..., None]
+
+    def rank(
+        self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and ids [B, R, k] of the top k of logits [B, R, V] plus noise, if any.
+
+        noise [B, R or 1, V]. ids [V]: the token id of each column, if that is not its index.
+        """
+        if noise is not None:
+            logits = logits + noise
+        top, index = logits.topk(k, dim=-1)
+        return top - logits.logsumexp(-1, keepdim=True), index if ids is None else ids[index]
+
+    def advance(self, growth: Growth) -> Tensor:
+        """Run `Growth.advance`."""
+        return growth.advance()
+
+    def extend(self, growth: Growth, scores: Tensor, tokens: Tensor, more: bool) -> Tensor | None:
+        """Run `Growth.extend` and, if there are `more` levels, `Growth.advance`."""
+        growth.extend(scores, tokens)
+        return self.advance(growth) if more else None
+
+    def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
+        """Run `Growth.prune`."""
+        return growth.prune(root, prices)
+
+    def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
+        """Run `tree.join`."""
+        return tree.join(one, other, nodes, levels, prices)
+
+    def follow(self, matcher: Drafter, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Run `NGram.follow` of `drafters.ngram`."""
+        return matcher.follow(tokens, length, count)
+
+    # -- verify ---------------------------------------------------------------------------------
+
+    def verify(
+        self, target: Transformer, drafted: Tree, state: State, slots: Tensor, caches: KVCaches,
+        aux_layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the target on the nodes of a tree.
+
+        Node i is written to cache slot length + i and has position length + depth. It attends to the
+        committed slots and to its ancestors. Returns `logits` of all nodes, and the features [B, T, F] of
+        `Transformer.forward`.
+        """
+        own = state.length[:, None] + torch.arange(drafted.tokens.shape[1], device=slots.device)
+        positions = state.length[:, None] + drafted.depth
+        visible = self.mask(slots, state.length, drafted.ancestors)
+        x, features = target(drafted.tokens, positions, own, visible, caches, aux_layers)
+        return self.logits(target, x), features
+
+    def logits(self, target: Transformer, x: Tensor):
+        """Return the target's logits of its residual stream x [..., H]; of a sharded target, one shard's."""
+        return target.logits(x)
+
+    def whole_logits(self, logits) -> Tensor:
+        """Return logits [..., V] of all tokens, from what `logits` returned."""
+        return logits
+
+    # -- sample and accept ----------------------------------------------------------------------
+
+    def noise(self, state: State, count: int, vocabulary: int) -> Tensor:
+        """Return temperature * Gumbel noise [B, count, V] for the `count` positions after the root."""
+        positions = state.length[:, None] + state.ahead[:count]
+        return self.gumbel(state.key, positions, state.temperature, vocabulary, state.noise)
+
+    def gumbel(
+        self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
+    ) -> Tensor:
+        """Return temperature [B] times `sampling.noise.gumbel` [B, W, V] of key [B, 2], positions [B, W].
+
+        latest: may keep the result, for the next call.
+        """
+        return temperature[:, None, None] * sampling_noise.gumbel(key, positions, vocabulary)
+
+    def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """Apply top-k and top-p to logits [B, T, V]: `sampling.adjust.restrict`."""
+        return restrict(logits, temperature, top_k, top_p)
+
+    def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
+        """Return the target's token at each node [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
+
+        depth [B, T]: the row of the noise for each node. Nodes of one depth stand at one position and share
+        its noise. None: all take the first row.
+        """
+        if noise is not None:
+            logits = logits + (noise[:, :1] if depth is None else pick(noise, depth))
+        return logits.argmax(-1)
+
+    def accept(self, drafted: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return path and count of `tree.accept`, and the tokens chosen on the path [B, W]."""
+        path, count = tree.accept(drafted, chosen, max_commit)
+        return path, count, chosen.gather(1, path)
+
+    # -- commit ---------------------------------------------------------------------------------
+
+    def commit(
+        self, state: State, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
+        caches: KVCaches | None = None, *, where: Tensor | None = None, more: bool = False,
+    ) -> Tensor:
+        """Emit the first `count` [B] of tokens [B, W] and keep the features of nodes `path` [B, W].
+
+        caches: the target's; keys and values of the path move to the slots of committed tokens. None: they
+        are there. where [B]: sequences to change; None: those that are not done. more: the tokens join those
+        that the drafter has not read yet. Returns how many tokens were emitted [B].
+        """
+        where = ~state.done if where is None else where
+        if caches is not None:
+            goal = state.length[:, None] + torch.arange(path.shape[1], device=path.device)
+            caches.move(state.length[:, None] + path, goal)
+        count = self.emit(state, tokens, count)
+        state.keep_features(features, path, count, where, more)
+        return count
+
+    def emit(self, state: State, tokens: Tensor, count: Tensor) -> Tensor:
+        """Append the first `count` [B] of tokens [B, W] to the sequences: `State.emit`."""
+        return state.emit(tokens, count)
+
+
+TORCH = Step()
+
+
+def step_of(target: Transformer) -> Step:
+    """Return the step that a target was prepared for, if all of its layers run there, else PyTorch's."""
+    step = target.backend if target.whole else TORCH
+    return target.sharded(step, target) if target.sharded else step
+
+
+class Verified(NamedTuple):
+    """A drafted tree and what the target says about it."""
+
+    tree: Tree
+    logits: Tensor  # [B, T, V] at each node, see `Step.logits`
+    features: Tensor | None  # [B, T, F]
+    noise: Tensor | None  # [B, W, V]
 
 
 def shape_logits(
-    logits: Tensor | Part, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
+    step: Step, logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
-    """Apply penalties and biases to the target's logits [B, T, V], and mask with -inf the tokens outside the
-    grammar and the request's restrictions.
+    """Return the target's logits [B, T, V] after grammar, penalties, biases, top-k, top-p and min-p.
 
-    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone. A `Part` of the logits
-    stays unchanged: no mode then needs anything.
+    tokens [B, T], ancestors [B, T, T]: of the tree; without ancestors, of its root alone.
     """
     if modes.guided:
         logits = allow(logits, state.allowed[:, : tokens.shape[1]])
@@ -30,100 +229,85 @@ def shape_logits(
         above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
         logits = adjust(logits, state, tokens, above)
     if modes.restricted:
-        logits = state.backend.restrict(logits, state.temperature, state.top_k, state.top_p)
+        logits = step.restrict(logits, state.temperature, state.top_k, state.top_p)
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits
 
 
-def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
-    """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
-    positions = state.length[:, None] + state.ahead[:count]
-    return state.backend.gumbel(state.key, positions, state.temperature, vocab_size, state.noise)
-
-
-class Verified(NamedTuple):
-    """A tree that the target has read."""
-
-    tree: Tree
-    logits: Tensor  # [B, T, V], the target's at each node; see `kernels.tp.own_logits`
-    features: Tensor | None  # [B, T, F]
-    noise: Tensor | None  # [B, W, V]
-
-
-def verify(
-    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, noisy: bool
+def draft_and_verify(
+    step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor,
+    noisy: bool,
 ) -> Verified:
-    """Draft a tree, and let the target read it: the first half of a step of decoding.
+    """Run the first half of a step: draft a tree and run the target on it.
 
-    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. noisy: a request samples.
-    Plain decoding has a tree of one node.
+    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's extra slots. noisy: a request
+    samples. Plain decoding has a tree of one node.
     """
-    noise = noise_ahead(state, drafter.shape.window, target.args.vocab_size) if noisy else None
-    tree = agreed(target, drafter.propose(state, slots, noise))
-    own, features = state.backend.verify(target, tree, state, slots, caches, drafter.aux_layers)
-    return Verified(tree, own, features, noise)
+    noise = step.noise(state, drafter.shape.window, target.args.vocab_size) if noisy else None
+    drafted = step.draft(drafter, state, slots, noise)
+    logits, features = step.verify(target, drafted, state, slots, caches, drafter.aux_layers)
+    return Verified(drafted, logits, features, noise)
 
 
-def commit(
-    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: Verified,
+def accept_and_commit(
+    step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: Verified,
     *modes: bool,
 ) -> tuple[Tree, Tensor]:
-    """Draw tokens; accept, keep and emit a path: the second half of a step.
+    """Run the second half of a step: draw the target's tokens, accept a path, commit and emit it.
 
-    modes: those of `sampling.options.Modes`. With a grammar, the host has filled `state.allowed` in between.
-    Emitted tokens are in `state.out`. Returns, for traces, the tree and the path [B, W] taken through it,
-    root first.
+    modes: those of `sampling.options.Modes`. Emitted tokens are in `state.out`. Returns, for traces, the tree
+    and the accepted path [B, W], root first.
     """
-    backend, modes, window = state.backend, Modes(*modes), drafter.shape.window
-    tree, own, features, noise = verified
-    raw = logits_of(target, own, modes.rare)
-    logits = shape_logits(raw, state, modes, tree.tokens, tree.ancestors)
-    drafter.observe(state, logits)
-    chosen = backend.draw(logits, noise, tree.depth)
-    path, count, tokens = backend.accept(tree, chosen, window)
+    modes, (drafted, logits, features, noise) = Modes(*modes), verified
+    raw = step.whole_logits(logits) if modes.rare else logits
+    shaped = shape_logits(step, raw, state, modes, drafted.tokens, drafted.ancestors)
+    drafter.observe(step, state, shaped)
+    chosen = step.draw(shaped, noise, drafted.depth)
+    path, count, tokens = step.accept(drafted, chosen, drafter.shape.window)
     if modes.scored:
         state.score(pick(raw, path), tokens)
-    # The root, the only node of plain decoding, is where it belongs already.
-    moved = caches if tree.tokens.shape[1] > 1 else None
-    count = backend.commit(state, tokens, count, path, features, moved, more=not drafter.reads)
+    moved = caches if drafted.tokens.shape[1] > 1 else None  # a root alone is in its slot already
+    count = step.commit(state, tokens, count, path, features, moved, more=not drafter.reads)
     if modes.adjusted:
         state.count(tokens, count)
-    return tree, path
+    return drafted, path
 
 
-def read(
-    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
-    chunk: Tensor,
+def prefill(
+    step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor,
+    start: Tensor, chunk: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Read one chunk of every prompt: positions start [B] + chunk [C].
+    """Run target and drafter on one chunk of every prompt: positions start [B] + chunk [C].
 
-    Rows after a prompt's end compute nothing anyone sees: their slots are overwritten before they become
-    visible. Returns the last states [B, C, H], and the features [B, C, F].
+    Tokens after a prompt's end compute nothing that is used: their slots are overwritten before they are
+    visible. Returns the residual stream [B, C, H] and the features [B, C, F].
     """
     positions = start[:, None] + chunk
-    visible = state.backend.visible_before(slots, start, chunk.shape[0])
-    x, features = target(
-        state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
-    )
-    drafter.read(state, features, positions, visible)
+    visible = step.causal_mask(slots, start, chunk.shape[0])
+    tokens = state.tokens.gather(1, positions)
+    x, features = target(tokens, positions, positions, visible, caches, drafter.aux_layers)
+    drafter.prefill(state, features, positions, visible)
     return x, features
 
 
-def begin(
-    target: Transformer, state: State, start: Tensor, x: Tensor, features: Tensor | None, modes: Modes
+def first_token(
+    step: Step, target: Transformer, state: State, start: Tensor, x: Tensor, features: Tensor | None,
+    modes: Modes,
 ) -> None:
-    """Give prompts that end in a chunk at start [B] their first token. x, features: what `read` returned.
+    """Sample the first token of every request whose prompt ends in the chunk at start [B].
 
-    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1).
+    x, features: what `prefill` returned. Until then `length` is the prompt's length - 1, and the prompt's
+    last token is the root.
     """
-    backend, last = state.backend, state.length - start
+    last = state.length - start
     ends = state.reading & (last < x.shape[1])
     row = last.clamp(0, x.shape[1] - 1)[:, None]
-    noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
-    raw = logits_of(target, own_logits(target, pick(x, row)), modes.rare)
-    chosen = backend.draw(shape_logits(raw, state, modes, state.root), noise)
+    noise = step.noise(state, 1, target.args.vocab_size) if modes.noisy else None
+    logits = step.logits(target, pick(x, row))
+    raw = step.whole_logits(logits) if modes.rare else logits
+    chosen = step.draw(shape_logits(step, raw, state, modes, state.root), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:
         state.score(raw, chosen)
-    count = backend.commit(state, chosen, ends.long(), row, features, where=ends)
+    count = step.commit(state, chosen, ends.long(), row, features, where=ends)
     if modes.adjusted:
         state.count(chosen, count)

@@ -9,22 +9,23 @@ from pathlib import Path
 
 import torch
 
+import extensions
 from checkpoint.folder import check_length, is_converted, read_config
 from checkpoint.loading import load_model, shares_of, weigh
 from common.errors import InputError
 from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
-from drafters.base import Drafter
-from drafters.network import HeadDrafter
-from engine.autotune import LIMITS, Tuner
+from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from engine.memory import free_memory
 from engine.runtime import Runtime
+from engine.scheduler import Scheduler
+from engine.step import TORCH, Step, step_of
 from head import Head
-from kernels.backend import TORCH, TorchBackend, backend_of
 from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from kernels.tp import Ranks
 from model import Transformer
+from schedulers.cost_model import LIMITS, AskingScheduler, CostScheduler, Tuner
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ def load_target(
             " leave it out"
         )
     if runtime.kv != "auto":
-        model.Caches = backend.caches[runtime.kv]
+        model.Caches = backend.caches.get(runtime.kv) or extensions.load(extensions.CACHES[runtime.kv])
     return target
 
 
@@ -151,7 +152,7 @@ class Target:
     config: dict  # its config.json
     tokenizer: Tokenizer | None
     say: Callable[[str], None]
-    backend: TorchBackend = TORCH
+    backend: Step = TORCH
 
     def engine(
         self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None,
@@ -170,12 +171,12 @@ class Target:
         drafting = drafting.at(self.checkpoint, self.say)
         max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
-        tuner = self._tuner(drafter, drafting)
-        if tuner:
-            drafter = drafter.with_tree(tuner.shapes[0])
+        scheduler = self._scheduler(drafter, drafting)
+        if isinstance(scheduler, CostScheduler):
+            drafter = drafter.with_tree(scheduler.tuner.shapes[0])
         engine = Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.say, tuner=tuner,
+            compile=self.runtime.compile, say=self.say, scheduler=scheduler,
             counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
@@ -206,7 +207,7 @@ class Target:
     def _compiles(self) -> bool:
         """True if steps go through torch.compile."""
         model = self.model
-        return self.runtime.compile and not backend_of(model).row_invariant and not model.keeps_state
+        return self.runtime.compile and not step_of(model).batch_invariant and not model.keeps_state
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -246,25 +247,29 @@ class Target:
             self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
             return build(Drafting("lookup"))
 
-    def _tuner(self, drafter: Drafter | None, drafting: Drafting) -> Tuner | None:
-        """Make what chooses trees; None: the drafter's own tree is drafted.
+    def _scheduler(self, drafter: Drafter | None, drafting: Drafting) -> Scheduler | None:
+        """Return the scheduler of steps; None: always the drafter's own tree.
 
-        They are chosen with --tree auto, and without --tree on a CPU where no step is compiled. Several ranks
-        draft one tree: each measures other times, and would choose another.
+        With --tree auto, and without --tree on a CPU where no step is compiled, it sizes trees by time.
+        Several
+        ranks draft one tree: each measures other times, and would choose another.
         """
+        asks = drafter is not None and drafter.may_pass and not self.model.embed.weight.is_cuda
+        asking = AskingScheduler() if asks else None
         free = not (self.model.embed.weight.is_cuda or self._compiles)
         if self.model.ranks is not None:
             if drafting.tree == "auto":
                 raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-            return None
+            return asking
         wanted = drafting.tree == "auto" or (drafting.tree is None and free)
         grower = _grower(drafter)
         if not wanted or grower is None:
-            return None
+            return asking
         if not free:
-            return Tuner((grower.shape, grower.shape), cuts=False)
+            return CostScheduler(Tuner((grower.shape, grower.shape), cuts=False))
         deepest = LIMITS[0].depth if grower.deepest is None else grower.deepest
-        return Tuner(tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in LIMITS))
+        shapes = tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in LIMITS)
+        return CostScheduler(Tuner(shapes))
 
 
 def _grower(drafter: Drafter | None) -> HeadDrafter | None:

@@ -81,7 +81,7 @@ def load_contenders(
         drafter, tuner = engine.drafter, engine.tuner
         tree = tuner.shapes if tuner else drafter.shape
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
-        own = f"{identity(drafter)} {drafter.made_of} {tree} {drafting.flags} {windows}"
+        own = f"{identity(drafter)} {drafter.fingerprint} {tree} {drafting.flags} {windows}"
         known_by = f"{shared} {own}"
         if ranks := target.model.ranks:  # each has its own part of the weights
             known_by = f"{ranks.count} ranks: {ranks.name(known_by, engine.device)}"

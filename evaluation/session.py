@@ -17,12 +17,12 @@ from common.errors import counted
 from common.files import digest, write_text
 from drafters import Drafting
 from engine.runtime import Runtime
+from engine.step import step_of
 from engine.target import check_draft, converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
 from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
 from evaluation.table import summarise, text_of
-from kernels.backend import backend_of
 from kernels.tp import Ranks
 from sampling.noise import seed_of
 from sampling.options import Sampling
@@ -59,7 +59,7 @@ class Evaluation:
         draftings = {name: converted(o.checkpoint, drafting, say)[1] for name, drafting in draftings.items()}
         target = load_target(o.checkpoint, runtime, say, ranks)
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
-        weight, exact = target.model.embed.weight, backend_of(target.model).row_invariant
+        weight, exact = target.model.embed.weight, step_of(target.model).batch_invariant
         self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
         self.book = Book(Path(o.out), options)
         if ranks:  # all have read the first one's files, and have the same questions left

@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backend import TORCH, TorchBackend
+from engine.step import TORCH, Step
 from kernels.build import NoKernels
-from kernels.cpu import CpuBackend
+from kernels.cpu import CpuStep
 from kernels.gpu import here
 
 
 def choose_backend(
     device: torch.device | str, kernels: bool = True, isa: str | None = None,
     say: Callable[[str], None] = lambda line: None, must: bool = False,
-) -> TorchBackend:
+) -> Step:
     """Return the backend for a device.
 
     kernels: use ours, where they run. isa: the instruction set of CPU kernels, one of `kernels.isa.SETS`;
@@ -28,13 +28,13 @@ def choose_backend(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if kernels and device.type == "cpu":
         try:
-            return CpuBackend.load(isa, say)
+            return CpuStep.load(isa, say)
         except NoKernels as e:
             if must or isa is not None:
                 raise
             say(f"{e}. Until then PyTorch decodes alone, which is slower")
     elif kernels and here.capable(device):
-        from kernels.gpu.backend import CudaBackend  # imports Triton, which takes time
+        from kernels.gpu.backend import CudaStep  # imports Triton, which takes time
 
-        return CudaBackend()
+        return CudaStep()
     return TORCH

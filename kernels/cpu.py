@@ -1,4 +1,4 @@
-"""The backend on CPUs: our own operators in C++ (`csrc/`), for one instruction set (`kernels.isa`).
+"""The step on CPUs: our own operators in C++ (`csrc/`), for one instruction set (`kernels.isa`).
 
 Every operator is row-invariant: a row's result does not depend, by a single bit, on the rows computed with
 it. That makes speculative text equal plain text in bfloat16 too. Operators are large: a step calls a handful
@@ -15,9 +15,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from engine.step import Step
 from head import Eagle3Head
 from kernels import packed
-from kernels.backend import TorchBackend
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
 from tree import FREE, Growth, Prices, Tree
@@ -33,14 +33,14 @@ class Layout(NamedTuple):
     nibbles_per_word: int  # inputs side by side in a w4a8 weight
 
 
-class CpuBackend(TorchBackend):
+class CpuStep(Step):
     """The operators `torch.ops.eagle_avx2` and so on. isa: an instruction set that the processor has."""
 
-    row_invariant = True
+    batch_invariant, static_shapes = True, False
     caches = {"auto": packed.CpuCaches, "int8": packed.ByteCaches}
     # A head reads all its weights at each level; w8a8 loses no drafts (docs/quantising.md).
     quantised_at_load = {torch.bfloat16: "w8a8"}
-    loaded: dict[str, CpuBackend] = {}  # by instruction set: a library is loaded once
+    loaded: dict[str, CpuStep] = {}  # by instruction set: a library is loaded once
 
     def __init__(self, isa: InstructionSet):
         self.name, self.ops = isa.name, getattr(torch.ops, namespace(isa))
@@ -48,7 +48,7 @@ class CpuBackend(TorchBackend):
         self._inside = False  # of `threads`
 
     @classmethod
-    def load(cls, isa: str | None = None, say: Callable[[str], None] = lambda line: None) -> CpuBackend:
+    def load(cls, isa: str | None = None, say: Callable[[str], None] = lambda line: None) -> CpuStep:
         """Return the backend of an instruction set, by its name; None for the one of `kernels.isa.choose`.
 
         Compiles what this machine has not compiled yet for this source and torch. Raises InputError, one
@@ -64,7 +64,7 @@ class CpuBackend(TorchBackend):
         return cls.loaded[chosen.name]
 
     def prepare(self, *models: nn.Module) -> bool:
-        """Pack the weights of models, in place, as `TorchBackend.prepare`.
+        """Pack the weights of models, in place, as `Step.prepare`.
 
         float16, odd numbers of bfloat16 values and fp8 weights stay unpacked.
         """
@@ -95,20 +95,13 @@ class CpuBackend(TorchBackend):
 
     # -- the parts of a step ------------------------------------------------------------------
 
-    def visible_slots(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
+    def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
         return self.ops.see(length, local, slots.shape[0])
 
-    def unread_rows(self, state) -> int:
-        """Return how many rows a catch-up reads: no more than there are.
-
-        Here a step may have any shape, reading a value costs nothing, and a row does not depend on others.
-        """
-        return min(max(int(state.n_new.max()), 1), state.window)
-
     def rank(
-        self, logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None = None
+        self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return self.ops.rank(logits, noise, k, names)
+        return self.ops.rank(logits, noise, k, ids)
 
     def advance(self, growth: Growth) -> Tensor:
         return growth.set_beam(*self.ops.advance(*growth.newest, growth.shape.width))
@@ -118,7 +111,7 @@ class CpuBackend(TorchBackend):
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
-        if isinstance(head, Eagle3Head) and head.fused is not None and head.fused.grows:
+        if drafter.grows and isinstance(head, Eagle3Head) and head.fused is not None and head.fused.grows:
             *fields, state.levels = head.fused.draft(drafter, state, slots, noise)
             return Tree(*fields)
         return super().draft(drafter, state, slots, noise)
@@ -153,11 +146,11 @@ class CpuBackend(TorchBackend):
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         return self.ops.restrict(logits, temperature, top_k, top_p)
 
-    def largest(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
+    def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
         return self.ops.draw(logits, noise, depth)
 
-    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.ops.accept(drafted.tokens, drafted.parent, drafted.depth, chosen, window)
+    def accept(self, drafted: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.accept(drafted.tokens, drafted.parent, drafted.depth, chosen, max_commit)
 
     def commit(
         self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,

@@ -1,4 +1,4 @@
-"""Models on `kernels.cpu.CpuBackend`: the same modules, their weights laid out for its operators.
+"""Models on `kernels.cpu.CpuStep`: the same modules, their weights laid out for its operators.
 
 `pack_models` puts models there, in place. Packed modules are for decoding only: they have no gradient and no
 `weight`. Each has the backend whose operators (`ops`, see csrc/operators.cpp) it calls.
@@ -270,7 +270,7 @@ class FusedTransformer:
         self, target: Transformer, drafted: Tree, length: Tensor, slots: int, caches: CpuCaches,
         aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """`TorchBackend.verify` in one operator. slots: the number of live slots."""
+        """`Step.verify` in one operator. slots: the number of live slots."""
         nodes = drafted.tokens, drafted.depth, drafted.ancestors, length, slots
         given = self.embedding_scale, aux_layers, *self.scoring
         logits, features = target.backend.ops.verify(*nodes, *given, *caches.network(target))
@@ -299,7 +299,7 @@ class FusedEagle3Head:
         return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the fields of the tree that `TorchBackend.draft` grows with this head, and its levels."""
+        """Return the fields of the tree that `Step.draft` grows with this head, and its levels."""
         head, shape = drafter.network, drafter.shape
         ops, fc = head.backend.ops, head.fc
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
@@ -308,7 +308,7 @@ class FusedEagle3Head:
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
-            return ops.grow(drafter.catch_up(state, slots), *growing)
+            return ops.grow(drafter.catch_up(head.backend, state, slots), *growing)
         unread = drafter.own_features(state.features), state.window, *fc.operands, fc.columns
         return ops.draft(state.tokens, state.n_new, *unread, *growing)
 
@@ -317,7 +317,7 @@ class FusedEagle3Head:
 
 
 def pack_models(backend, *models: nn.Module) -> bool:
-    """Put models on a `CpuBackend`, see `CpuBackend.prepare`."""
+    """Put models on a `CpuStep`, see `CpuStep.prepare`."""
     done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # what several models share
 
     def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:

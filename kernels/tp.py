@@ -31,9 +31,9 @@ from common.errors import InputError, first_line
 from common.torchrun import end_with_torchrun
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
+from kernels.rank_step import sharded_step
 from model import Block, Linear, ModelArgs, Transformer
 from sampling.noise import number_of
-from tree import Tree
 
 PATIENCE = timedelta(minutes=10)  # a rank may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
@@ -344,21 +344,13 @@ class Summed(nn.Module):
         return y if onto is None else onto + y
 
 
-class Part(NamedTuple):
-    """The logits [..., n] that one rank has: of the tokens first ... first + n - 1."""
-
-    logits: Tensor
-    first: int
-    ranks: Ranks
-
-
-class DealtHead(nn.Module):
+class ShardedHead(nn.Module):
     """An lm_head dealt by tokens. layer: this rank's. tokens: the number of tokens of each rank."""
 
     def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
         super().__init__()
         self.layer, self.tokens, self.ranks = layer, tokens, ranks
-        self.before = sum(tokens[: ranks.rank])
+        self.first = sum(tokens[: ranks.rank])
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., H] -> float32 logits of all tokens [..., V], on every rank."""
@@ -379,38 +371,10 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
             if name in SUMMED:
                 setattr(layer, name, Summed(part, ranks))
     if isinstance(model, Transformer):
-        model.ranks = ranks
+        model.ranks, model.sharded = ranks, sharded_step
         if model.lm_head is None:  # tied: a view of the table
             model.lm_head = Linear(1, 1, bias=False, device="meta")
             rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]
             model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
     if model.lm_head is not None:
-        model.lm_head = DealtHead(model.lm_head, tuple(span.count for span in tokens), ranks)
-
-
-def own_logits(target: Transformer, x: Tensor) -> Tensor:
-    """`Transformer.logits` of x [..., H]; of a target that is dealt, those of this rank's tokens."""
-    return target.logits(x) if target.ranks is None else target.lm_head.layer.logits(target.norm(x))
-
-
-def logits_of(target: Transformer, own: Tensor, whole: bool) -> Tensor | Part:
-    """The logits of all tokens, of `own_logits`; of a target that is dealt, unless `whole`, a `Part`."""
-    if target.ranks is None:
-        return own
-    head = target.lm_head
-    return target.ranks.join(own, head.tokens) if whole else Part(own, head.before, target.ranks)
-
-
-def agreed(target: Transformer, tree: Tree) -> Tree:
-    """Return the first rank's tree on every rank of a target.
-
-    The drafting network is whole everywhere and computes the same. But if a last bit differed on another
-    processor, the ranks would verify different trees, and add up rows of different nodes.
-    """
-    if target.ranks is None or tree.tokens.shape[1] == 1:
-        return tree
-    parts = tree.tokens, tree.parent, tree.depth, tree.ancestors.long()
-    sent = target.ranks.first(torch.cat([part.flatten() for part in parts]))
-    # One after the other: GPU kernels would copy what lies between other numbers before they read it.
-    told = [part.view_as(own) for part, own in zip(sent.split([part.numel() for part in parts]), parts)]
-    return Tree(*told[:3], told[3].bool(), tree.scores)
+        model.lm_head = ShardedHead(model.lm_head, tuple(span.count for span in tokens), ranks)

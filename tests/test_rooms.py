@@ -10,10 +10,18 @@ import subprocess
 
 from helpers import ROOT
 
-# From the ground up. Rooms of one floor do not know each other.
+# From the lowest up. Packages of one layer do not import each other. Some files stand in another layer than
+# their folder: STEPS implement the engine's `Step`, TARGET puts all together.
+STEPS = {
+    "kernels/cpu.py", "kernels/choose.py", "kernels/gpu/backend.py",
+    "kernels/gpu/cases.py", "kernels/gpu/check.py", "kernels/gpu/cache.py", "kernels/gpu/sight.py",
+    "kernels/gpu/attention.py",
+}
+TARGET = {"engine/target.py", "engine/check.py"}
 FLOORS = (
     ("common", "extensions"), ("model", "tree"), ("families", "head", "sampling"), ("networks",),
-    ("kernels",), ("tokens",), ("checkpoint",), ("drafters",), ("engine",), ("llm",),
+    ("kernels",), ("tokens",), ("checkpoint",), ("engine",), ("steps", "drafters", "schedulers"), ("target",),
+    ("llm",),
     ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
     ("demo", "benchmarks", "deploy"), ("tests/helpers",), ("tests",),
@@ -24,7 +32,9 @@ FOLDERS = ("", "tests/", "benchmarks/")
 
 
 def room_of(file: str) -> str:
-    """The room that a file stands in: its folder, or its own name if it lies in the root."""
+    """The package of a file: its folder, or its own name if it lies in the root."""
+    if file in STEPS | TARGET:
+        return "steps" if file in STEPS else "target"
     return "tests/helpers" if file.startswith("tests/helpers/") else file.split("/")[0].removesuffix(".py")
 
 

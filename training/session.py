@@ -23,8 +23,8 @@ from common.cli import note
 from common.errors import InputError, counted
 from common.files import staging
 from engine.engine import Engine
+from engine.step import TORCH
 from head import Head
-from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer

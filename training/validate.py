@@ -1,9 +1,8 @@
 """The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
 from __future__ import annotations
 
-from drafters.base import Drafter
 from drafters.block import block_drafter
-from drafters.eagle import Eagle
+from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from head import Head
 from model import Transformer
@@ -16,7 +15,7 @@ BATCH = 16  # answers that are decoded together
 
 def drafter_of(head: Head, shape: TreeShape) -> Drafter:
     """Return a drafter for a head, on a tree of this size as far as its vocabulary and its depth allow."""
-    drafter = block_drafter(head) or Eagle
+    drafter = block_drafter(head) or HeadDrafter
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
     if head.args.drafts:
         depth = min(depth, head.args.drafts - 1)

@@ -219,7 +219,7 @@ std::tuple<Tensor, Tensor> target(const Longs& tokens, const Longs& positions, c
   return {x, features};
 }
 
-// `target` over the nodes of a tree -> logits, features, see kernels/backend.py: verify. tokens, depth [B, T], sees
+// `target` over the nodes of a tree -> logits, features, see engine/step.py: verify. tokens, depth [B, T], sees
 // [B, T, T]; length [B], n live slots.
 std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const Flags& sees, const Longs& length,
                                   int64_t n, double scale, const std::vector<int64_t>& aux, const Scoring& scoring,
@@ -233,7 +233,7 @@ std::tuple<Tensor, Tensor> verify(const Longs& tokens, const Longs& depth, const
 }
 
 // The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose
-// features are unread [B, R, F]: drafters/network.py: catch_up. text [B, S], length [B], n live slots; fuse: the layer over
+// features are unread [B, R, F]: engine/draft.py: catch_up. text [B, S], length [B], n live slots; fuse: the layer over
 // features, which has so many columns.
 Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, const Tensor& unread, int64_t W, int64_t n,
                 const Operands& fuse, int64_t columns, const Head& of) {
@@ -257,7 +257,7 @@ Tensor catch_up(const Longs& text, const Longs& length, const Longs& n_new, cons
 }
 
 // The tree of T nodes that an EAGLE-3 head grows below root [B, 1], which stands at length [B], on `depth` levels of
-// `width` nodes, or of those worth their prices, and its levels: drafters/network.py: grow. last [B, 1, H]: see
+// `width` nodes, or of those worth their prices, and its levels: engine/draft.py: grow. last [B, 1, H]: see
 // `catch_up`. noise [B, > depth, V] at all ids; names [Vd]: the ids that the head knows.
 std::tuple<TreeFields, int64_t> grow(const Tensor& last, const Longs& root, const Longs& length, int64_t n, int64_t T,
                                      int64_t depth, int64_t width, const PriceList& list, const Scoring& scoring,
@@ -349,7 +349,7 @@ void move(const Tensor& places, int64_t hd, const Longs& source, const Longs& ta
   });
 }
 
-// Commit what a step or a prompt's end gives, see kernels/backend.py: commit. What is in `places` is moved to the path,
+// Commit what a step or a prompt's end gives, see engine/step.py: commit. What is in `places` is moved to the path,
 // none if it is where it belongs. The rest is that of `emit` and `hand_over`.
 Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const Maybe& features, const Maybe& places,
              int64_t hd, Tensor& text, Tensor& root, Tensor& length, Tensor& done, Tensor& out, const Longs& limit,

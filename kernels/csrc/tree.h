@@ -1,5 +1,5 @@
 // The parts of a step that one thread computes: the tree grows, is pruned and joined, a path is accepted and emitted,
-// and what followed a text's last tokens before. tree.py, drafters/ngram.py and kernels/backend.py define them.
+// and what followed a text's last tokens before. tree.py, drafters/ngram.py and engine/step.py define them.
 // Outputs are made here; inputs that are not contiguous are copied.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The parts of a step over a vocabulary: noise, top-k and top-p, the likeliest tokens. sampling/noise.py,
-// sampling/adjust.py and kernels/backend.py define them. Sums run over chunks of fixed size, added in order, or are of
+// sampling/adjust.py and engine/step.py define them. Sums run over chunks of fixed size, added in order, or are of
 // integers: the threads change nothing.
 #pragma once
 

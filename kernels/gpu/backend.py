@@ -10,15 +10,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from engine.draft import once
+from engine.step import Step
 from head import Head
-from kernels.backend import Sight, TorchBackend, once
 from kernels.gpu import experts, products, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
 from kernels.gpu.parts import left_out, on_kernel
+from kernels.gpu.sight import Sight
 from model import Transformer
 
 
-class CudaBackend(TorchBackend):
+class CudaStep(Step):
     """Our kernels on a GPU (`here.capable`)."""
 
     name = "cuda"
@@ -44,26 +46,26 @@ class CudaBackend(TorchBackend):
 
     # -- the parts of a step ------------------------------------------------------------------
 
-    def visible_slots(self, slots: Tensor, length: Tensor, local: Tensor) -> Sight:
+    def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> Sight:
         return Sight(slots, length, once(local.contiguous()))
 
-    def visible_before(self, slots: Tensor, start: Tensor, count: int) -> Sight:
+    def causal_mask(self, slots: Tensor, start: Tensor, count: int) -> Sight:
         rows = torch.arange(count, device=slots.device)
         return Sight(slots, start, once((rows <= rows[:, None]).repeat(len(start), 1, 1)))
 
-    @on_kernel("rank", TorchBackend.rank)
+    @on_kernel("rank", Step.rank)
     def rank(
-        self, logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None = None
+        self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        scores, ids = ranking.top_k(logits, noise, k)
-        return scores, ids if names is None else names[ids]
+        scores, index = ranking.top_k(logits, noise, k)
+        return scores, index if ids is None else ids[index]
 
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
         return once(super().gumbel(key, positions, temperature, vocabulary))
 
-    @on_kernel("restrict", TorchBackend.restrict)
+    @on_kernel("restrict", Step.restrict)
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         lowest = sampling.thresholds(logits, temperature, top_k, top_p)
         return torch.where(logits >= lowest[..., None], logits, float("-inf"))

@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import Sight, once
+from engine.draft import once
 from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
 from kernels.gpu.launch import begin, options
 from kernels.gpu.parts import on_kernel
+from kernels.gpu.sight import Sight
 from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
 
 

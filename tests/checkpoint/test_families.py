@@ -14,8 +14,8 @@ from checkpoint.convert import convert, family_of
 from checkpoint.loading import load_head, load_model
 from checkpoint.source import Source
 from drafters import Drafting
-from drafters.eagle import Eagle, StaticEagle
 from drafters.ngram import NGram
+from engine.draft import HeadDrafter, StaticHeadDrafter
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
@@ -35,9 +35,9 @@ def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
         head = load_head(head_folder, target, kind)
         if target.backend:
             target.backend.prepare(head)
-        found[kind] = Engine(target, Eagle(head, TreeShape(12, 2, 4)), **options)
+        found[kind] = Engine(target, HeadDrafter(head, TreeShape(12, 2, 4)), **options)
         if kind == "eagle":
-            found["static tree"] = Engine(target, StaticEagle(head, EAGLE1_TREE), **options)
+            found["static tree"] = Engine(target, StaticHeadDrafter(head, EAGLE1_TREE), **options)
     return found
 
 

@@ -14,8 +14,8 @@ from checkpoint.loading import load_head, load_model, shares_of
 from checkpoint.quantizing import Quantised, quantize_folder
 from common.errors import InputError
 from drafters.draft_model import DraftModel
-from drafters.eagle import Eagle
 from drafters.lookahead import Lookahead
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
@@ -55,7 +55,7 @@ def test_logits_and_texts_of_transformers(tmp_path, name):
     target, head = loaded(folder)
     for prompt in tokens[0, :3].tolist(), tokens[1, :71].tolist():
         text = greedy(reference, prompt, 40)
-        for drafter in None, Eagle(head, TreeShape(12, 3, 4)):
+        for drafter in None, HeadDrafter(head, TreeShape(12, 3, 4)):
             found = ids(Engine(target, drafter, **OPTIONS), [prompt], Sampling(40))[0]
             assert found == text, (len(prompt), drafter)
 
@@ -76,7 +76,7 @@ def test_drafted_text_is_plain_text(folder, shape, dtype):
     """
     target, head = loaded(folder, dtype)
     made = requests(12, seed=3)
-    engine = Engine(target, Eagle(head, shape), batch=3, **OPTIONS | {"max_seq_len": 240})
+    engine = Engine(target, HeadDrafter(head, shape), batch=3, **OPTIONS | {"max_seq_len": 240})
     plain = alone((target, None), made, max_seq_len=240)
     check_texts(decode(engine, made, random.Random(1), leaving=0.01), plain, made)
 
@@ -99,7 +99,7 @@ def test_a_text_that_goes_on_is_not_read_again(folder, case):
     taken, more, cached = GOING_ON[case]
     target, head = loaded(folder)
     options = OPTIONS | {"max_seq_len": 450}
-    engine = Engine(target, Eagle(head, TreeShape(12, 3, 4)), batch=2, **options)
+    engine = Engine(target, HeadDrafter(head, TreeShape(12, 3, 4)), batch=2, **options)
     # After a long answer the ring holds nothing of the prompt.
     first = engine.generate([PROMPT], Sampling(RING if case == "the same prompt" else 40))[0]
     text = [*PROMPT, *first.ids][:taken] + more
@@ -167,7 +167,8 @@ def test_quantised_text(tmp_path, name, mode, most):
         target = load_target(out, Runtime(device="cpu", kv=kv)).model
         head = load_head(out / "mtp", target, "mtp")
         target.backend.prepare(head)
-        engine = Engine(target, Eagle(head, TreeShape(12, 3, 4)), batch=2, **OPTIONS | {"max_seq_len": 240})
+        drafter = HeadDrafter(head, TreeShape(12, 3, 4))
+        engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
         assert type(engine.passes.caches.attention) is caches
         plain = alone((target, None), made, max_seq_len=240)
         check_texts(decode(engine, made, random.Random(1)), plain, made)
@@ -180,7 +181,7 @@ def test_what_these_targets_do_not_do(folder):
     engine.generate([[5] * 80], Sampling(4))
     back = torch.arange(40, 42)[None]  # the state is at 64
     for make, words in {
-        lambda: Engine(target, Eagle(head, TreeShape(120, 7, 12)), **OPTIONS): "at most 96 nodes on 16",
+        lambda: Engine(target, HeadDrafter(head, TreeShape(120, 7, 12)), **OPTIONS): "at most 96 nodes on 16",
         lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
         lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
         lambda: shares_of(read_config(folder), 3): "3 ranks",

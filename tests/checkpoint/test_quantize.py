@@ -14,8 +14,8 @@ from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from checkpoint.quantizing import Quantised, quantize_folder
 from common.errors import InputError
-from drafters.eagle import Eagle
 from drafters.ngram import NGram
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from kernels.choose import choose_backend
 from kernels.quantized import BESIDE, Scheme, quantize_linears
@@ -80,7 +80,7 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, tex
     plain, fast = (
         Engine(target, drafter, compile=False, max_seq_len=150).generate(
             [PROMPT], Sampling(80, temperature, seed=3))[0].ids
-        for drafter in (None, Eagle(head, TreeShape(12, 3, 4))))
+        for drafter in (None, HeadDrafter(head, TreeShape(12, 3, 4))))
     assert fast == plain
 
 

@@ -7,8 +7,8 @@ from helpers.refusals import refused
 
 from common.errors import InputError
 from drafters import Drafting
-from engine.autotune import Tuner
 from sampling.options import Sampling
+from schedulers.cost_model import Tuner
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ import pytest
 from helpers.decoding import drafts
 from helpers.states import paths, random_tree
 
-from drafters.eagle import Eagle
 from drafters.mixed import Mixed
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import Tree, TreeShape, join
@@ -39,7 +39,7 @@ def test_the_surer_one_drafts_as_if_it_were_alone(models, models1, temperature, 
     """From the features of its own layers, with noise at all levels, also if those are more than nodes."""
     trees = []
     for joint in (False, True):
-        parts = Eagle(models[1], TreeShape(6, 7, 2)), Eagle(models1[1], TreeShape(6, 2, 3))
+        parts = HeadDrafter(models[1], TreeShape(6, 7, 2)), HeadDrafter(models1[1], TreeShape(6, 2, 3))
         parts[1 - which].sampled = 1e6
         engine = Engine(models[0], Mixed(*parts) if joint else parts[which], max_seq_len=90, compile=False)
         steps = drafts(engine, list(range(97, 120)), Sampling(30, temperature, seed=3))

@@ -10,7 +10,9 @@ from helpers.states import state_of
 from drafters import ngram
 from drafters.ngram import HITS, INDEXED, SEPARATOR, NGram, TokenFile
 from engine.engine import Engine
+from engine.step import TORCH
 from sampling.options import Sampling
+from schedulers.cost_model import AskingScheduler
 
 
 def places(text: list[int], shortest: int, longest: int) -> list[tuple[int, int]]:
@@ -45,12 +47,12 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
         torch.randint(0, k, (n,), generator=g).tolist() for k in (2, 3, 6) for n in (1, 2, 5, 17, 40, 55)
     ]
     drafter, state = NGram(lengths, shortest, longest), state_of(texts)
-    tree, hits = drafter.propose(state, torch.arange(60), None), 0
+    tree, hits = drafter.propose(TORCH, state, torch.arange(60), None), 0
     for b, text in enumerate(texts):
         want = searched(text, lengths, shortest, longest)
         got = dict(zip(drafter.shape.paths, tree.tokens[b, 1:].tolist()))
         assert [[got[(c, *[0] * i)] for i in range(n)] for c, n in enumerate(lengths)] == want, text
-        guess = drafter.has_guess(state_of([text]), torch.arange(60))
+        guess = drafter.has_draft(TORCH, state_of([text]), torch.arange(60))
         # A match of one token is rarely right.
         assert guess == (longest > 1 and any(places(text, max(shortest, 2), longest)))
         hits += guess
@@ -59,7 +61,8 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
 
 def test_without_a_match_the_step_is_a_plain_one(models):
     """On a CPU the tree is not even verified; the golden target repeats itself, and is drafted then."""
-    engine = Engine(models[0], NGram(shortest=4), compile=False, max_seq_len=200)
+    options = {"compile": False, "max_seq_len": 200, "scheduler": AskingScheduler()}
+    engine = Engine(models[0], NGram(shortest=4), **options)
     sizes = {len(draft.tokens) for draft in drafts(engine, list(b"abcdefgh"), Sampling(40))}
     assert sizes == {1, 12}
 
@@ -70,12 +73,12 @@ def test_finished_requests_are_searched_too():
     slots, tokens = torch.arange(60), [[9, 1, 2, 3, 4, 5], [7, 8, 9], [8, 9, 6, 5]]
 
     def drafted() -> list[list[int]]:
-        tree = drafter.propose(state, slots, None)
+        tree = drafter.propose(TORCH, state, slots, None)
         return tree.tokens[:, [1 + drafter.shape.paths.index((0,) + (0,) * i) for i in range(3)]].tolist()
 
-    assert drafted() == [[3, 3, 3], [9, 9, 9]] and not drafter.has_guess(state, slots)
+    assert drafted() == [[3, 3, 3], [9, 9, 9]] and not drafter.has_draft(TORCH, state, slots)
     drafter.finish(tokens[0])
-    assert drafted() == [[4, 5, 3], [9, 9, 9]] and drafter.has_guess(state, slots)
+    assert drafted() == [[4, 5, 3], [9, 9, 9]] and drafter.has_draft(TORCH, state, slots)
     drafter.finish(tokens[1])  # ends with the match
     drafter.finish(tokens[2])
     assert drafted() == [[3, 3, 3], [6, 5, 9]]  # the first is forgotten
@@ -118,7 +121,7 @@ def test_the_most_common_continuation_is_drafted_first():
     stored = torch.tensor([[1, 2, 3, 4, -1], [1, 2, 3, 5, -1], [9, 2, 3, 4, -1], [8, 2, 3, 5, -1],
                            [7, 2, 3, 4, -1]])
     drafter = NGram(longest=8, file=TokenFile(stored.flatten().int()))
-    tree = drafter.propose(state_of([[2, 3]]), torch.arange(60), None)
+    tree = drafter.propose(TORCH, state_of([[2, 3]]), torch.arange(60), None)
     assert tree.tokens[0, 1:3].tolist() == [4, 5]
 
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.decoding import drafts, load, prompts
 from helpers.drafters import make_drafter
 
-from drafters.network import HeadDrafter
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from sampling.options import Sampling
 

@@ -11,11 +11,11 @@ import torch
 from helpers.decoding import OPTIONS, ids, speculative
 from shapes import random_models
 
-from drafters.eagle import Eagle
 from engine import compile as compiling
 from engine.compile import CapturedCalls, CompiledFunction
+from engine.draft import HeadDrafter
 from engine.engine import Engine
-from kernels.backend import TORCH
+from engine.step import TORCH
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -131,7 +131,7 @@ def test_ready_is_ready(monkeypatch):
     with any option, beside a text with other ones.
     """
     target, head = random_models("tiny", torch.float32, "cpu", None)
-    drafter = Eagle(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
+    drafter = HeadDrafter(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
     monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
     engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), counts=(1, 2, 3))
     allows_all = SimpleNamespace(error=None, take=lambda ids: None, mask=lambda tokens, parent, into: None)

@@ -11,7 +11,7 @@ from shapes import random_models
 from engine.compile import compile_graph, saved_place
 from engine.engine import Engine
 from engine.passes import SLOT_STEP
-from engine.step import commit, verify
+from engine.step import accept_and_commit, draft_and_verify
 from kernels.build import code_digest
 from sampling.options import Sampling
 from tree import TreeShape
@@ -38,7 +38,7 @@ class Adder(nn.Module):
 
 
 def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
-    def where(adder=None, n=7, twice=False, function=verify):
+    def where(adder=None, n=7, twice=False, function=draft_and_verify):
         torch._dynamo.mark_dynamic(numbers := torch.arange(64)[:n], 0)
         return saved_place(function, (adder or Adder(), numbers, twice))
 
@@ -49,7 +49,7 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     tied.total = tied.weight
     others = [
         where(Adder(3)), where(Adder(dtype=torch.float64)), where(wider), where(tied), where(twice=True),
-        where(function=commit)
+        where(function=accept_and_commit)
     ]
     for name, value in {
         "torch.get_num_threads": lambda: 77, "engine.compile.features": lambda: frozenset({"another"}),
@@ -113,11 +113,11 @@ def test_a_span_may_be_all_slots(whole_first, name):
     passes.state.limit.fill_(299)
     passes.state.done.fill_(False)
     torch._dynamo.reset()
-    graph, spans = compile_graph(verify, backend="aot_eager"), [2 * SLOT_STEP, passes.slots]
-    arguments = target, passes.caches, passes.drafter, passes.state
+    graph, spans = compile_graph(draft_and_verify, backend="aot_eager"), [2 * SLOT_STEP, passes.slots]
+    arguments = passes.device_step, target, passes.caches, passes.drafter, passes.state
     for i, size in enumerate(reversed(spans) if whole_first else spans):
         slots = passes.slot_ids[:size]
         torch._dynamo.mark_dynamic(slots, 0)
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
-            commit(*arguments, graph(*arguments, slots, False), False)
+            accept_and_commit(*arguments, graph(*arguments, slots, False), False)
     assert all(length >= 32 for length in passes.state.length.tolist())

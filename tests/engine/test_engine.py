@@ -22,9 +22,9 @@ from helpers.decoding import (
 from helpers.drafters import make_drafter
 
 from engine import passes
-from engine.autotune import Choice, Tuner
 from engine.engine import Engine
 from sampling.options import Sampling
+from schedulers.cost_model import CostScheduler, Plan, Tuner
 from tree import TreeShape
 
 SHAPE = TreeShape(12, 3, 3)
@@ -160,11 +160,11 @@ def test_others_decode_while_a_prompt_is_read(models):
     assert len(progress) == 8 and all(progress)
 
 
-def tuner_of(*shapes, choose) -> Tuner:
-    """A tuner that takes whatever tree `choose(requests, count)` says, whatever this machine needs for it."""
-    tuner = Tuner(shapes, cuts=False)
-    tuner.next = lambda *step: (shape := choose(*step)) and Choice(shape)
-    return tuner
+def scheduler_of(*shapes, choose) -> CostScheduler:
+    """A scheduler that takes the tree that `choose(requests, count)` returns, whatever it costs here."""
+    scheduler = CostScheduler(Tuner(shapes, cuts=False))
+    scheduler.tuner.next = lambda *step: (shape := choose(*step)) and Plan(shape)
+    return scheduler
 
 
 def trees(engine: Engine, prompt: list[int]) -> list[list[int]]:
@@ -176,8 +176,9 @@ def trees(engine: Engine, prompt: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("tuned", (False, True))
 def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
     """Only the new turn is read, and the head knows what was decoded without it."""
-    tuner = tuner_of(SHAPE, choose=lambda requests, count: SHAPE) if tuned else None
-    engine, text = speculative(models, SHAPE, batch=2, max_seq_len=600, tuner=tuner), prompts(1, seed=6)[0]
+    scheduler = scheduler_of(SHAPE, choose=lambda requests, count: SHAPE) if tuned else None
+    engine = speculative(models, SHAPE, batch=2, max_seq_len=600, scheduler=scheduler)
+    text = prompts(1, seed=6)[0]
     for turn in range(2):
         (made,) = engine.generate([text], Sampling(80), plain=True)
         assert made.cached == (len(text) - 1 if turn else 0)
@@ -194,11 +195,11 @@ def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temp
     """
     monkeypatch.setattr(passes, "UNREAD", room)
     large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
-    tuner = tuner_of(small, large, choose=lambda requests, count: {1: large, 2: small}.get(count))
+    scheduler = scheduler_of(small, large, choose=lambda requests, count: {1: large, 2: small}.get(count))
     made = [(prompt, Sampling(20 + 17 * i % 40, temperature, seed=i))
             for i, prompt in enumerate(prompts(7, seed=3, longest=90))]
     made.append((prompts(1, seed=4)[0], Sampling(150, temperature)))  # it outlives the others
-    engine = speculative(models, large, batch=4, tuner=tuner)
+    engine = speculative(models, large, batch=4, scheduler=scheduler)
     found = engine.generate(*map(list, zip(*made)))
     check_texts([request.ids for request in found], alone(models, made), made)
     assert set(found[0].trees) == {"plain"} and set(found[-1].trees) == {"plain", "3/1/1", "12/3/3"}

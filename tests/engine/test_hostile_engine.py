@@ -4,20 +4,20 @@ import random
 import pytest
 from helpers.decoding import ids, plain, prompts
 
-from drafters.eagle import Eagle
 from drafters.mixed import Mixed
 from drafters.ngram import NGram
-from engine.autotune import LIMITS, Choice, Tuner
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from sampling.options import Sampling
+from schedulers.cost_model import LIMITS, CostScheduler, Plan
 from tree import TreeShape
 
 SMALL = TreeShape(8, 2, 3)
 
 
 def tuned(models, drafter=None, max_seq_len=300, **options) -> Engine:
-    options["tuner"] = Tuner()
-    drafter = drafter or Eagle(models[1], SMALL)
+    options["scheduler"] = CostScheduler()
+    drafter = drafter or HeadDrafter(models[1], SMALL)
     return Engine(models[0], drafter, max_seq_len=max_seq_len, compile=False, **options)
 
 
@@ -37,7 +37,7 @@ def test_caches_of_few_tokens(models, kind, room):
     if kind == "lookup":
         engine = Engine(models[0], NGram(), max_seq_len=room, compile=False)
     else:
-        engine = tuned(models, kind == "mixed" and Mixed(NGram(), Eagle(models[1], SMALL)), room)
+        engine = tuned(models, kind == "mixed" and Mixed(NGram(), HeadDrafter(models[1], SMALL)), room)
     engine.warm_up()
     assert not engine.busy
     engines = engine, plain(models, max_seq_len=room)
@@ -51,12 +51,12 @@ def test_ctrl_c_anywhere(models, seed):
     """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
     draw = random.Random(seed)
     texts, batch = prompts(8, seed=3, longest=90), draw.choice((1, 3))
-    kinds = *map(Choice, LIMITS), None, None
+    kinds = *map(Plan, LIMITS), None, None
     how = [Sampling(40, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
-    drafter = Mixed(NGram(shortest=1), Eagle(models[1], SMALL))
+    drafter = Mixed(NGram(shortest=1), HeadDrafter(models[1], SMALL))
     engine = tuned(models, drafter, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16))
-    engine.tuner.next = lambda requests, count: draw.choice(kinds)
+    engine.scheduler.tuner.next = lambda requests, count: draw.choice(kinds)
 
     def fragile(call):
         def called(*args, **options):

@@ -7,7 +7,7 @@ from shapes import SHAPES, random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drafters.eagle import Eagle
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from kernels.choose import choose_backend
 from model import ModelArgs
@@ -44,7 +44,7 @@ def last_chunk(length: int, on_kernels: bool) -> Made:
         target, head = random_models("narrow", torch.float32, "cpu", None)
     if on_kernels:
         assert choose_backend("cpu").prepare(target, head)
-    drafter = Eagle(head, TreeShape(8, 2, 3))
+    drafter = HeadDrafter(head, TreeShape(8, 2, 3))
     engine = Engine(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
     request = engine.admit([7] * length, Sampling(1))
     request.read = length - CHUNK

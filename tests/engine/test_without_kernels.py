@@ -13,7 +13,7 @@ def test_one_line_and_the_text_of_pytorch(golden, monkeypatch, tmp_path):
     old.chmod(0o755)
     monkeypatch.setenv("CXX", str(old))
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
+    monkeypatch.setattr(cpu.CpuStep, "loaded", {})
     lines, dtype = [], "fp32"
     model = load(golden, "eagle3", dtype=dtype, say=lines.append, **TREE)
     text = model.generate("Hello", max_new_tokens=24)

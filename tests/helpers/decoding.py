@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from drafters import Drafting
-from drafters.eagle import Eagle
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.request import Draft
 from engine.runtime import Runtime
@@ -26,7 +26,8 @@ def load(checkpoint, method="none", *, batch=1, max_seq_len=None, say=lambda lin
 
 def speculative(models, shape, coupled=True, **options) -> Engine:
     target, head = models
-    return Engine(target, Eagle(head, shape, coupled), **{"max_seq_len": 300, "compile": False, **options})
+    drafter = HeadDrafter(head, shape, coupled)
+    return Engine(target, drafter, **{"max_seq_len": 300, "compile": False, **options})
 
 
 def plain(models, **options) -> Engine:

@@ -4,14 +4,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drafters.base import Drafter
 from drafters.block import BlockDrafter, PEagle
 from drafters.draft_model import DraftModel
-from drafters.eagle import Eagle, StaticEagle
 from drafters.lookahead import Lookahead
 from drafters.medusa import HydraHeads, MedusaHeads, MultiToken, MultiTokenArgs
 from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
+from engine.draft import Drafter, HeadDrafter, StaticHeadDrafter
 from head import Head
 from model import ModelArgs, Transformer
 from training.heads import HeadShape, new_head
@@ -95,9 +94,9 @@ def make_drafter(
 
     return {
         "plain": Drafter,
-        "eagle3": lambda: Eagle(eagle3, TreeShape(8, 2, 3)),
-        "eagle2": lambda: Eagle(eagle1, TreeShape(8, 2, 3)),
-        "eagle1": lambda: StaticEagle(eagle1, EAGLE1_TREE),
+        "eagle3": lambda: HeadDrafter(eagle3, TreeShape(8, 2, 3)),
+        "eagle2": lambda: HeadDrafter(eagle1, TreeShape(8, 2, 3)),
+        "eagle1": lambda: StaticHeadDrafter(eagle1, EAGLE1_TREE),
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
         "dflash": lambda: BlockDrafter(block("dflash"), TreeShape(10, 3, 4)),
         "dspark": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3)),
@@ -107,7 +106,7 @@ def make_drafter(
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
         "lookup+eagle3": lambda: Mixed(NGram(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
-        "eagle3 window": lambda: Eagle(block("eagle3", window=12), TreeShape(8, 2, 3)),
+        "eagle3 window": lambda: HeadDrafter(block("eagle3", window=12), TreeShape(8, 2, 3)),
         "dspark window": lambda: BlockDrafter(block("dspark", 8, 12), TreeShape(10, 3, 3)),
         "lookahead": lambda: Lookahead(size, 3, 3, 3),
         "lookup": NGram,

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from checkpoint.loading import load_head, load_model
-from drafters.base import Drafter
 from drafters.draft_model import DraftModel
-from drafters.eagle import Eagle
+from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from head import Head
 from helpers.drafters import make_drafter
@@ -74,7 +73,7 @@ def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
         found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
     for kind in ("eagle3", "mtp", "eagle"):
         if (folder / kind).is_dir():
-            drafter = Eagle(load_head(folder / kind, target, kind), TREE)
+            drafter = HeadDrafter(load_head(folder / kind, target, kind), TREE)
             if has_mtp:
                 target.backend.prepare(drafter.head)
             found[kind] = texts(target, drafter, FEW)
@@ -107,7 +106,7 @@ def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Drafted texts of requests that read more of the logits than their best, and over caches in float8.
     """
     target, _ = load_model(folder, ranks=ranks)
-    drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
+    drafter = HeadDrafter(load_head(folder / "eagle3", target, "eagle3"), TREE)
     found = {name: texts(target, drafter, **mode) for name, mode in MODES.items()}
     target.Caches = Float8Caches
     return found | {"caches in float8": texts(target, drafter, **MODES["min-p"])}
@@ -116,7 +115,8 @@ def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts drafted by heads, and by the target as a draft model, that are dealt too."""
     target, draft = (load_model(folder, ranks=ranks and replace(ranks, heads=True))[0] for _ in range(2))
-    drafters = {kind: Eagle(load_head(folder / kind, target, kind), TREE) for kind in ("eagle3", "eagle")}
+    kinds = "eagle3", "eagle"
+    drafters = {kind: HeadDrafter(load_head(folder / kind, target, kind), TREE) for kind in kinds}
     for drafter in drafters.values():
         assert drafter.head.args.num_heads == 4 // (ranks.count if ranks else 1)
     drafters["draft-model"] = DraftModel(draft, TREE)

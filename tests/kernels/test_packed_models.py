@@ -10,9 +10,9 @@ from helpers.models import model_of
 from helpers.states import state_of
 from shapes import random_models
 
-from drafters.eagle import Eagle
+from engine.draft import HeadDrafter
 from engine.engine import Engine
-from kernels.backend import TorchBackend
+from engine.step import Step
 from kernels.choose import choose_backend
 from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
@@ -72,7 +72,7 @@ def test_a_packed_model_is_the_model(options):
 
     def decode():
         return Engine(
-            target, Eagle(head, shape), compile=False, max_seq_len=200
+            target, HeadDrafter(head, shape), compile=False, max_seq_len=200
         ).generate([prompt], Sampling(80))[0]
 
     tokens = torch.randint(0, 160, (2, 30))
@@ -110,7 +110,7 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, 
     prompts, sampling = map(list, zip(*made))
     plain = Engine(target, compile=False, max_seq_len=300).generate(prompts, sampling)
     for shape in (TreeShape(2, 0, 1), TreeShape(40, 4, 6)):
-        fast = Engine(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300)
+        fast = Engine(target, HeadDrafter(head, shape), batch=3, compile=False, max_seq_len=300)
         check_texts(ids(fast, prompts, sampling), [o.ids for o in plain], made)
 
 
@@ -123,7 +123,7 @@ def test_a_pass_that_needs_more_room_than_a_thread_keeps():
     tokens, slots, caches = torch.randint(160, (1, 700)), torch.arange(700), target.caches(1, 700)
 
     def read(start: int, end: int) -> torch.Tensor:
-        visible = backend.visible_before(slots, torch.tensor([start]), end - start)
+        visible = backend.causal_mask(slots, torch.tensor([start]), end - start)
         at = slots[None, start:end]
         return target(tokens[:, start:end], at, at, visible, caches)[0]
 
@@ -166,7 +166,7 @@ def test_a_mixture(mode):
         assert torch.equal(torch.cat(rows, 1), together)
     made = [([1, 2, 3], Sampling(40)), ([*range(9, 40)], Sampling(40, 1.0, seed=3))]
     fast, plain = (Engine(target, drafter, compile=False, max_seq_len=100)
-                   for drafter in (Eagle(head, TreeShape(8, 2, 4)), None))
+                   for drafter in (HeadDrafter(head, TreeShape(8, 2, 4)), None))
     check_texts(ids(fast, *map(list, zip(*made))), ids(plain, *map(list, zip(*made))), made)
 
 
@@ -185,16 +185,16 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     choose_backend("cpu").prepare(target, head)
     assert head.fused.grows == head.feeds_residual
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
-    state.window, state.backend = 4, target.backend
+    state.window = 4
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
     state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
     noise = torch.randn(3, 5, 160) if sampled else None
     if price:
         state.prices = Prices(2 * price, torch.linspace(price, 2 * price, 10), torch.tensor([2.0, 4.0, 0.0]))
     found = []
-    for draft in (target.backend.draft, partial(TorchBackend.draft, target.backend)):
+    for draft in (target.backend.draft, partial(Step.draft, target.backend)):
         torch.manual_seed(0)
-        drafter = Eagle(head, TreeShape(11, 2, 3))
+        drafter = HeadDrafter(head, TreeShape(11, 2, 3))
         drafter.allocate(3, 40, dtype, "cpu")
         for buffer in drafter.caches.buffers():
             buffer.normal_()

@@ -1,4 +1,4 @@
-"""The parts of a step on each CPU backend: each gives what its definition, `TorchBackend`, gives."""
+"""The parts of a step on each CPU backend: each gives what its definition, `Step`, gives."""
 import pytest
 import torch
 from helpers.kernels import draws, same
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drafters.ngram import NGram
 from engine.state import State
-from kernels.backend import TORCH
+from engine.step import TORCH
 from model import ModelArgs
 from sampling.noise import seed_keys
 from tree import Growth, Prices, Tree, TreeShape
@@ -37,7 +37,7 @@ def integers(high, shape, seed=0):
 def test_visible_slots(both, n):
     length = torch.tensor([0, 7, 60, 64])
     local = random(4, 5, 9) > 0
-    defined, found = both(lambda backend: backend.visible_slots(torch.arange(n), length, local))
+    defined, found = both(lambda backend: backend.mask(torch.arange(n), length, local))
     assert torch.equal(defined, found) and found.any() and not found.all()
 
 
@@ -200,7 +200,7 @@ def test_commit_hands_over(both, more, dtype):
     first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
     def leave(backend, features, given):
-        state = State(4, 41, 3, feature_width=5, dtype=dtype, room=7, backend=backend)
+        state = State(4, 41, 3, feature_width=5, dtype=dtype, room=7, aligned=not backend.batch_invariant)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
         state.length.copy_(torch.tensor([2, 0, 7, 9]))

@@ -11,8 +11,7 @@ import torch
 from helpers.statistics import chi_square, chi_square_limit
 
 from engine.state import State
-from engine.step import noise_ahead, shape_logits
-from kernels.backend import TORCH
+from engine.step import TORCH, shape_logits
 from sampling.adjust import restrict
 from sampling.noise import gumbel, random_bits, seed_keys
 from sampling.options import MAX_STOPS, Modes, Sampling
@@ -89,7 +88,7 @@ def test_every_node_is_the_end_of_its_path():
             state.begin(b, prompts[b].tolist(), request, 8)
         state.count(outputs, torch.full((B,), 4))
         logits = torch.randn(B, T, V, generator=draw) * 3
-        found = shape_logits(logits, state, Modes.every(True), tokens, ancestors)
+        found = shape_logits(TORCH, logits, state, Modes.every(True), tokens, ancestors)
         for b, request in enumerate(REQUESTS):
             for t in range(T):
                 above = [a for a in range(1, T) if ancestors[b, t, a]]
@@ -140,8 +139,8 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
     modes, root = Modes(True, top_k > 0 or top_p < 1), torch.zeros(B, 1, dtype=torch.int64)
-    allowed = shape_logits(logits.expand(B, 1, V), state, modes, root)
-    chosen = TORCH.draw(allowed, noise_ahead(state, 1, V))
+    allowed = shape_logits(TORCH, logits.expand(B, 1, V), state, modes, root)
+    chosen = TORCH.draw(allowed, TORCH.noise(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)
     assert counts[p == 0].sum() == 0

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import train
 from checkpoint.loading import identity, load_head, load_model
 from engine.engine import Engine
-from kernels.backend import TORCH
+from engine.step import TORCH
 from sampling.options import Sampling
 from training import data
 from training.heads import TRAINED, HeadShape, new_head

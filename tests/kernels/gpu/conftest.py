@@ -23,6 +23,6 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def backend(device):
-    from kernels.gpu.backend import CudaBackend
+    from kernels.gpu.backend import CudaStep
 
-    return CudaBackend()
+    return CudaStep()

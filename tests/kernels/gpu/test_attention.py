@@ -6,7 +6,7 @@ import torch
 from helpers.ahead_of_time import dear
 from helpers.guards import LIMITS, check, close, owned
 
-from kernels.backend import TORCH
+from engine.step import TORCH
 from kernels.float8 import from_bytes, to_bytes
 from kernels.gpu import attention
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches, move_slots
@@ -65,7 +65,7 @@ def case(device, dtype, sizes, float8=False):
     def run(backend):
         kv = cached.masked_fill(hidden, 0.0 if backend is TORCH else float("nan"))
         kv = owned(to_bytes(kv) if float8 else kv)
-        visible = backend.visible_slots(at, length, local)
+        visible = backend.mask(at, length, local)
         shared = Pass(args, args.inverse_frequencies().to(device), own + 3, own, visible)
         out = (Float8LayerCache if float8 else LayerCache)(kv, 1).attend(block, qkv, shared)
         held = from_bytes(kv, torch.float32) if float8 else kv

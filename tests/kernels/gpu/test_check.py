@@ -5,8 +5,8 @@ import pytest
 import torch
 from shapes import random_models
 
-from drafters.eagle import Eagle
 from engine import check as checking
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from kernels.gpu import attention, here, parts, products, sampling
 from kernels.quantized import Scheme, quantize_linears
@@ -31,7 +31,7 @@ def passes(device, backend, monkeypatch):
     target, head = random_models("tiny/3", torch.float32, device, None)
     quantize_linears(head, Scheme("int8", 0, None))
     backend.prepare(target, head)
-    drafter = Eagle(head, TreeShape(5, 1, 3))
+    drafter = HeadDrafter(head, TreeShape(5, 1, 3))
     yield Engine(target, drafter, batch=2, max_seq_len=150, compile=False, chunks=(16,)).passes
     parts.left_out.clear()
 
@@ -89,7 +89,7 @@ def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
 
 @pytest.mark.parametrize("what, wrong", (
     ("kernels.gpu.cache.move_slots", lambda right, a: None),
-    ("engine.step.noise_ahead", lambda right, a: right(*a).roll(1, -1)),
+    ("engine.step.Step.noise", lambda right, a: right(*a).roll(1, -1)),
 ))
 def test_what_only_the_step_shows(passes, monkeypatch, what, wrong):
     """A path that is not moved, tokens that are not the best."""

@@ -3,7 +3,7 @@ import pytest
 import torch
 from helpers.guards import check
 
-from kernels.backend import TORCH
+from engine.step import TORCH
 from kernels.gpu import ranking, sampling
 
 V = 200

@@ -1,4 +1,4 @@
-"""The choice of a step's drafts: none, or a tree whose levels and nodes are all worth their prices.
+"""The scheduler of heads on a CPU: each step drafts nothing, or a tree whose levels and nodes reduce latency.
 
 The time that drafting takes would emit tokens elsewhere: that is its price. `Costs` knows how long steps take
 here and now: it tries them out, and then learns from all that run. `Acceptance` knows what the steps of a
@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from engine.draft import Drafter
+from engine.passes import Passes, Rows
 from engine.request import Request
-from tree import Prices, TreeShape
+from engine.scheduler import Choice, Scheduler
+from tree import Prices, Tree, TreeShape
 
 # The largest trees: of greedy steps, and of those that sample, as noise is drawn for every level beforehand.
 LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
@@ -252,7 +255,7 @@ PROBE = 3  # steps of the other kind: plain ones whose times are stale, or draft
 FIRST_REST, LONGEST_REST = 32, 256  # plain steps before that; doubled each time in vain
 
 
-class Choice(NamedTuple):
+class Plan(NamedTuple):
     """The tree of a step: its size, the largest one if it is cut by prices."""
 
     shape: TreeShape
@@ -278,7 +281,7 @@ class Tuner:
         self._ahead: deque[Trial] = deque()  # trials of the next steps
         self._trying: Trial | None = None  # that of the step that runs
         self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
-        self._choice: Choice | None = None
+        self._choice: Plan | None = None
         self._held = 0
         self._plain, self._rest = [0, 0], [FIRST_REST] * 2  # of steps that do not sample, and that do
         self._group: tuple = ()
@@ -290,7 +293,7 @@ class Tuner:
     def _usual_of(self, request: Request) -> Acceptance:
         return self.usual[round(request.sampling.temperature, 1)]
 
-    def next(self, requests: list[Request], count: int) -> Choice | None:
+    def next(self, requests: list[Request], count: int) -> Plan | None:
         """Choose for the next step over `count` rows of the batch. These requests are in the first ones."""
         noisy = any(r.sampling.temperature > 0 for r in requests)
         shape, key = self.shapes[noisy], (count, noisy)
@@ -298,7 +301,7 @@ class Tuner:
             self._finish()
         if not self._costs and not self._ahead:  # without `rehearse`
             if not self.live:
-                return Choice(shape)
+                return Plan(shape)
             self._ahead.extend(kind for kind in self.kinds for _ in range(FIRST))
         self._trying = self._ahead.popleft() if self._ahead else None
         if self._trying:
@@ -325,21 +328,21 @@ class Tuner:
         elif self._plain[noisy] >= self._rest[noisy]:
             self._plain[noisy], self._rest[noisy] = 0, min(2 * self._rest[noisy], LONGEST_REST)
             drafts, self._held, least = True, PROBE - 1, 1.0
-        self._choice = Choice(shape) if drafts else None
+        self._choice = Plan(shape) if drafts else None
         if drafts and self.cuts:
             trust = [max(r.acceptance.trust.value, least) for r in requests] + [0.0] * (count - len(requests))
             speed = max(drafted, alone) * len(requests)
-            self._choice = Choice(shape, self.costs(*key).prices(speed, shape, trust))
+            self._choice = Plan(shape, self.costs(*key).prices(speed, shape, trust))
         return self._choice
 
-    def _of_trial(self, trial: Trial, shape: TreeShape, count: int) -> Choice | None:
+    def _of_trial(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
         if trial == PLAINLY:
             return None
         if not self.cuts:
-            return Choice(shape)
+            return Plan(shape)
         nodes = torch.full((shape.nodes - 1,), math.inf)
         nodes[: max(trial.nodes - 1, 0)] = -1.0
-        return Choice(shape, Prices(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
+        return Plan(shape, Prices(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -433,3 +436,92 @@ class Tuner:
         one, *more = ((self.costs(n, noisy).over_plain(size), n) for n in counts)
         line = f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one"
         return f"{what}, as they pay ({line}{''.join(f', {x:.2f} x with {n} texts' for x, n in more)})"
+
+
+# -- the schedulers ----------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """What a step was: its place in the cost model, and what its drafts promised to each request."""
+
+    kind: tuple[int, bool, Size, bool]  # see `Tuner.add`
+    took: float | None  # see `Tuner.took`
+    promised: list[float] | None  # by request: the sum of exp(score) of its drafts
+
+
+class CostScheduler(Scheduler):
+    """Drafts with the head of the engine's drafter as `Tuner` says; else without the head, or nothing."""
+
+    def __init__(self, tuner: Tuner | None = None):
+        self.tuner = tuner or Tuner()
+
+    def variants(self, drafter: Drafter) -> list[Drafter]:
+        return [drafter.with_tree(shape) for shape in self.tuner.shapes]
+
+    def attach(self, passes: Passes, timed: bool) -> None:
+        super().attach(passes, timed)
+        self.tuner.live, drafter = timed, passes.drafter
+        # On a CPU, where asking for a draft costs no synchronisation.
+        headless = None if passes.on_cuda else copy.copy(drafter.headless)
+        self.headless = headless and passes.without_head(headless)
+        self.trees = {shape: drafter.with_tree(shape) for shape in self.tuner.shapes}
+        # While prompt lookup has no draft, joining its trees would only cost time.
+        self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
+        self.asks = True  # that `headless` may have a draft
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        return [*self.trees.values()]
+
+    def add(self, request: Request) -> None:
+        self.tuner.begin(request)
+
+    def next(self, requests: list[Request], rows: Rows, slots: torch.Tensor) -> Choice:
+        plan, passes = self.tuner.next(requests, rows.count), self.passes
+        drafts = self.headless is not None and self.asks
+        drafts = drafts and self.headless.has_draft(passes.device_step, rows.state, slots)
+        if plan:
+            trees = self.trees if drafts or not self.headless else self.alone
+            return Choice(trees[plan.shape], plan.prices, True)
+        return Choice(self.headless if drafts else passes.plain)
+
+    def launched(
+        self, choice: Choice, requests: list[Request], rows: Rows, first: int, tree: Tree, noisy: bool
+    ) -> Record:
+        size, promised = Size(tree.tokens.shape[1], 0), None
+        if choice.prices:
+            size = size._replace(levels=rows.state.levels)
+            scores = tree.scores.tolist()[first : first + len(requests)]
+            promised = [sum(map(math.exp, each[1:])) for each in scores]
+        kind = rows.count, noisy, size, choice.head
+        return Record(kind, self.tuner.took(*kind), promised)
+
+    def timed(self, record: Record, seconds: float) -> None:
+        self.tuner.add(*record.kind, seconds)
+
+    def emitted(self, record: Record, index: int, request: Request, count: int) -> None:
+        promised = record.promised and record.promised[index]
+        self.tuner.record(request, record.kind[-1], count, record.took, promised)
+
+    def warm_up(self, counts: list[int], noisy: bool, run: Callable[[int], None]) -> None:
+        self.asks = False  # the text of a rehearsal repeats itself as no other does
+        try:
+            for count in counts:
+                self.tuner.rehearse(count, noisy, lambda count=count: run(count))
+        finally:
+            self.asks = True
+
+    def describe(self, counts: list[int], noisy: bool) -> str:
+        return self.tuner.explain(counts, noisy)
+
+
+class AskingScheduler(Scheduler):
+    """For a drafter without a head on a CPU: ask it first whether it has a draft, else decode plainly.
+
+    There, verifying more tokens costs time, and host checks are free.
+    """
+
+    def next(self, requests: list[Request], rows: Rows, slots: torch.Tensor) -> Choice:
+        drafter = self.passes.drafter
+        drafts = rows.drafter(drafter).has_draft(self.passes.device_step, rows.state, slots)
+        return Choice(drafter if drafts else self.passes.plain)

@@ -4,7 +4,9 @@ import random
 import pytest
 import torch
 
-from engine.autotune import (
+from engine.request import Request
+from sampling.options import Sampling
+from schedulers.cost_model import (
     FIRST_REST,
     FLAT,
     HOPELESS,
@@ -14,13 +16,11 @@ from engine.autotune import (
     TRIALS,
     TURNS,
     Acceptance,
-    Choice,
     Costs,
+    Plan,
     Size,
     Tuner,
 )
-from engine.request import Request
-from sampling.options import Sampling
 
 
 class Machine:
@@ -37,7 +37,7 @@ class Machine:
         self.seconds = {"plain": 10.0, "head": 1.0, "level": 0.5, "node": 0.3} | seconds
         self.ease = 1.0
 
-    def drafted(self, choice: Choice, chance: float) -> tuple[Size, list[float]]:
+    def drafted(self, choice: Plan, chance: float) -> tuple[Size, list[float]]:
         """The size of the tree, and the chances of its first path: each node's best child is that likely."""
         (shape, prices), k = choice, choice.shape.width
         scores = [torch.tensor([[chance, *((1 - chance) / 9 for _ in range(k - 1))]]).log()]
@@ -210,7 +210,7 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
 
     tuner.begin(request)
     tuner.rehearse(1, False, step)
-    assert {*kinds} == {None, Choice(shape)} and "tree 32/3/4, as they pay" in tuner.explain([1], False)
+    assert {*kinds} == {None, Plan(shape)} and "tree 32/3/4, as they pay" in tuner.explain([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
             step(emitted)

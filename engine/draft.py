@@ -1,0 +1,379 @@
+"""Drafting: the interface of all drafters, and the EAGLE drafter, which grows a tree with a draft head.
+
+EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGLE cnets.py and cnets1.py.
+
+One catch-up pass of the head runs over the tokens that the last step committed and gives the first level of
+the tree. Each further level is one pass over the expanded nodes. The head's KV cache holds committed tokens
+first and drafted nodes after them, level by level. The next catch-up overwrites those.
+"""
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import KVCaches, buffer_bytes
+from tree import Growth, Level, PathTree, Tree, TreeShape, link, pick
+
+
+class Drafter(nn.Module):
+    """Proposes a tree for each step. This base class proposes the root alone: plain decoding.
+
+    shape: of its trees; the largest one where a scheduler cuts them. static: the tree itself, if only its
+    tokens change. parts: drafters whose proposals it joins.
+    """
+
+    method = "none"  # name in --speculate
+    aux_layers: tuple[int, ...] = ()  # target layers whose inputs it reads as features
+    all_layers: tuple[int, ...] = ()  # layers of `State.features`, if another drafter reads more of them
+    fingerprint = ""  # of a drafter without weights, for evaluation records
+    reads = True  # `propose` reads the newly committed tokens; if not, they add up until `prefill_behind`
+    buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
+    sampled = 1.0  # factor of its scores at temperature 1
+    grows = False  # it drafts trees of any size, see `HeadDrafter.with_tree`
+    headless: Drafter | None = None  # what drafts while the head is off
+    may_pass = False  # it may have no draft, see `has_draft`
+
+    def __init__(self, shape: TreeShape | PathTree = TreeShape(1, 0, 0), *parts: Drafter):
+        super().__init__()
+        self.shape, self.parts = shape, nn.ModuleList(parts)
+        self.static = StaticTree(shape) if isinstance(shape, PathTree) else None
+        self.caches: KVCaches | None = None
+
+    @property
+    def network(self) -> nn.Module | None:
+        """The draft network, if there is one."""
+        return getattr(self, "head", None)
+
+    @property
+    def grown(self) -> Drafter | None:
+        """This drafter or the part of it that `grows`, if any."""
+        return next((one for one in (self, *self.parts) if one.grows), None)
+
+    def new_caches(
+        self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCaches | None:
+        """Allocate the KV caches of its network, if it has any."""
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Move to the device and allocate all state. Called once."""
+        self.to(device)
+        self.caches = self.new_caches(batch, slots, dtype, device)
+        for part in self.parts:
+            part.allocate(batch, slots, dtype, device)
+
+    def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
+        """Return the bytes that `allocate` takes."""
+        caches = self.new_caches(batch, slots, dtype, "meta")
+        own = 0 if caches is None else buffer_bytes(caches)
+        return own + sum(part.memory(batch, slots, dtype) for part in self.parts)
+
+    @property
+    def extra_slots(self) -> int:
+        """Cache slots beyond the committed ones that a step may write, in the target's cache or its own."""
+        return self.shape.extra_slots
+
+    def extra_slots_after(self, max_commit: int) -> int:
+        """Return `extra_slots` after a step of another drafter that commits up to `max_commit` tokens."""
+        return self.extra_slots - self.shape.window + max_commit
+
+    def rows(self, first: int, count: int) -> Drafter:
+        """Return this drafter for batch slots first ... first + count - 1: same weights, views of the rest.
+        """
+        some = copy.copy(self)
+        some._buffers, some._modules = dict(self._buffers), dict(self._modules)
+        for name in self.buffers_by_slot:
+            some._buffers[name] = self._buffers[name].narrow(0, first, count)
+        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
+        if self.caches is not None:
+            some.caches = self.caches.rows(first, count)
+        return some
+
+    def sequence(self, slot: int, length: int) -> list[Tensor]:
+        """Return views of all state of a batch slot, in the first `length` cache slots."""
+        own = [self._buffers[name][slot] for name in self.buffers_by_slot]
+        own += [tensor for part in self.parts for tensor in part.sequence(slot, length)]
+        return own if self.caches is None else own + self.caches.sequence(slot, length)
+
+    def reset(self, slot: int, prompt: list[int]) -> None:
+        """Forget the last request of a batch slot. Called between steps, when a request is added."""
+        for part in self.parts:
+            part.reset(slot, prompt)
+
+    def finish(self, tokens: list[int]) -> None:
+        """Learn from a finished request: its prompt and output. Called between steps."""
+        for part in self.parts:
+            part.finish(tokens)
+
+    def has_draft(self, step, state, slots: Tensor) -> bool:
+        """Return whether there is anything to propose, for a drafter that `may_pass`. Host checks on a CPU.
+        """
+        return any(part.has_draft(step, state, slots) for part in self.parts)
+
+    def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+        """Run over a chunk of the prompt: tokens of `state` at positions [B, C], their features [B, C, F].
+
+        The token after the prompt's last one is not known yet: a drafter that needs it runs over that row
+        again in its first `propose`.
+        """
+        for part in self.parts:
+            part.prefill(state, features, positions, visible)
+
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        """Draft a tree below the root.
+
+        step: an `engine.step.Step`, for tensor operations. state: an `engine.state.State`. slots [n]: the
+        live cache slots 0..n-1. noise [B, W, V]: temperature * Gumbel noise for positions length+1 ...
+        length+W, or None if all requests are greedy.
+        """
+        return Tree(state.root.clone(), state.zero, state.zero, state.one)
+
+    def observe(self, step, state, logits: Tensor) -> None:
+        """Learn from the target's logits at the nodes that were proposed [B, T, V], see `Step.logits`."""
+
+
+# -- static trees ----------------------------------------------------------------------------------
+
+
+def constants(module: nn.Module, **values) -> None:
+    """Register lists or tensors as buffers of a module: they move to a device with it and are not saved."""
+    for name, value in values.items():
+        module.register_buffer(name, torch.as_tensor(value), persistent=False)
+
+
+class StaticLevel(nn.Module):
+    """The indices of one level of a static tree, see `tree.Level`."""
+
+    def __init__(self, level: Level):
+        super().__init__()
+        constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
+        for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
+            constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
+
+
+class StaticTree(nn.Module):
+    """A tree whose shape is fixed: only its tokens change."""
+
+    def __init__(self, shape: PathTree):
+        super().__init__()
+        parent = torch.tensor(shape.parent)
+        depth, ancestors = link(parent[None], shape.window - 1)
+        constants(self, parent=parent, depth=depth[0], ancestors=ancestors[0])
+        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
+
+    def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
+        """Return the tree with these tokens [B, T], root first.
+
+        scores [B, T]: the log-probability of each node given its parent, if the drafter has one.
+        """
+        B = tokens.shape[0]
+        ancestors = self.ancestors.expand(B, -1, -1)
+        # Selected, not multiplied: a score may be -inf.
+        paths = None if scores is None else torch.where(self.ancestors, scores[:, None], 0).sum(-1)
+        return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
+
+
+# -- networks --------------------------------------------------------------------------------------
+
+
+def once(x: Tensor) -> Tensor:
+    """Return x, computed once for all kernels that read it.
+
+    A result starts at storage offset 0. Without this, torch.compile recomputes an angle or a mask for each
+    kernel that reads it, in every layer.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
+def catch_up_count(step, state) -> int:
+    """Return R, the tokens of a catch-up: W, or, where shapes may depend on values, the largest n_new."""
+    return state.window if step.static_shapes else min(max(int(state.n_new.max()), 1), state.window)
+
+
+def catch_up_tokens(step, state, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the positions [B, R] of a catch-up's tokens and their attention mask.
+
+    The first n_new tokens are those that the last step committed. ahead: tokens that the last pass has read
+    already.
+    """
+    rows, start = catch_up_count(step, state), state.length - state.n_new + ahead
+    positions = start[:, None] + torch.arange(rows, device=slots.device)
+    return positions, step.causal_mask(slots, start, rows)
+
+
+def newest(state, rows: int) -> Tensor:
+    """Return the row of the last unread token [B, 1], at most `rows` - 1."""
+    # A frozen sequence may have more unread tokens than that.
+    return (state.n_new - 1).clamp(0, rows - 1)[:, None]
+
+
+class NetworkDrafter(Drafter):
+    """A drafter whose network grows a tree level by level.
+
+    coupled: rank candidates by draft logits plus the noise that the target is sampled with, so that the
+    network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never changes
+    the output. vocabulary: size of the network's. drafts: levels that it can draft at most.
+    Raises ValueError on a tree that is wider or deeper.
+    """
+
+    _ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
+    read_ahead = 0  # tokens in its cache beyond those of the target's: 1 if it has read the root
+
+    def __init__(
+        self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True, drafts: int | None = None
+    ):
+        super().__init__(shape)
+        levels = shape.window - 1
+        if shape.width > vocabulary:
+            raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
+        if drafts is not None and levels > drafts:
+            raise ValueError(f"tree: {levels} levels below its root, the head drafts {drafts} tokens ahead")
+        self.coupled = coupled
+        self.deepest = None if drafts is None else drafts - 1  # depth of the deepest tree; None: unlimited
+
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        last = self.catch_up(step, state, slots)
+        growth = self.grow(step, last, state, slots, self.draft_noise(noise))
+        if state.prices is not None:  # a compiled graph must change nothing but tensors
+            state.levels = len(growth.scores) - 1
+        return step.prune(growth, state.root[:, 0], state.prices)
+
+    def grow(self, step, last: Tensor, state, slots: Tensor, noise: Tensor | None) -> Growth:
+        """Return all candidates below the root.
+
+        last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
+        """
+        shape, k, base = self.shape, self.shape.width, state.length + self.read_ahead
+        scores, tokens = self._best(step, last, noise, 0, k)
+        growth = Growth(shape, scores[:, 0], tokens[:, 0])
+        feature = last.expand(-1, k, -1)
+        row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
+        for level in range(shape.depth):
+            if state.prices is not None:
+                rows = state.prices.rows(growth.beam_scores, k)
+                if not rows:
+                    break
+                growth.narrow(rows)
+                feature = feature[:, :rows]
+            positions = (base + level)[:, None].expand(-1, rows)
+            visible = step.mask(slots, base, growth.beam_sees)
+            own_slots = row_slots[:, :rows] + drafted
+            feature = self._forward(growth.beam_tokens, feature, positions, own_slots, visible)
+            drafted += rows
+            children = self._best(step, feature, noise, level + 1, k)
+            more = level + 1 < shape.depth
+            came_from = step.extend(growth, *children, more=more)
+            if more:
+                feature = pick(feature, came_from)
+        return growth
+
+    def _best(
+        self, step, h: Tensor, noise: Tensor | None, level: int, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and target ids [B, R, k] of the top k tokens after outputs h [B, R, H]."""
+        logits = self.network.logits(h)
+        return step.rank(logits, None if noise is None else noise[:, level, None], k, self._ids)
+
+    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
+        """Return the target's noise [B, W, V] at the network's ids [B, levels, Vd]; None if not coupled."""
+        if noise is None or not self.coupled:
+            return None
+        noise = noise[:, : self.shape.window - 1]  # a joint tree may have more levels
+        return noise if self._ids is None else noise[..., self._ids]
+
+    def catch_up(self, step, state, slots: Tensor) -> Tensor:
+        """Run over what the last step committed. Returns the output [B, 1, H] for the first level."""
+        raise NotImplementedError
+
+    def _forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor
+    ) -> Tensor:
+        """Run over drafted tokens [B, k] -> outputs [B, k, H].
+
+        feature [B, k, H]: the output that each token was drafted from. slots [B, k]: where keys go.
+        """
+        return self.network(tokens, feature, positions, slots, visible, self.caches)
+
+
+class HeadDrafter(NetworkDrafter):
+    """A drafter with a draft head: EAGLE-2 with an EAGLE-1 head, EAGLE-3 with an EAGLE-3 head.
+
+    Arguments and errors are those of `NetworkDrafter`.
+    """
+
+    grows = True
+
+    def __init__(self, head, shape: TreeShape | PathTree, coupled: bool = True):
+        super().__init__(shape, head.args.draft_vocab_size, coupled, head.args.drafts)
+        self.head, self.aux_layers = head, head.args.aux_layers
+
+    def with_tree(self, shape: TreeShape) -> HeadDrafter:
+        """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
+        other = type(self)(self.head, shape, self.coupled)
+        other.method, other.caches, other.all_layers = self.method, self.caches, self.all_layers
+        return other
+
+    def new_caches(
+        self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVCaches | None:
+        return self.head.caches(batch, slots, dtype, device)
+
+    def own_features(self, features: Tensor) -> Tensor:
+        """Select the features of its own layers from those of all layers in the state [..., F]."""
+        if not self.all_layers or self.all_layers == self.aux_layers:
+            return features
+        each = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)
+        return torch.cat([each[self.all_layers.index(layer)] for layer in self.aux_layers], -1)
+
+    def prefill(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        if self.caches is None:
+            return
+        # Row i pairs feature i with token i+1 and has position i: only differences matter to RoPE.
+        next_tokens = state.tokens.gather(1, positions + 1)
+        features = self.head.fuse(self.own_features(features))
+        self.head.read(next_tokens, features, positions, positions, visible, self.caches)
+
+    def catch_up(self, step, state, slots: Tensor) -> Tensor:
+        """Run over up to W tokens with the target's true features, the first n_new of them real.
+
+        Cache entries of the others are overwritten or never seen.
+        """
+        head, (positions, visible) = self.head, catch_up_tokens(step, state, slots)
+        next_tokens = state.tokens.gather(1, positions + 1)
+        features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
+        h = head(next_tokens, features, positions, positions, visible, self.caches)
+        return pick(h, newest(state, h.shape[1]))
+
+    @property
+    def _ids(self) -> Tensor:
+        return self.head.draft_ids
+
+
+class StaticHeadDrafter(HeadDrafter):
+    """A drafter with a head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
+
+    The expanded ranks are fixed: every index is known beforehand and kept on the device.
+    """
+
+    grows = False
+
+    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        noise, B, k = self.draft_noise(noise), state.length.shape[0], self.shape.width
+        h = self.catch_up(step, state, slots)
+        tokens, scores, used = [state.root], [], 0
+        for i, level in enumerate(self.static.levels):
+            if i:  # expand nodes of the level above
+                count = len(level.rows)
+                own = state.length[:, None] + used + torch.arange(count, device=slots.device)
+                positions = (state.length + i - 1)[:, None].expand(-1, count)
+                visible = step.mask(slots, state.length, level.sees.expand(B, -1, -1))
+                expanded, feature = tokens[-1][:, level.rows], h[:, level.came_from]
+                h = self._forward(expanded, feature, positions, own, visible)
+                used += count
+            level_scores, ranked = (x.flatten(1) for x in self._best(step, h, noise, i, k))
+            tokens.append(ranked[:, level.nodes])  # of [B, rows * k]
+            scores.append(level_scores[:, level.nodes])
+        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent
+        return self.static.of(torch.cat(tokens, dim=1), scores)

@@ -1,0 +1,71 @@
+"""Which drafter and which tree each step runs: the interface, and the default, always the drafter's own tree.
+
+Schedulers that measure and learn subclass `Scheduler`. The engine calls `next` before a step, `launched` and
+`timed` after it, and `emitted` for every request when the host reads what the step emitted.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from engine.draft import Drafter
+from engine.request import Request
+from tree import Prices, Tree
+
+if TYPE_CHECKING:
+    from engine.passes import Passes, Rows
+
+
+class Choice(NamedTuple):
+    """What a step drafts."""
+
+    drafter: Drafter
+    prices: Prices | None = None  # cut its tree to what reduces latency; None: draft all of it
+    head: bool = False  # the draft head runs by the scheduler's choice
+
+
+class Scheduler:
+    """Chooses the drafter of every step: always the engine's own."""
+
+    passes: Passes
+
+    def variants(self, drafter: Drafter) -> list[Drafter]:
+        """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
+        return []
+
+    def attach(self, passes: Passes, timed: bool) -> None:
+        """Start to schedule for an engine. timed: `timed` is called after each step."""
+        self.passes = passes
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """The drafters that steps may run."""
+        return [self.passes.drafter]
+
+    def add(self, request: Request) -> None:
+        """Prepare for a new request."""
+
+    def next(self, requests: list[Request], rows: Rows, slots: Tensor) -> Choice:
+        """Choose for the next step of these requests. slots [n]: the live cache slots."""
+        return Choice(self.passes.drafter)
+
+    def launched(
+        self, choice: Choice, requests: list[Request], rows: Rows, first: int, tree: Tree, noisy: bool
+    ) -> Any:
+        """Return a record of a step for `timed` and `emitted`, or None. The requests are rows first ...
+        of `tree`.
+        """
+
+    def timed(self, record: Any, seconds: float) -> None:
+        """Learn how long a step took."""
+
+    def emitted(self, record: Any, index: int, request: Request, count: int) -> None:
+        """Learn how many tokens a step emitted for its request number `index`."""
+
+    def warm_up(self, counts: list[int], noisy: bool, run: Callable[[int], None]) -> None:
+        """Time steps before requests come. run(count): runs a step of `count` sequences."""
+
+    def describe(self, counts: list[int], noisy: bool) -> str | None:
+        """Return a line about what is drafted for `counts` sequences, if there is anything to say."""

@@ -1,0 +1,33 @@
+"""The attention mask of our GPU kernels: not a tensor [B, T, n], but what it is computed from."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+import tree
+from engine.draft import once
+from model import last_seen
+
+
+class Sight(NamedTuple):
+    """Which cache slots each token of a pass attends to: the arguments of `tree.visible_slots`.
+
+    The pass's own tokens are the last T of the M slots that `local` [B, T, M] describes. first [B, T]: the
+    first committed slot that each token sees; None: it sees all.
+    """
+
+    slots: Tensor
+    length: Tensor
+    local: Tensor
+    first: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        """Return the mask [B, T, n] bool."""
+        visible = tree.visible_slots(self.slots, self.length, self.local)
+        return visible if self.first is None else visible & (self.slots >= self.first[..., None])
+
+    def within(self, window: int) -> Sight:
+        """Return the mask of layers with a sliding window, see `model.last_seen`."""
+        first = self.length[:, None] + self.local.sum(-1) - window
+        return self._replace(local=once(last_seen(self.local, window)), first=once(first))
