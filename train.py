@@ -1,12 +1,11 @@
 """Train a draft head for a converted target, from nothing but the target.
 
     python train.py --checkpoint checkpoints/smollm2-135m --synthesize 2000 --out runs/my-head
-    python train.py --checkpoint DIR --prompts prompts.jsonl --conversations sharegpt.json --out runs/my-head
+    python train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
-1. Text. The target answers the prompts of a file (--prompts) or user turns that it writes itself
-   (--synthesize), or conversations are copied (--conversations). All may be given. The text goes to
-   OUT-work/data, and only the answers are learnt.
+1. Text. The target answers the prompts of a file (--prompts), or user turns that it writes itself
+   (--synthesize). Both may be given. The text goes to OUT-work/data, and only the answers are learned.
 2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
    --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
    2607.05147). With --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). After every epoch the
@@ -51,8 +50,6 @@ def parser() -> Options:
     add("--synthesize", type=count, default=0, metavar="N",
         help="N conversations of which the target writes both parts")
     add("--openings", metavar="FILE", help="lines that their user turns begin with, in turns")
-    add("--conversations", metavar="FILE",
-        help="conversations to take as they are: ShareGPT or OpenAI messages")
     add("--shards", action="append", default=[], metavar="FOLDER",
         help="text of an earlier run for this target (its OUT-work/data); may be given several times")
     add("--temperature", type=within(0, 1e6, float), default=0.7,
@@ -97,9 +94,8 @@ def add_rules(p: Options) -> None:
     """Add the rules of the options."""
     refuse = p.refuse
     p.judge(lambda o: check_replaceable("--out", o.out))
-    refuse(lambda o: not (o.prompts or o.synthesize or o.conversations or o.shards),
-           lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE,"
-           " --shards FOLDER or several")
+    refuse(lambda o: not (o.prompts or o.synthesize or o.shards),
+           lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --shards FOLDER or several")
     refuse(lambda o: o.openings and not o.synthesize,
            lambda o: "--openings belongs to --synthesize; leave it out")
     refuse(lambda o: o.states and o.start,

@@ -47,59 +47,31 @@ def read_chats(path: str | Path, log: Callable[[str], None] | None = None) -> li
     Leaves out rows without a user's message, or with tools or images, and calls `log` with the number of each
     reason. Raises InputError if no row is left.
     """
-    def asked(where: str, row: dict) -> list[dict]:
-        if "prompt" in row or "turns" in row:
-            turns = [row["prompt"]] if "prompt" in row else row["turns"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-                raise InputError(f"{where}: no user turns; prompt is a text, turns a list of them")
-            return [{"role": "user", "content": turn} for turn in turns]
-        messages = [m for m in _messages(where, row) if m["role"] != "assistant"]
-        if not any(m["role"] == "user" for m in messages):
-            raise LeftOut("without a user's message")
-        return messages
-
-    return _usable_rows(path, asked, log, "no prompts")
-
-
-def read_conversations(path: str | Path, log: Callable[[str], None] | None = None) -> list[list[dict]]:
-    """Return the messages of every row: the system message, then the first user turn to the last answer.
-
-    An answer of weight 0, which is not to be learnt, has "weight": 0. Leaves out rows without a user turn and
-    an answer to learn, or with tools or images, and calls `log` with the number of each reason. Raises
-    InputError if no row is left.
-    """
-    def talk(where: str, row: dict) -> list[dict]:
-        messages = _messages(where, row)
-        roles = [m["role"] for m in messages]
-        first = roles.index("user") if "user" in roles else len(roles)
-        answers = [i for i, message in enumerate(messages) if i > first and is_answer(message)]
-        if not answers:
-            raise LeftOut("without an answer to a user")
-        # ShareGPT has conversations cut in the middle.
-        return [m for m in messages[:1] if m["role"] == "system"] + messages[first : answers[-1] + 1]
-
-    none = "no conversation with an assistant's answer; prompts alone go to --prompts"
-    return _usable_rows(path, talk, log, none)
-
-
-def is_answer(message: dict) -> bool:
-    """Return whether a message is an answer to learn."""
-    return message["role"] == "assistant" and message.get("weight") != 0
-
-
-def _usable_rows(path: str | Path, messages_of: Callable[[str, dict], list[dict]], log, none: str) -> list:
     rows, reasons = [], Counter()
     for where, row in read_rows(path):
         try:
-            rows.append(messages_of(where, row))
+            rows.append(_prompts_of(where, row))
         except LeftOut as e:
             reasons[str(e)] += 1
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not rows:
-        raise InputError(f"{path}: holds {none}" + (f" (rows: {left_out})" if left_out else ""))
+        raise InputError(f"{path}: holds no prompts" + (f" (rows: {left_out})" if left_out else ""))
     if left_out and log:
         log(f"{path}: rows that are left out: {left_out}")
     return rows
+
+
+def _prompts_of(where: str, row: dict) -> list[dict]:
+    """Return the messages of a row that are no answers. Raises LeftOut if none is a user's."""
+    if "prompt" in row or "turns" in row:
+        turns = [row["prompt"]] if "prompt" in row else row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise InputError(f"{where}: no user turns; prompt is a text, turns a list of them")
+        return [{"role": "user", "content": turn} for turn in turns]
+    messages = [m for m in _messages(where, row) if m["role"] != "assistant"]
+    if not any(m["role"] == "user" for m in messages):
+        raise LeftOut("without a user's message")
+    return messages
 
 
 def read_questions(path: str | Path) -> list[dict]:
@@ -172,7 +144,7 @@ def _messages(where: str, row: dict) -> list[dict]:
             raise InputError(f"{where}: a message is no JSON object")
         role, content = entry.get("from", entry.get("role")), entry.get("value", entry.get("content"))
         if role in TOOL_ROLES or entry.get("tool_calls") or entry.get("function_call"):
-            raise LeftOut("with tools")  # a call is no text: the words beside it would be learnt as an answer
+            raise LeftOut("with tools")
         try:
             words = words_of(content if isinstance(content, list) else [content])
         except InputError:
@@ -180,8 +152,6 @@ def _messages(where: str, row: dict) -> list[dict]:
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
         messages.append({"role": ROLES[role], **words, **thoughts_of(entry)})
-        if ROLES[role] == "assistant" and entry.get("weight") == 0:  # OpenAI's: it is not to be learnt
-            messages[-1]["weight"] = 0
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
     joined = [{"role": "system", "content": system}] if system else []
     return joined + [m for m in messages if m["role"] != "system"]

@@ -8,7 +8,6 @@ why a conversation has none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,8 +17,7 @@ from torch import Tensor
 from common.errors import InputError
 from common.files import digest, read_text
 from common.schema import Whole
-from tokens.dataset import is_answer
-from tokens.tokenizer import Tokenizer, common_prefix
+from tokens.tokenizer import common_prefix
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
 
@@ -58,30 +56,6 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
         return None, {**row, "ids": ids[:end], "answers": [*row["answers"], [begin, end]]}
     chat = row["chat"] if row else digest(ids[:begin])
     return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source, "chat": chat}
-
-
-def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
-    """Yield the rows of a conversation of another author. An answer includes its stop id.
-
-    Answers with "weight": 0 are only read. Raises InputError if the template refuses it, or moves text so
-    that an answer has no prompt before it. Some templates write the system message into the last user turn.
-    """
-    stop_ids, row = set(stop_ids), None
-    for i, message in enumerate(messages):
-        if not is_answer(message):
-            continue
-        ids = tokenizer.chat(messages[: i + 1], add_generation_prompt=False)
-        begin = common_prefix(tokenizer.chat(messages[:i]), ids)
-        before = tokenizer.decode(ids[:begin])
-        if any(m["content"].strip() not in before for m in messages[:i] if m["role"] != "assistant"):
-            raise InputError("the chat template changes the text before an answer, so that the answer cannot"
-                             " be separated from it")
-        end = next((j + 1 for j in range(begin, len(ids)) if ids[j] in stop_ids), len(ids))
-        finished, row = extend(row, ids, begin, end, "conversations")
-        if finished:
-            yield finished
-    if row:
-        yield row
 
 
 def usable(row: dict, max_len: int) -> dict | None:

@@ -26,7 +26,7 @@ from engine.engine import Engine
 from engine.step import TORCH
 from head import Head
 from kernels.choose import choose_backend
-from tokens.dataset import read_chats, read_conversations, read_openings
+from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, training_copy
@@ -60,7 +60,6 @@ class Session:
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # validation has some of all
         self.openings = read_openings(o.openings) if o.openings else ()
-        self.conversations = read_conversations(o.conversations, note) if o.conversations else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         if o.start:
             resolve_source(o.start)
@@ -125,11 +124,10 @@ class Session:
         """Write the missing text and read all. Raises InputError if there are no usable answers."""
         o, args = self.o, self.target.args
         lines = data.read_shards(self.shards, args.vocab_size, identity(self.target))
-        if self.prompts or o.synthesize or self.conversations:
+        if self.prompts or o.synthesize:
             collector = self._collector()
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
-            collector.from_conversations(self.conversations)
             collector.write()
             self.processes.wait()
             lines += collector.read(args.vocab_size)
@@ -147,7 +145,7 @@ class Session:
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
             raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
-        batch = o.decode_batch if self.prompts or o.synthesize else 1
+        batch = o.decode_batch
         engine = Engine(
             target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
             compile=self.compiled, say=note,

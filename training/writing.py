@@ -1,4 +1,4 @@
-"""Writing the training text: the target answers prompts, writes user turns, or conversations are taken over.
+"""Writing the training text: the target answers prompts, or writes user turns and answers them.
 
 Conversations are decoded side by side, and each is appended to a file of this process when it ends. The file
 is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
@@ -21,7 +21,7 @@ from engine.request import Request
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer, TooLong, common_prefix
-from training.data import Line, extend, of_conversation, read_shards
+from training.data import Line, extend, read_shards
 from training.processes import Processes
 from training.report import live_bar, read_log
 
@@ -35,7 +35,7 @@ Steps = Generator[tuple[list[int], Sampling], Request, tuple[list[dict], str]]
 
 
 class Collector:
-    """Plans conversations (`from_prompts`, `synthesize`, `from_conversations`) and writes the missing ones.
+    """Plans conversations (`from_prompts`, `synthesize`) and writes the missing ones.
 
     target: its `checkpoint.loading.identity`. `planned` are the digests of the conversations of this run, in
     order, each with a function that starts it.
@@ -78,24 +78,10 @@ class Collector:
             made_of = ["synthesized", i, 1, opening]
             self._plan(made_of, self._converse, "synthesized", i, [], [None], opening)
 
-    def from_conversations(self, conversations: list[list[dict]]) -> None:
-        """Plan to take over conversations of another author."""
-        for messages in conversations:
-            self._plan(["conversations", messages], self._take_over, messages)
-
     def _plan(self, made_of: list, steps: Callable[..., Steps], *arguments) -> None:
         self.planned[digest(self.made_by, *made_of)] = partial(steps, *arguments)
 
     # -- conversations ---------------------------------------------------------------------------------------
-
-    def _take_over(self, messages: list[dict]) -> Steps:
-        """Return the rows of a conversation of another author."""
-        yield from ()  # nothing is decoded
-        try:
-            rows = list(of_conversation(self.tokenizer, messages, self.stop_ids))
-        except InputError as e:
-            return [], REFUSED.format(e)
-        return rows, "without an answer"
 
     def _converse(
         self, source: str, name: int | str, chat: list[dict], turns: list[str | None], opening: str = ""

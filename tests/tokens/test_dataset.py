@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tokens.dataset import read_chats, read_conversations, read_prompts, read_questions, read_turns, row_texts
+from tokens.dataset import read_chats, read_prompts, read_questions, read_turns, row_texts
 
 
 def said(*messages: str) -> list[dict]:
@@ -31,28 +31,21 @@ def test_prompts_turns_and_questions(tmp_path):
     assert read_prompts(file) == ["a", "b"]
 
 
-ENDS = (  # of a conversation, and why it is not learnt
-    ({"content": "I look.", "tool_calls": [{}]}, "with tools"),
-    ({"content": None, "function_call": {"name": "f"}}, "with tools"),
-    ({"content": "no", "weight": 0}, "without an answer to a user"),
-    ({"content": 3}, "with images or other content that is no text"),
-)
-
-
 @pytest.mark.parametrize("messages, kept, reason", [
-    ([{"from": "gpt", "value": "cut"}, *TALK], said("user: e", "assistant: x"), None),
-    ([{"from": "system", "value": "s"}, *TALK], said("system: s", "user: e", "assistant: x"), None),
-    (said("system: a", "user: q", "developer: b", "assistant: r"),
-     said("system: a\n\nb", "user: q", "assistant: r"), None),
-    (TALK[:1], None, "without an answer to a user"), (said("tool: x", "user: y"), None, "with tools"),
-    ([*said("user: q"), {"role": "assistant", "content": "yes", "weight": 1, "tool_calls": []}],
-     said("user: q", "assistant: yes"), None),
-    *(([*said("user: q"), {"role": "assistant", **end}], None, reason) for end, reason in ENDS),
+    ([{"from": "gpt", "value": "cut"}, *TALK], said("user: e", "user: g"), None),
+    (said("system: a", "user: q", "developer: b", "assistant: r"), said("system: a\n\nb", "user: q"), None),
+    (TALK[1:2], None, "without a user's message"), (said("tool: x", "user: y"), None, "with tools"),
+    ([*said("user: q"), {"role": "assistant", "content": "yes", "tool_calls": []}], said("user: q"), None),
+    *(([*said("user: q"), {"role": "assistant", **end}], None, reason) for end, reason in (
+        ({"content": "I look.", "tool_calls": [{}]}, "with tools"),
+        ({"content": None, "function_call": {"name": "f"}}, "with tools"),
+        ({"content": 3}, "with images or other content that is no text"),
+    )),
 ])
-def test_conversations_that_are_kept_or_left_out_and_counted(tmp_path, messages, kept, reason):
-    lines, file, last = [], tmp_path / "rows.jsonl", said("user: 1", "assistant: 2")
+def test_rows_that_are_kept_or_left_out_and_counted(tmp_path, messages, kept, reason):
+    lines, file, last = [], tmp_path / "rows.jsonl", said("user: 1")
     file.write_text(json.dumps({"conversations": messages}) + "\n" + json.dumps({"messages": last}))
-    assert read_conversations(file, lines.append) == [*([kept] if kept else []), last]
+    assert read_chats(file, lines.append) == [*([kept] if kept else []), last]
     assert lines == [f"{file}: rows that are left out: 1 {reason}"] * bool(reason)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import InputError
 from tokens.convert import copy_files
-from tokens.dataset import read_conversations, read_prompts, read_questions, row_texts
+from tokens.dataset import read_prompts, read_questions, row_texts
 from tokens.gguf_tokenizer import rebuild
 from tokens.grammar import Grammars
 from tokens.tokenizer import Tokenizer
@@ -77,8 +77,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
     (rows, (read_prompts, "x\n"), "line 1: cannot be read as JSON"), (rows, (read_prompts, ""), "no prompts"),
     (rows, (read_prompts, '{"messages": [{"role": "robot", "content": "x"}]}'), "unknown role 'robot'"),
     (rows, (read_prompts, '{"messages": [{"content": [{"type": "image"}]}]}'), "holds no prompts"),
-    (rows, (read_conversations, '{"prompt": "a"}'), "line 1: no conversation"),
-    (rows, (read_conversations, '{"conversations": [{"from": "human", "value": "x"}]}'), "no conversation"),
+    (rows, (read_prompts, '{"text": "a"}'), "line 1: no conversation"),
     (rows, (read_questions, '{"prompt": "a"}\n{"messages": []}'), "no question in 1 row"),
     (rows, (lambda file: row_texts("line 1", {"title": "x"}), ""), "line 1: no conversation"),
 ], ids=lambda x: x.__name__ if callable(x) else "")

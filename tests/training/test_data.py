@@ -1,51 +1,22 @@
 """Rows of text: how conversations become rows, and which of them are used."""
 import pytest
-from helpers.tokenizers import with_template
 
 from common.errors import InputError
 from common.files import digest
-from tokens.tokenizer import Tokenizer
 from training import data
 
 
-def messages_of(*pairs: tuple[str, str]) -> list[dict]:
-    return [{"role": role, "content": content} for role, content in pairs]
-
-
-def test_answers_of_a_conversation_are_marked(golden):
-    tokenizer = Tokenizer.load(golden)
-    messages = messages_of(("user", "hi"), ("assistant", "hello"), ("user", "and?"), ("assistant", "bye"))
-    (row,) = data.of_conversation(tokenizer, messages, [ord("\n")])
-    assert bytes(row["ids"]) == b"u:hi\na:hello\nu:and?\na:bye\n"
-    assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hello\n", b"bye\n"]
-
-
-def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, tmp_path):
-    tokenizer = with_template(golden, tmp_path, (
-        # Thoughts are kept in the last answer only, as reasoning models do.
-        "{% for m in messages %}{{ m.role[0] }}:"
-        "{{ m.content if loop.last else m.content.split('/')[-1] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    ))
-    messages = messages_of(("user", "hi"), ("assistant", "hm/hello"), ("user", "so"), ("assistant", "eh/bye"))
-    rows = first, second = list(data.of_conversation(tokenizer, messages, [ord("\n")]))
-    assert [bytes(r["ids"]) for r in rows] == [b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"]
-    answers = [bytes(r["ids"][b:e]) for r in rows for b, e in r["answers"]]
-    assert answers == [b"hm/hello\n", b"eh/bye\n"]
-    assert first["chat"] == second["chat"]  # one conversation: held out or trained on together
-
-
-def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
-    """Mistral writes it into the last user turn: the prompt is then no beginning of the conversation."""
-    tokenizer = with_template(golden, tmp_path, (
-        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
-        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
-        "[INST] {{ s + ' ' if loop.last and s else '' }}{{ m.content }}[/INST]{% else %}"
-        " {{ m.content }}</s>{% endif %}{% endfor %}"
-    ))
-    messages = messages_of(("system", "Be brief."), ("user", "What?"), ("assistant", "That."))
-    with pytest.raises(InputError, match="cannot be separated"):
-        list(data.of_conversation(tokenizer, messages, []))
+def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
+    """Thoughts that a template keeps in the last answer only: the first answer has another text before it."""
+    texts = b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"
+    one, two = map(list, texts)
+    finished, row = data.extend(None, one, 7, len(one), "x")
+    assert finished is None and row["answers"] == [[7, len(one)]]
+    finished, second = data.extend(row, two, 20, len(two), "x")
+    assert finished == row and second["ids"] == two and second["answers"] == [[20, len(two)]]
+    assert second["chat"] == row["chat"]  # one conversation: held out or trained on together
+    finished, longer = data.extend(row, one + two, len(one) + 20, len(one + two), "x")
+    assert finished is None and longer["answers"] == [[7, len(one)], [len(one) + 20, len(one + two)]]
 
 
 @pytest.mark.parametrize("line, words", [

@@ -88,21 +88,16 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monk
     tokenizer["chat_template"] = refusal + tokenizer["chat_template"]
     (target / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     refused = [{"role": "system", "content": "s"}, *users("u")]
-    prompts, openings, files = tmp_path / "p.jsonl", tmp_path / "openings.txt", tmp_path / "c.jsonl"
+    prompts, openings = tmp_path / "p.jsonl", tmp_path / "openings.txt"
     prompts.write_text(f'{prompt_file.read_text()}{json.dumps({"messages": refused})}\n{{"prompt": ""}}\n')
     openings.write_text("Write \n\nSum\n")
-    answer = {"from": "gpt", "value": "good day to you"}
-    rows = [{"conversations": [{"from": "human", "value": f"hello {i}"}, answer]} for i in range(9)]
-    rows.append({"messages": [*refused, {"role": "assistant", "content": "some answer or other"}]})
-    rows.append({"messages": [{"role": "tool", "content": "x"}]})
-    files.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = {"conversations": files, "openings": openings, "synthesize": 24}
+    text = {"openings": openings, "synthesize": 24}
     assert train.main([*options(target, prompts, tmp_path, **text), "--collect-only"]) == 0
     text = {"shards": tmp_path / "head-work" / "data", "synthesize": 0}
     assert train.main([*options(target, None, tmp_path / "again", **text), "--collect-only"]) == 0
     error = capsys.readouterr().err
     first, again = (line for line in error.splitlines() if " conversations (" in line)
-    assert all(f"{source} " in first for source in ("prompts", "synthesized", "conversations"))
+    assert all(f"{source} " in first for source in ("prompts", "synthesized"))
     assert first.split(" ")[0] == again.split(" ")[0]  # the same text, read back
-    for words in "left out: 2 conversations refused by the chat template (", "1 conversation with an empty":
+    for words in "left out: 1 conversation refused by the chat template (", "1 conversation with an empty":
         assert words in error, error
