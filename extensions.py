@@ -40,6 +40,12 @@ CACHES = {"fp8": "kernels.float8:Float8Caches"}
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
+# Readers of published heads by kind: (source, kind, target, options) -> ReadHead.
+HEAD_READERS = {
+    **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),
+    **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
+    **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
+}
 # What `checkpoint/convert.py` does not read: other architectures, layouts of heads.
 FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 # Functions of gate and up projections, beside silu.

@@ -70,5 +70,5 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs, options: HeadOpt
     if not inputs:
         raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r}: say"
                          " --aux-layers")
-    layouts.refuse_last(source.path, f"{key} {ids}", inputs, target)
+    layouts.reject_last_layer(source.path, f"{key} {ids}", inputs, target)
     return inputs

@@ -54,7 +54,7 @@ def eagle3_names(layers: int, feature_norm: str, states: int, first: str) -> Nam
 def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read an EAGLE head of any kind.
 
-    Raises InputError if the head is a variant that we cannot run, or if it needs an option that is missing.
+    Raises InputError if the variant is not supported, or if an option is missing.
     """
     tensors, config = _renamed(source), layouts.flat_config(source.config)
     first = _first(tensors)
@@ -141,8 +141,7 @@ def _norm_before_residual(source: Source, flags: dict, options: HeadOptions) -> 
 def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
     """Return whether norm(h) is fed back.
 
-    That is what `norm_output` means to speculators and SGLang. SpecForge means something else by it in
-    training.
+    `norm_output` means that to speculators and SGLang, something else to SpecForge.
     """
     if options.recycle is not None:
         return options.recycle == "normed"
@@ -167,7 +166,7 @@ def _aux_layers(
     if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
         inputs = [i + 1 for i in outputs]
         if not any(in_config):
-            layouts.refuse_last(path, f"target_layer_ids {outputs}", inputs, target)
+            layouts.reject_last_layer(path, f"target_layer_ids {outputs}", inputs, target)
         return tuple(inputs)
     readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
     if len(readings) > 1:
@@ -175,7 +174,7 @@ def _aux_layers(
     if readings:
         return readings.pop()
     fc = tensors.get("fc.weight")
-    states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
+    states, rest = divmod(fc.shape[-1] if fc else 0, fields["target_hidden_size"])
     if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
         raise InputError(f"{path}: fc.weight takes {states} states of the target and the config does not say"
                          " of which layers: say --aux-layers")

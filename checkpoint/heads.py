@@ -1,41 +1,36 @@
-"""Kinds of draft heads, and the functions that read each in the layouts of other programs.
+"""Recognize the kind of a draft head in any layout, and read it.
 
-A kind is an entry of `READERS`; its network is in `extensions.HEADS`. `checkpoint.export` writes EAGLE heads.
+`extensions.HEAD_READERS` has the reader of each kind, `extensions.HEADS` its network.
 """
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from dataclasses import replace
 
-from checkpoint.block_layouts import read_block
+import extensions
 from checkpoint.dense import HeadOptions, ReadHead
-from checkpoint.eagle_layouts import read_eagle
-from checkpoint.medusa_layouts import read_medusa, target_inside
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
 
 MEDUSA = re.compile(r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)")
-
-
-READERS: dict[str, Callable[[Source, str, ModelArgs, HeadOptions], ReadHead]] = {
-    "eagle": read_eagle, "eagle3": read_eagle, "p-eagle": read_eagle, "medusa": read_medusa,
-    "hydra": read_medusa, "dflash": read_block, "dspark": read_block,
-}
+MEDUSA2 = "medusa_head."  # prefix of the heads' tensors inside a Medusa-2 model
 
 
 def identify(source: Source, is_head: bool) -> tuple[str, Source]:
-    """Return "target" or the kind of a head, and what of the source it is. is_head: with --target.
+    """Return "target" or the kind of a head, and the tensors that belong to it. is_head: with --target.
 
     A Medusa-2 model is a target that carries heads.
     """
-    if not is_head and (inside := target_inside(source)):
-        return "target", inside
+    others = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
+    has_layers = any(name.startswith("model.layers.") for name in others)
+    if not is_head and has_layers and len(others) < len(source.tensors):
+        return "target", replace(source, tensors=others)
     return kind_of(source) or "target", source
 
 
 def kind_of(source: Source) -> str | None:
-    """Return the kind of a head by the first mark that it has, None for a target."""
+    """Return the kind of a head by its tensors and config, None for a target."""
     config, names = source.config, {name.removeprefix("model.") for name in source.tensors}
     classes = " ".join(map(str, config.get("architectures") or ()))
     said = config.get("speculators_model_type")
@@ -61,12 +56,12 @@ def kind_of(source: Source) -> str | None:
 def read_layout(source: Source, target: ModelArgs, options: HeadOptions) -> ReadHead:
     """Read all of a head but its embedding, lm_head and vocabulary map: those need the target's weights.
 
-    Raises InputError if the head is a variant that we cannot run, if it was made for a target of another
-    depth, or if it takes an option that is missing.
+    Raises InputError if the variant is not supported, if the head was made for a target of another depth, or
+    if an option is missing.
     """
     depth = source.config.get("num_target_layers")
     if depth is not None and depth != target.num_layers:
         raise InputError(f"{source.path}: config: num_target_layers is {depth}, the target has"
                          f" {target.num_layers} layers")
     kind = kind_of(source)
-    return READERS[kind](source, kind, target, options)
+    return extensions.load(extensions.HEAD_READERS[kind])(source, kind, target, options)

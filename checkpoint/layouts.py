@@ -1,4 +1,4 @@
-"""What several layouts of draft heads share. `checkpoint.heads` lists the kinds."""
+"""Shared by several layouts of draft heads."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -28,10 +28,10 @@ def flat_config(config: dict) -> dict:
     return merged
 
 
-def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> None:
-    """Raise InputError if one of these layers' inputs is the last layer's output. said: in the config."""
+def reject_last_layer(path: Path, key: str, inputs: list[int], target: ModelArgs) -> None:
+    """Raise InputError if a head reads the output of the last layer. key: what its config says."""
     if max(inputs) >= target.num_layers:
-        raise InputError(f"{path}: config: {said}: the output of the target's last layer is normed where"
+        raise InputError(f"{path}: config: {key}: the output of the target's last layer is normed where"
                          " this head was trained, and not here; it is not supported")
 
 
@@ -39,15 +39,16 @@ def read_markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
     """Return the fields of `networks.markov.MarkovArgs`, from the tensors. Raises InputError."""
     kind = str(flags.get("markov_head_type") or "vanilla")
     table = tensors.get("markov_head.markov_w1.weight")
-    reads = tensors.get("confidence_head.proj.weight")
-    if table is not None and kind not in ("vanilla", "gated"):
+    confidence = tensors.get("confidence_head.proj.weight")
+    if table and kind not in ("vanilla", "gated"):
         raise InputError(f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated"
                          " are)")
-    rank = table.shape[1] if table is not None and len(table.shape) == 2 else 0
-    width = reads.shape[-1] if reads is not None and reads.shape else 0
+    rank = table.shape[1] if table else 0
+    width = confidence.shape[-1] if confidence else 0
     with_markov = flags.get("confidence_head_with_markov")
     return {
-        "markov_rank": rank, "markov_gated": rank > 0 and kind == "gated", "confidence": reads is not None,
+        "markov_rank": rank, "markov_gated": rank > 0 and kind == "gated",
+        "confidence": confidence is not None,
         "confidence_reads_markov":
             width != flags.get("hidden_size") if with_markov is None else bool(with_markov),
     }

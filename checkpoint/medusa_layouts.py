@@ -20,11 +20,11 @@ import re
 import torch
 
 from checkpoint.dense import LAYER, HeadOptions, NameTable, ReadHead, layer_flags, with_prefix
+from checkpoint.heads import MEDUSA2
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
 
-MEDUSA2 = "medusa_head."
 TARGETS_TABLE = ("prefix_embeding_layer.embed_tokens.weight", "input_embed_fn.weight")  # copies of it
 PREFIX = "prefix_embeding_layer."
 
@@ -63,13 +63,6 @@ def names_of(form: Form, config: dict) -> NameTable:
         names |= with_prefix(LAYER | norm, "prefix_layer.", f"{PREFIX}layers.0.")
         names["prefix_norm.weight"] = [f"{PREFIX}norm.weight"]
     return names
-
-
-def target_inside(source: Source) -> Source | None:
-    """Return the target of a Medusa-2 model, which carries its heads; None of any other source."""
-    own = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
-    whole = len(own) < len(source.tensors) and any(name.startswith("model.layers.") for name in own)
-    return dataclasses.replace(source, tensors=own) if whole else None
 
 
 def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptions) -> ReadHead:
