@@ -58,8 +58,8 @@ def convert(
 
     out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND, one of
     `extensions.HEADS`. target: the converted folder of the model that a head belongs to; needed for
-    a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is what most
-    of the source's numbers are stored in, bf16 if quantized. options: for a head, what its files leave open.
+    a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is the dtype
+    of most of the source's numbers, bf16 if quantized. options: settings that a head's files may leave open.
     template: for a target without chat template, the one to add; see `tokens.convert: find_template`. force:
     replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
     allow_nonfinite: accept nan and infinite weights, with a warning.
@@ -180,9 +180,9 @@ def family_of(source: Source) -> Family:
 
 
 def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
-    """Return the config of a converted target and its tensors, under "", and what its family has beside.
+    """Return the config of a converted target and its tensors, under "", and its extra parts.
 
-    dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
+    dtype: what to store the tensors in; None: the dtype of most of the source's numbers. Raises InputError
     on a config or a tensor that does not fit.
     """
     family = family_of(source)
@@ -203,7 +203,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
                              " differs from the embedding; set it to false in config.json if that tensor is"
                              " meant")
     plan = plan_tensors(source, config, names, tensors, dtype, family.stacks)
-    return {"": (config, plan)} | family.beside(source, config, plan[0].dtype)
+    return {"": (config, plan)} | family.extra_parts(source, config, plan[0].dtype)
 
 
 def plan_head(
@@ -221,20 +221,20 @@ def plan_head(
         head = extensions.load(extensions.HEAD_LAYOUTS).read_layout(source, target_args, options)
     config, tensors = dict(head.config), dict(head.tensors)
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
-    config["own_embedding"] = embed is not None and not _is_targets(embed, target, "embed.weight")
+    config["own_embedding"] = embed is not None and not _equals_target(embed, target, "embed.weight")
     if embed is not None and not config["own_embedding"]:
         del tensors["embed_tokens.weight"]
     target_lm_head = "embed.weight" if target_args.tie_embeddings else "lm_head.weight"
-    if lm_head is not None and config["draft_vocab_size"] == target_args.vocab_size and _is_targets(
+    if lm_head is not None and config["draft_vocab_size"] == target_args.vocab_size and _equals_target(
         lm_head, target, target_lm_head
     ):
-        config["own_lm_head"] = False  # vLLM's copies of heads carry the target's
+        config["own_lm_head"] = False  # vLLM's copies of heads have the target's
         del tensors["lm_head.weight"]
     check_head_fits(_args(source, config), target_args, str(path))
     maps = {name: tensors.pop(name) for name in VOCABULARY_MAPS if name in tensors}
     ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     for name, sources in head.names.items():
-        if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
+        if name.startswith(("lm_head", "markov_out.")):  # one row for each draft id
             tensors |= {s: tensors[s].changed(lambda x: x[order]) for s in sources if s in tensors}
     return config, [planned_ids(ids), *plan_tensors(source, config, head.names, tensors, dtype)]
 
@@ -244,23 +244,21 @@ def planned_ids(ids: Tensor) -> Planned:
     return Planned("draft_ids", tuple(ids.shape), torch.int64, [Entry(ids.shape, ids.dtype, lambda: ids)])
 
 
-def _is_targets(entry: Entry, target: Path, name: str) -> bool:
-    """Return whether a head's matrix is this tensor of the target, bit for bit in either's dtype."""
+def _equals_target(entry: Entry, target: Path, name: str) -> bool:
+    """Return whether a head's matrix equals this tensor of the target, after a cast to either dtype."""
     with opened(target / WEIGHTS, "convert the target again") as file:
         if tuple(file.get_slice(name).get_shape()) != entry.shape:
             return False
         matrix = file.get_tensor(name)
-    own = entry.read()  # which may be a copy in bfloat16 of what the target has in float32
-    if not own.is_floating_point():
-        return False
+    own = entry.read()  # maybe a bfloat16 copy of a float32 matrix
     return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Return the target id of each draft id in ascending order, and its index in the file: [Vd] int64.
 
-    They come from the offsets `d2t`, from `token_map` (vLLM's, the ids), or from `t2d`, the mask of the same
-    ids. If `t2d` is beside one of the others, they must agree.
+    They come from `d2t` (offsets), `token_map` (vLLM: ids) or `t2d` (a mask of target ids). If there are two,
+    they must agree.
     """
     indices = torch.arange(draft_vocab)
     if "d2t" in maps:
@@ -297,15 +295,15 @@ def plan_tensors(
         for name, tensor in build_module(config).state_dict().items() if name != "draft_ids"
     }
     expected = {source: shape for _, sources in parts.values() for source, shape in sources.items()}
-    in_bytes = {s for tensor, sources in parts.values() if tensor.dtype == torch.uint8 for s in sources}
+    uint8_names = {s for tensor, sources in parts.values() if tensor.dtype == torch.uint8 for s in sources}
     check_shapes({name: entry.shape for name, entry in tensors.items()}, expected, str(path))
     for name, entry in tensors.items():
         stored = entry.dtype
-        fits = stored == torch.uint8 if name in in_bytes else stored and stored.is_floating_point
-        if not fits or (stored.itemsize == 1 and name not in in_bytes):
+        fits = stored == torch.uint8 if name in uint8_names else stored and stored.is_floating_point
+        if not fits or (stored.itemsize == 1 and name not in uint8_names):
             raise InputError(f"{path}: tensor {name!r} is not stored as floating point (a quantised"
                              " checkpoint?)")
-    dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in in_bytes})
+    dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in uint8_names})
     return [
         Planned(name, tuple(tensor.shape), torch.uint8 if tensor.dtype == torch.uint8 else dtype,
                 [tensors[s] for s in sources], tuple(sources))
@@ -320,7 +318,7 @@ def _args(source: Source, config: dict) -> ModelArgs:
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
-    """Return the dtype that most numbers are stored in: a model computes in one dtype."""
+    """Return the dtype of most numbers: a model computes in one dtype."""
     counts = Counter()
     for entry in tensors.values():
         counts[entry.dtype] += math.prod(entry.shape)

@@ -40,7 +40,7 @@ KEYS = {
     "tie_embeddings": ("tie_word_embeddings", False),
 }
 NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
-# What a config may have, beside an activation and a RoPE of LLaMA, for `dense_fields` to be all that it says.
+# Config keys that `dense_fields` ignores; if one is set, another module reads the config.
 EXTRAS = "quantization_config", "attention_bias", "mlp_bias", "use_sliding_window", "partial_rotary_factor"
 
 
@@ -138,11 +138,11 @@ class Family:
         return dense_fields(source.path / CONFIG, self.config(source)) | self.fixed
 
     def tensors(self, source: Source, config: dict) -> dict[str, Entry]:
-        """Return the source's tensors under the names of the table. config: ours, may be added to."""
+        """Return the source's tensors under the names of the table. config: ours; a family may add keys."""
         return dict(source.tensors)
 
-    def beside(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
-        """Return what else a source holds, to be written in folders inside the target's."""
+    def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
+        """Return heads that a target carries, to be written into subfolders."""
         return {}
 
 

@@ -139,7 +139,7 @@ class ExtendedFamily(Family):
         tiled = source.architecture in TILED
         return rearranged(source.path, config, tensors, tiled) if self.hybrid else tensors
 
-    def beside(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
+    def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
         """Return the MTP layer of a hybrid. An unknown kind of layer is skipped with a warning."""
         found = self._all_tensors(source, config) if self.hybrid else {}
         if not (mtp := {name: entry for name, entry in found.items() if name.startswith(MTP)}):
