@@ -15,8 +15,6 @@ from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line
 from common.schema import Flag, schema_of
 from common.threads import use_threads
-from kernels.build import COMPILED, writable
-from kernels.isa import choose
 
 DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 
@@ -69,7 +67,11 @@ class Runtime:
     @property
     def isa_name(self) -> str | None:
         """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
-        return choose(self.isa).name if self.on_kernels else None
+        if not self.on_kernels:
+            return None
+        from kernels.isa import choose
+
+        return choose(self.isa).name
 
     def prepare(self) -> None:
         """Check the device, and let torch.compile keep its results for the next process.
@@ -98,6 +100,8 @@ class Runtime:
                              " add --no-kernels")
         if not self.compile:
             return
+        from kernels.build import COMPILED, writable
+
         if self.autotune:
             import torch._inductor.config as settings
 
