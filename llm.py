@@ -26,7 +26,6 @@ from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
 from engine.target import Target, converted, load_target
-from kernels.tp import Ranks
 from sampling.options import Sampling
 
 ARGUMENTS = {
@@ -41,11 +40,12 @@ class LLM:
 
     checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
     a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
-    folder and prompt lookup, each where it pays. draft: the head (default CHECKPOINT/KIND) or
+    folder and prompt lookup, each where it reduces latency. draft: the head (default CHECKPOINT/KIND) or
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
     max_seq_len: most tokens of prompt and output (default: `Target.room`). verify: compare weights with their
-    sha256, None: where they have one. serves: see `Target.engine`. runtime: fields of `Runtime`, such as
-    device="cpu" or dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
+    sha256, None: where they have one. ranks: `kernels.tp.Ranks`, if torchrun has started several processes.
+    serves: see `Target.engine`. runtime: fields of `Runtime`, such as device="cpu" or dtype=torch.bfloat16.
+    log: called with one line when something slow starts or ends.
     Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
     on wrong arguments.
     """
@@ -54,7 +54,7 @@ class LLM:
         self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
-        ranks: Ranks | None = None, verify: bool | None = False, serves: bool = False, **runtime,
+        ranks=None, verify: bool | None = False, serves: bool = False, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
         given = locals()

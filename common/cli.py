@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import TextIO
 
 from common import VERSION
@@ -80,12 +81,8 @@ def command(
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    with contextlib.ExitStack() as stack:
-        errors = sys.stderr  # any process may fail
-        if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
+    errors = sys.stderr  # any process may fail
+    with contextlib.nullcontext() if is_first() else import_module("common.torchrun").muted():
         return run_command(lambda: run(options.read(argv)), *expected, interrupted=interrupted, errors=errors)
 
 

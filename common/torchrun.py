@@ -2,12 +2,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Discard what is printed in this context."""
+    with open(os.devnull, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
 
 
 # Options that may differ between machines. The contents of their files are compared by their callers.
