@@ -1,4 +1,4 @@
-"""Convert a checkpoint to our folder format (see checkpoint/folder.py), once: a target or a draft head.
+"""Convert a checkpoint to our folder format (see checkpoint/load.py), once: a target or a draft head.
 
     python convert_checkpoint.py --checkpoint SOURCE --out DIR         a target
     python convert_checkpoint.py --checkpoint SOURCE --target DIR      a head of the converted target DIR

@@ -36,6 +36,8 @@ HEAD_OPTIONS = {
 }
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
 CACHES = {"fp8": "kernels.float8:Float8Caches"}
+# What loads one shard of a module with tensor parallelism.
+SHARDED = "checkpoint.sharded:load_shard"
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.

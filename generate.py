@@ -160,7 +160,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 
 def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
     """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
-    from checkpoint.folder import known_config
+    from checkpoint.load import known_config
     from llm import LLM
 
     began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)

@@ -19,7 +19,6 @@ from pathlib import Path
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
-from checkpoint.folder import verify_weights
 from common.schema import Schema, as_python, whole, with_options
 from drafters import AUTO, Drafting
 from engine.prompt import Prompt, encode
@@ -66,6 +65,8 @@ class LLM:
         where.prepare()  # mistakes are refused before anything is converted
         folder, drafting = converted(checkpoint, drafting, log)
         if verify is not False:
+            from checkpoint.folder import verify_weights
+
             verify_weights(folder, drafting.draft, bool(verify), log)
         drafting.name_unused(folder, log)
         self.target: Target = load_target(folder, where, log, ranks)

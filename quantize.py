@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder, default_folder
-from checkpoint.folder import CONFIG, HEADS, WEIGHTS, check_out, is_converted, read_config
+from checkpoint.folder import check_out
+from checkpoint.load import CONFIG, WEIGHTS, is_converted, read_config
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from common.cli import Options, command, note
 from common.errors import InputError, counted
@@ -31,6 +32,7 @@ from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.target import load_target
+from extensions import HEADS
 from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme
 from sampling.options import Sampling
 

@@ -13,7 +13,7 @@ import bench  # first: it makes the modules below importable
 import torch
 from bench import Decoded
 
-from checkpoint.loading import load_model
+from checkpoint.load import load_model
 from common.errors import InputError
 from common.files import read_json, staging
 from model import Transformer, blank

@@ -35,7 +35,7 @@ from plots import picture
 from processes import LlamaServer, OpenVino
 from shapes import shape_of
 
-from checkpoint.folder import read_config
+from checkpoint.load import read_config
 from common.cli import note
 from common.errors import InputError, first_line
 from tokens.dataset import read_prompts

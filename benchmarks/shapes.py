@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from checkpoint.folder import class_of
+from checkpoint.load import class_of
 from common.errors import InputError
 from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs

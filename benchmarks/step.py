@@ -38,7 +38,7 @@ from bench import positive, settle
 from ours import Model, Runner, Sampling
 from shapes import write_gguf
 
-from checkpoint.folder import read_config
+from checkpoint.load import read_config
 from common.cli import note
 from common.errors import InputError, first_line
 from kernels.quantized import MODES, MXFP4

@@ -17,7 +17,7 @@ import bench  # first: it makes the modules below importable
 import ours
 from bench import positive
 
-from checkpoint.folder import read_config
+from checkpoint.load import read_config
 from common.cli import within
 from common.errors import InputError
 from tokens.dataset import read_prompts

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from checkpoint.dense import dense_fields, rope_of, rope_type
-from checkpoint.folder import CONFIG, check_rope, rope_fields
+from checkpoint.load import CONFIG, check_rope, rope_fields
 from common.errors import InputError
 from common.schema import named
 

@@ -31,8 +31,17 @@ from checkpoint.dense import (
     parts_of,
     read_eagle,
 )
-from checkpoint.folder import CONFIG, FORMAT, WEIGHTS, check_config, check_out, is_converted, read_config
-from checkpoint.loading import build_module, check_head_fits
+from checkpoint.folder import check_out
+from checkpoint.load import (
+    CONFIG,
+    FORMAT,
+    WEIGHTS,
+    build_module,
+    check_config,
+    check_head_fits,
+    is_converted,
+    read_config,
+)
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import CONFIG
+from checkpoint.load import CONFIG
 from checkpoint.source import Entry, Source
 from checkpoint.writer import Planned
 from common.errors import InputError

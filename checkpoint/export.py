@@ -20,8 +20,8 @@ from torch import Tensor
 from checkpoint.configs import ACTIVATIONS
 from checkpoint.dense import EAGLE1, KEYS, MIDLAYER, NameTable, parts_of
 from checkpoint.eagle_layouts import AUX_KEY, FIRST, eagle3_names
-from checkpoint.folder import CONFIG, WEIGHTS, check_exact, is_converted, read_config
-from checkpoint.loading import load_head, load_model
+from checkpoint.folder import check_exact
+from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model, read_config
 from common.cli import Options, command
 from common.errors import InputError
 from common.files import check_replaceable, staging

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, check_exact, read_config
-from checkpoint.loading import build_module, described, load_model
+from checkpoint.folder import check_exact
+from checkpoint.load import ADVICE, CONFIG, WEIGHTS, build_module, described, load_model, read_config
 from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES, count_nonfinite, listed, opened
 from checkpoint.writer import Planned, fill, judge_nonfinite

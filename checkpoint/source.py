@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import extensions
-from checkpoint.folder import CONFIG, is_ours
+from checkpoint.load import CONFIG, is_ours
 from checkpoint.weights import STORED_DTYPES, listed, opened
 from common.errors import InputError, library_errors
 from common.files import check_file, read_json

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.folder import CONFIG, WEIGHTS, check_config
+from checkpoint.load import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES, count_nonfinite
 from common.errors import InputError

@@ -18,8 +18,7 @@ import zipfile
 from pathlib import Path
 
 from checkpoint.convert import convert
-from checkpoint.folder import WEIGHTS, read_config
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import WEIGHTS, load_head, load_model, read_config
 from common.cli import Options, command
 from common.errors import InputError
 from common.files import reading

@@ -320,7 +320,7 @@ class Drafting:
         the head that both share. Raises InputError if a folder is missing or of another kind. Call it before
         the target's weights are read: it is cheap.
         """
-        from checkpoint.folder import read_config  # imports torch
+        from checkpoint.load import read_config  # imports torch
 
         methods = methods_of(self.method)
         kinds = {method.draft for method in methods.values()} - {None}

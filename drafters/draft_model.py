@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from checkpoint.folder import read_config
-from checkpoint.loading import load_model
+from checkpoint.load import load_model, read_config
 from common.errors import InputError
 from drafters.setup import Setup
 from engine.draft import NetworkDrafter, catch_up_tokens, newest

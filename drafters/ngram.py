@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpoint.folder import read_config
+from checkpoint.load import read_config
 from common.cli import Options, command
 from common.errors import InputError, counted
 from common.files import atomic_path, check_file, read_text

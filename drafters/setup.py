@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.loading import load_head
+from checkpoint.load import load_head
 from common.errors import InputError
 from head import Head
 from model import Transformer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from checkpoint.folder import known_config
+from checkpoint.load import known_config
 from common.cli import note, several
 from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line

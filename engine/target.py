@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import extensions
-from checkpoint.folder import check_length, is_converted, read_config
-from checkpoint.loading import load_model, shares_of, weigh
+from checkpoint.load import check_length, is_converted, load_model, read_config
+from checkpoint.sharded import shares_of, weigh
 from common.errors import InputError
 from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from engine.draft import Drafter, HeadDrafter

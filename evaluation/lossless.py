@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint.folder import read_config
-from checkpoint.loading import load_model
+from checkpoint.load import load_model, read_config
 from common.cli import no_memory
 from evaluation.answers import Answer
 from kernels.tp import Ranks

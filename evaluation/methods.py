@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
-from checkpoint.loading import identity
+from checkpoint.folder import identity
 from common.errors import InputError
 from common.files import digest
 from drafters import Drafting, flags_of, given_flags, grows

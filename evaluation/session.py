@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import known_config
+from checkpoint.load import known_config
 from common.errors import counted
 from common.files import digest, write_text
 from drafters import Drafting

@@ -42,7 +42,7 @@ def golden(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def models(golden):
     """(target, EAGLE-3 head) in float32."""
-    from checkpoint.loading import load_head, load_model
+    from checkpoint.load import load_head, load_model
 
     target, _ = load_model(golden)
     return target, load_head(golden / "eagle3", target, "eagle3")
@@ -51,7 +51,7 @@ def models(golden):
 @pytest.fixture(scope="session")
 def models1(golden, models):
     """(target, EAGLE-1 head) in float32."""
-    from checkpoint.loading import load_head
+    from checkpoint.load import load_head
 
     return models[0], load_head(golden / "eagle", models[0], "eagle")
 

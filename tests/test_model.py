@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from checkpoint.folder import check_config
+from checkpoint.load import check_config
 from common.schema import Wrong
 
 CONFIG = {

@@ -87,7 +87,7 @@ def shards_in(folder: Path) -> list[Path]:
 
 
 def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
-    """Read the lines of shards of a target, given by its `checkpoint.loading.identity`.
+    """Read the lines of shards of a target, given by its `checkpoint.folder.identity`.
 
     Raises InputError on a damaged line, and on one of another target.
     """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint.folder import check_args, class_of
+from checkpoint.load import check_args, class_of
 from head import Eagle1Head, Eagle3Head, Head, HeadArgs, eagle3_aux_layers
 from model import ModelArgs, Transformer
 from networks.block import DSparkHead, spread_layers

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.loading import identity
+from checkpoint.folder import identity
 from common.files import digest
 from engine.compile import compile_graph
 from head import Head

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import CONFIG, FORMAT, WEIGHTS, check_exact, read_config
-from checkpoint.loading import identity, load_head, load_model
+from checkpoint.folder import check_exact, identity
+from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read_config
 from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import note

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.loading import identity
+from checkpoint.folder import identity
 from common.errors import InputError, library_errors
 from common.files import atomic_path, digest
 from sampling.noise import seed_of

@@ -37,7 +37,7 @@ Steps = Generator[tuple[list[int], Sampling], Request, tuple[list[dict], str]]
 class Collector:
     """Plans conversations (`from_prompts`, `synthesize`) and writes the missing ones.
 
-    target: its `checkpoint.loading.identity`. `planned` are the digests of the conversations of this run, in
+    target: its `checkpoint.folder.identity`. `planned` are the digests of the conversations of this run, in
     order, each with a function that starts it.
     """
 

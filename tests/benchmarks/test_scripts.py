@@ -9,7 +9,7 @@ import hugging_face
 import pytest
 import torch
 
-from checkpoint.loading import load_model
+from checkpoint.load import load_model
 
 pytestmark = pytest.mark.kernels
 TEXTS = "--checkpoint TARGET --max-new-tokens 12 --questions SETS"

@@ -13,8 +13,7 @@ from helpers.tokenizers import write_byte_tokenizer
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
-from checkpoint.loading import load_model
+from checkpoint.load import load_model, read_config
 from model import Transformer
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ from helpers.models import model_of
 
 from checkpoint.convert import convert
 from checkpoint.export import export, main
-from checkpoint.folder import read_config
-from checkpoint.loading import load_head
+from checkpoint.load import load_head, read_config
 from common.errors import InputError
 from head import Head
 

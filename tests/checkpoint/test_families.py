@@ -11,7 +11,7 @@ from helpers.families import TARGETS, WINDOW, WINDOWS, V, greedy, make_target
 from helpers.heads import make_head, write_head
 
 from checkpoint.convert import convert, family_of
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import load_head, load_model
 from checkpoint.source import Source
 from drafters import Drafting
 from drafters.ngram import NGram

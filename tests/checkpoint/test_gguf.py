@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
-from checkpoint.loading import load_model
+from checkpoint.load import load_model, read_config
 
 
 def test_quantised(tmp_path, target, monkeypatch):

@@ -12,8 +12,7 @@ from helpers.heads import BASE, make_head, plain_layer, rms, write_head
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import load_head, load_model, read_config
 from convert_checkpoint import main
 
 

@@ -9,9 +9,9 @@ from helpers.hybrids import HYBRIDS, make_hybrid
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
-from checkpoint.loading import load_head, load_model, shares_of
+from checkpoint.load import load_head, load_model, read_config
 from checkpoint.quantizing import Quantised, quantize_folder
+from checkpoint.sharded import shares_of
 from common.errors import InputError
 from drafters.draft_model import DraftModel
 from drafters.lookahead import Lookahead

@@ -12,8 +12,7 @@ from helpers.sources import HEAD_CONFIG, head_state, target_state, write_source
 
 from checkpoint import writer
 from checkpoint.convert import convert, converted_folder
-from checkpoint.folder import read_config
-from checkpoint.loading import load_model
+from checkpoint.load import load_model, read_config
 from common import files
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import quantize
 from checkpoint import writer
 from checkpoint.convert import convert
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import load_head, load_model
 from checkpoint.quantizing import Quantised, quantize_folder
 from common.errors import InputError
 from drafters.ngram import NGram

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from checkpoint.convert import convert
 from checkpoint.folder import verify_weights
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import load_head, load_model
 from common.errors import InputError
 
 

@@ -10,7 +10,7 @@ from helpers.heads import write_head
 from helpers.states import paths
 
 from checkpoint.convert import convert
-from checkpoint.loading import load_head
+from checkpoint.load import load_head
 from common.errors import InputError
 from drafters.block import block_drafter
 from engine.engine import Engine

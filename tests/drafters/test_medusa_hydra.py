@@ -7,7 +7,7 @@ from helpers.heads import layer_shapes, plain_layer, rms, write_head
 from torch import Tensor
 
 from checkpoint.convert import convert
-from checkpoint.loading import load_head
+from checkpoint.load import load_head
 from drafters.medusa import MultiToken
 from engine.engine import Engine
 from sampling.options import Sampling

@@ -10,7 +10,7 @@ from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
 
 from checkpoint.convert import convert
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import load_head, load_model
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target

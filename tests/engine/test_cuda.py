@@ -9,7 +9,7 @@ from helpers import ROOT
 from helpers.decoding import check_texts
 from helpers.drafters import NAMES, make_drafter
 
-from checkpoint.loading import load_head
+from checkpoint.load import load_head
 from engine.engine import DRAFTED, Engine
 from engine.runtime import Runtime
 from engine.target import Target, load_target

@@ -13,7 +13,7 @@ from helpers.ranked import OF_TWO, everything
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
+from checkpoint.load import read_config
 from checkpoint.quantizing import Quantised, quantize_folder
 from kernels.quantized import BESIDE, FOUR_BITS, Scheme
 from kernels.quantized import MODES as PRECISIONS

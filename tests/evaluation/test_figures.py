@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 import torch
 
-from checkpoint.loading import load_model
+from checkpoint.load import load_model
 from engine.engine import Engine
 from evaluation.answers import Answer, Turn
 from evaluation.lossless import ROUNDED_TIE, TIE, Judge, first_difference

@@ -1,5 +1,5 @@
 """Models of any family or kind, by the fields of their config."""
-from checkpoint.folder import class_of
+from checkpoint.load import class_of
 from head import Head
 from model import Transformer
 

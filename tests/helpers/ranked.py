@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import load_head, load_model
 from drafters.draft_model import DraftModel
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine

@@ -3,7 +3,7 @@ import pytest
 import torch
 from helpers.training import ROWS
 
-from checkpoint.loading import load_model
+from checkpoint.load import load_model
 from kernels import isa
 from training.features import Features, training_copy
 

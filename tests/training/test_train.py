@@ -9,7 +9,8 @@ from helpers.training import log_of, loss_on, options, users
 from safetensors.torch import load_file, save_file
 
 import train
-from checkpoint.loading import identity, load_head, load_model
+from checkpoint.folder import identity
+from checkpoint.load import load_head, load_model
 from engine.engine import Engine
 from engine.step import TORCH
 from sampling.options import Sampling

@@ -3,7 +3,7 @@ import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
 
-from checkpoint.loading import load_model
+from checkpoint.load import load_model
 from engine.engine import Engine
 from sampling.options import Sampling
 from tokens.convert import TEMPLATES

@@ -8,8 +8,7 @@ from helpers.ahead_of_time import dear
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import NAMES, make_drafter
 
-from checkpoint.folder import class_of
-from checkpoint.loading import load_head, load_model
+from checkpoint.load import class_of, load_head, load_model
 from drafters.ngram import NGram
 from engine.engine import Engine
 from families.gemma3 import Gemma3Args

@@ -1,0 +1,268 @@
+"""Load our checkpoint folders: check a config.json, build its module, read the weights.
+
+    DIR/config.json         format, kind ("target" or one of `extensions.HEADS`), the fields of ModelArgs or
+                            HeadArgs; `name`, `source`, `sha256` of the weights, for a target also `stop_ids`
+                            (all of them) and `bos_id` (or null)
+    DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
+                            (with `quantization` in the config, its linear layers are `QuantizedLinear`)
+    DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
+    DIR/KIND/               heads of that target in the same format, a folder for each kind (EAGLE-1 and
+                            EAGLE-2 share one)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
+
+import extensions
+from checkpoint.weights import Stored, check_shapes, listed, opened
+from common.errors import InputError
+from common.files import read_json
+from common.schema import ABSENT, Schema, Sha256, Text, Wrong, named, schema_of, whole
+from head import Head, HeadArgs
+from model import LLAMA3, Linear, ModelArgs, Transformer, blank
+
+FORMAT = 2
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
+ADVICE = "convert the checkpoint again"
+# Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
+FOLDER = Schema(TypedDict("Folder", {
+    "kind": Literal[("target", *extensions.HEADS)], "format": NotRequired[whole(1, 1000)],
+    "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
+    "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
+    "quantization": NotRequired[dict],
+}))
+
+ROPE = "default", "linear", "llama3", "yarn", "divisors"  # types of RoPE scaling
+
+
+def rope_fields(kind: str) -> dict:
+    """Return the fields of `rope_scaling` of this type, one of `ROPE`."""
+    if entry := extensions.ROPE.get(kind):
+        return extensions.load(entry).FIELDS[kind]
+    return LLAMA3 if kind == "llama3" else {}
+
+
+def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
+    """Raise Wrong unless these are the parameters of a rope scaling that we compute."""
+    place = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.get(place, ABSENT)
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
+    Schema(TypedDict(f"Rope_{kind}", rope_fields(kind))).check(scaling, key)
+
+
+def check_args(args: ModelArgs) -> None:
+    """Raise Wrong if a field of a model's shape is out of its range, or if fields contradict each other."""
+    schema_of(type(args)).check(asdict(args))
+    for key, fits, expected in args.relations():
+        if not fits:
+            raise Wrong(key, getattr(args, key), expected)
+
+
+def class_of(config: dict) -> type[Transformer | Head]:
+    """Return the class of the module that a config.json describes."""
+    kind = config["kind"]
+    table = extensions.TARGETS if kind == "target" else extensions.HEAD_OPTIONS.get(kind, {})
+    found = next((entry for field, entry in table.items() if config.get(field)), extensions.HEADS.get(kind))
+    return extensions.load(found) if found else Transformer
+
+
+def check_config(config: dict) -> ModelArgs:
+    """Return the model's shape in a config.json. Raises Wrong on the first key that is not right."""
+    FOLDER.check(config)
+    shape = class_of(config).Args
+    if isinstance(scaling := config.get("rope_scaling"), dict):
+        check_rope(scaling)
+    schema_of(shape).check(config)
+    args = shape.from_config(config)
+    for field in extensions.TARGETS:
+        if config.get(field) and not hasattr(args, field):
+            raise Wrong(field, config[field], f"nothing: {class_of(config).__name__} has no such part")
+    check_args(args)
+    if "quantization" in config:
+        from kernels.quantized import Scheme
+
+        Scheme.read(config["quantization"])
+    return args
+
+
+def is_ours(config: dict) -> bool:
+    """Return whether a config.json is that of a converted checkpoint, of any version."""
+    return {"format", "kind"} <= config.keys()
+
+
+def is_converted(folder: str | Path) -> bool:
+    """Return whether a folder holds a converted checkpoint, of any version. Raises InputError."""
+    return (Path(folder) / CONFIG).is_file() and is_ours(read_json(Path(folder) / CONFIG))
+
+
+def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
+    """Return the config.json of one of our folders.
+
+    kind: that it has to be of. what: the option that names the folder, for errors. Raises InputError if the
+    folder is not ours, not of this kind, or if a key is missing, out of its range, or contradicts another.
+    """
+    folder, name = Path(folder), f"{what} {folder}".strip()
+    if not folder.is_dir():
+        raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
+    config = read_json(folder / CONFIG)
+    if not is_ours(config):
+        raise InputError(f"{name}: not converted yet; {_conversion(folder, kind)}")
+    if config["format"] != FORMAT:
+        raise InputError(f"{name}: format {config['format']!r} is not the {FORMAT} this version reads;"
+                         " convert it again")
+    with named(folder / CONFIG, ADVICE):
+        check_config(config)
+        if config["kind"] == "target" and "stop_ids" not in config:
+            raise Wrong("stop_ids", ABSENT, "a list")
+    if kind and config["kind"] != kind:
+        raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder")
+    return config
+
+
+def _conversion(folder: Path, kind: str | None) -> str:
+    """Return how to convert a folder: a command to run, if all of it is known."""
+    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
+    if is_converted(folder.parent):  # a head, where its conversion will be
+        aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
+        return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
+    if kind in extensions.HEADS:
+        return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
+    out = quote(f"{folder}-converted")
+    return f"run {command} {source} --out {out}; then name {out}"
+
+
+def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:
+    """Return the config.json of a converted target that --checkpoint names; {} if it is not converted yet.
+
+    max_seq_len: of the texts, checked against the model's maximum. Raises InputError.
+    """
+    if not is_converted(checkpoint):
+        return {}
+    config = read_config(checkpoint, "target")
+    if max_seq_len is not None:
+        check_length(max_seq_len, config["max_seq_len"])
+    return config
+
+
+def check_length(max_seq_len: int, longest: int) -> None:
+    """Raise InputError unless texts may have this length. longest: the model's maximum."""
+    if not 2 <= max_seq_len <= longest:
+        raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+
+
+def build_module(
+    config: dict, args: ModelArgs | None = None, lm_head: int | None = None
+) -> Transformer | Head:
+    """Return the module that a config.json describes, on the meta device, where it takes no memory.
+
+    args, lm_head: another shape, and the outputs of its lm_head. Raises Wrong, a ValueError, on a bad config.
+    """
+    args = args or check_config(config)
+    with blank():
+        module = class_of(config)(args)
+        if lm_head and module.lm_head is not None:
+            module.lm_head = Linear(args.hidden_size, lm_head, bias=False)
+        if "quantization" in config:
+            from kernels.quantized import Scheme, replace_all
+
+            replace_all(module, Scheme.read(config["quantization"]))
+    return module
+
+
+def load_model(
+    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks=None
+) -> tuple[Transformer, dict]:
+    """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
+
+    ranks: load only this rank's shard (`checkpoint.sharded`). Raises InputError on anything that is missing,
+    damaged or of another kind, or cannot be sharded.
+    """
+    config = read_config(folder, "target")
+    return _load(Path(folder), config, device, dtype, ranks), config
+
+
+def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
+    """Load a converted head in its target's dtype and on its device, and tie it to that target.
+
+    Raises InputError if it is missing, damaged, not of the kind `kind`, or does not fit the target.
+    """
+    config = read_config(folder, kind)
+    if config["kind"] not in extensions.HEADS:
+        raise InputError(f"{folder}: is of kind {config['kind']}, expected a draft head; name another folder")
+    check_head_fits(check_config(config), target.args, str(folder))
+    weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
+    head = _load(Path(folder), config, weight.device, weight.dtype, ranks)
+    head.use_target(target)
+    return head
+
+
+def _load(folder: Path, config: dict, device, dtype: torch.dtype | None, ranks) -> Transformer | Head:
+    module = described(folder, config, listed(folder / WEIGHTS, ADVICE))
+    if ranks:
+        return extensions.load(extensions.SHARDED)(folder, config, device, dtype, ranks)
+    return load_weights(module, folder / WEIGHTS, device, dtype)
+
+
+def load_weights(
+    module: Transformer | Head, path: Path, device: torch.device | str, dtype: torch.dtype | None,
+    read: Callable[[str, Any], Tensor] = lambda name, file: file.get_tensor(name),
+) -> Transformer | Head:
+    """Fill a module of the meta device with the weights in a safetensors file, for inference.
+
+    read: returns the tensor of a name from the open file. Raises InputError if one does not fit.
+    """
+    state = {}
+    for name, meta in module.state_dict().items():
+        # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
+        # as soon as it has been packed, not when all have.
+        with opened(path, ADVICE, device) as file:
+            tensor = read(name, file)
+        # Quantized weights and their scales are never cast.
+        fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
+        if fixed and tensor.dtype != meta.dtype:
+            raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise"
+                             " again")
+        state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
+    ids, ours = state.get("draft_ids"), range(module.args.vocab_size)
+    if ids is not None and not (int(ids.min()) in ours and int(ids.max()) in ours):
+        raise InputError(f"{path}: draft_ids are not those of this vocabulary; {ADVICE}")
+    module.load_state_dict(state, assign=True)
+    module.inv_freq = module.args.inverse_frequencies().to(device)  # float32 whatever the model's dtype
+    return module.requires_grad_(False).eval()
+
+
+def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
+    """Return the module that a folder's config describes, without numbers. stored: its weights by name.
+
+    Raises InputError if the weights are not those of the config.
+    """
+    with named(folder / CONFIG, ADVICE):
+        module = build_module(config)
+    shapes = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    check_shapes({name: s.shape for name, s in stored.items()}, shapes, str(folder / WEIGHTS))
+    return module
+
+
+def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
+    """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
+    sizes = [
+        ("vocabulary", head.vocab_size, target.vocab_size),
+        ("target hidden size", head.target_hidden_size, target.hidden_size)]
+    if not (head.own_embedding and (head.own_lm_head or head.tie_embeddings)):
+        sizes += [("width", head.hidden_size, target.hidden_size)]
+    for what, found, size in sizes:
+        if found != size:
+            raise InputError(f"{where}: the head was made for another target: {what} {found}, this target"
+                             f" has {size}")
+    if (last := max(head.aux_layers)) > target.num_layers:
+        raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")
