@@ -22,7 +22,6 @@ from torch import Tensor
 
 from head import Eagle3Head
 from kernels.quantized import FOUR_BITS, MXFP4, Quantized
-from kernels.tp import Summed
 from model import (
     MLP,
     Block,
@@ -434,7 +433,7 @@ def takes_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.d
 
 def _is_packed(layer: Block, summed: bool = False) -> bool:
     """Return whether all parts of a layer are packed. summed: apart from its sums over ranks."""
-    wo, mlp = (x.layer if summed and isinstance(x, Summed) else x for x in (layer.wo, layer.mlp))
+    wo, mlp = (getattr(x, "layer", x) if summed else x for x in (layer.wo, layer.mlp))  # `tp.Summed.layer`
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
     normed = all(isinstance(norm, PackedNorm) for norm in norms)
