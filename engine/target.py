@@ -11,7 +11,6 @@ import torch
 
 import extensions
 from checkpoint.load import check_length, is_converted, load_model, read_config
-from checkpoint.sharded import shares_of, weigh
 from common.errors import InputError
 from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from engine.draft import Drafter, HeadDrafter
@@ -79,6 +78,8 @@ def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], 
         f"torch {torch.__version__}, {device.type}, kernels for {runtime.isa_name},"
         f" {torch.get_num_threads()} threads, {config.get('name')}", device
     )
+    from checkpoint.sharded import shares_of, weigh
+
     shares = shares_of(config, ranks.count)
     total, most, whole = weigh(checkpoint, runtime.torch_dtype, shares)
     attending = config["num_layers"] - sum(config.get("delta_layers", ()))
