@@ -78,10 +78,9 @@ def load_contenders(
     contenders = {}
     for name, drafting in draftings.items():
         engine = target.engine(drafting, max_seq_len=max_seq_len)
-        drafter, tuner = engine.drafter, engine.tuner
-        tree = tuner.shapes if tuner else drafter.shape
+        drafter, trees = engine.drafter, [one.shape for one in engine.scheduler.drafters]
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
-        own = f"{identity(drafter)} {drafter.fingerprint} {tree} {drafting.flags} {windows}"
+        own = f"{identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags} {windows}"
         known_by = f"{shared} {own}"
         if ranks := target.model.ranks:  # each has its own part of the weights
             known_by = f"{ranks.count} ranks: {ranks.name(known_by, engine.device)}"
