@@ -30,12 +30,11 @@ import torch
 from engine.draft import Drafter
 from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask, step_counts
 from engine.prompt import check_prompt
-from engine.request import Draft, Event, Finish, Request, Score
+from engine.request import Draft, Event, Finish, Guide, Request, Score
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
 from sampling.adjust import log_probabilities
 from sampling.options import MAX_LOGPROBS, Modes, Sampling
-from tokens.grammar import Guide
 from tokens.tokenizer import Tokenizer, common_prefix
 from tree import AnyTree, PathTree, TreeShape
 

@@ -18,12 +18,11 @@ from torch import Tensor
 from engine.compile import CapturedCalls, CompiledFunction
 from engine.draft import Drafter
 from engine.memory import free_memory
-from engine.request import Score
+from engine.request import Guide, Score
 from engine.state import State
 from engine.step import Step, accept_and_commit, draft_and_verify, first_token, prefill, step_of
 from model import Transformer
 from sampling.options import Modes
-from tokens.grammar import Guide
 from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots

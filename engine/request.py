@@ -5,15 +5,26 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from sampling.options import Sampling
-from tokens.grammar import Guide
 from tokens.tokenizer import TextStream
 
 # "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
 # cache is full. "error": see `Request.error`.
 Finish = Literal["stop", "length", "cache", "error"]
+
+
+class Guide(Protocol):
+    """The tokens that a grammar allows after a text, such as `tokens.grammar.Guide`."""
+
+    error: str | None  # why the text cannot follow the grammar any more
+
+    def take(self, ids: list[int]) -> None:
+        """Append these ids to the text."""
+
+    def mask(self, tokens: list[int], parent: list[int], into) -> None:
+        """Fill numpy's `into` [T, words] int32 with one bit per id: whether it may follow that tree node."""
 
 
 class Score(NamedTuple):

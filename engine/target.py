@@ -16,6 +16,7 @@ from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from engine.memory import free_memory
+from engine.request import Guide
 from engine.runtime import Runtime
 from engine.scheduler import Scheduler
 from engine.step import TORCH, Step, step_of
@@ -25,7 +26,6 @@ from kernels.quantized import Scheme, quantize_linears
 from kernels.tp import Ranks
 from model import Transformer
 from schedulers.cost_model import LIMITS, AskingScheduler, CostScheduler, Tuner
-from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
 COMFORTABLE = 0.25  # share of the free memory that caches take by default, at most
@@ -211,8 +211,9 @@ class Target:
         return self.runtime.compile and not step_of(model).batch_invariant and not model.keeps_state
 
     @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
+    def _grammars(self):
+        grammar = extensions.load(extensions.JSON_SCHEMA)
+        return grammar.Grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
     def guide(self, schema: str) -> Guide:
         """Make the guide that keeps a text to a JSON schema. Raises InputError if the schema is none."""

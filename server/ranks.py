@@ -15,11 +15,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from engine.engine import Engine
-from engine.request import Event, Request
+from engine.request import Event, Guide, Request
 from kernels.tp import is_loss
 from sampling.options import Sampling
 from server.worker import EngineLost
-from tokens.grammar import Guide
 
 FOREVER = timedelta(days=365)  # for the next request, on the other ranks
 
