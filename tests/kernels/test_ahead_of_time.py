@@ -79,7 +79,7 @@ def attend(capability, dtype, heads, rows, old=False, window=False, held=None, s
 ])
 def test_attention(capability, heads, rows, old, window):
     little = capability in (86, 89, 120) or heads == "qwen2.5"  # seven query heads share keys
-    made = attend(capability, BF16, heads, rows, old, window, spilled=16 if little else 0)
+    made = attend(capability, BF16, heads, rows, old, window, spilled=32 if little else 0)
     assert made.chained == (capability < 100)  # miscompiled on Blackwell
 
 
