@@ -17,9 +17,9 @@ from shapes import random_models
 
 from common.cli import note
 from drafters import Drafting
-from engine.compile import CapturedCalls
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
+from engine.graphs import CapturedCalls
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.step import TORCH

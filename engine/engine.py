@@ -590,7 +590,7 @@ class Engine:
         passes = self.passes
         needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
         spans = {span.shape[0]: span for span in map(passes.span, needs)}
-        kinds = dict.fromkeys((passes.plain, *self.scheduler.drafters))
+        kinds = dict.fromkeys((*self.scheduler.drafters, *((passes.plain,) if every_length else ())))
         rare = Modes.every(modes.noisy)
         with passes.still():
             for number, span in enumerate(spans.values()):

@@ -15,8 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compile import CapturedCalls, CompiledFunction
 from engine.draft import Drafter
+from engine.graphs import CapturedCalls, CompiledFunction, uncompiled
 from engine.memory import free_memory
 from engine.request import Guide, Score
 from engine.state import State
@@ -144,7 +144,7 @@ class Passes:
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
         self.compiled = compile and not (self.device_step.batch_invariant or self.target.keeps_state)
         if self.compiled:
-            compiling = partial(CompiledFunction, say=say, failed=fell_back)
+            compiling = partial(CompiledFunction, log=say, failed=fell_back)
             self._read, self._verify = compiling(prefill, "prefill"), compiling(draft_and_verify, "step")
             self._commit = compiling(accept_and_commit, "commit")
         if compile and self.on_cuda:
@@ -152,7 +152,8 @@ class Passes:
 
     def launch_uncompiled(self) -> None:
         """Forget compiled functions and captured graphs: launch operators one by one."""
-        self._read, self._verify, self._commit = prefill, draft_and_verify, accept_and_commit
+        steps = prefill, draft_and_verify, accept_and_commit
+        self._read, self._verify, self._commit = map(uncompiled, steps)
         self.captured = None
 
     def rows(self, first: int, count: int) -> Rows:
@@ -226,18 +227,21 @@ class Passes:
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: those of rows, by row;
         None: no row has one.
         """
-        key, committing = (drafter, span.shape[0]), self._commit
+        key, graph, committing = (drafter, span.shape[0]), (drafter, rows.count), self._commit
         arguments = self.device_step, self.target, rows.caches, rows.drafter(drafter), rows.state
-        verifying = partial(self._verify, *arguments, span, modes.noisy)
+        verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy)
         if guides is None:
-            return self.run(rows, ("step", *key, *modes), lambda: committing(*arguments, verifying(), *modes))
+            return self.run(
+                rows, ("step", *key, *modes),
+                lambda: committing((*graph, *modes), *arguments, verifying(), *modes),
+            )
         with self.here():
             verified = self.run(rows, ("verify", *key, modes.noisy), verifying)
             # The host says what may follow each node.
             tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
             for i, guide in guides.items():
                 mask(rows.state.allowed[i], guide, tokens[i], parent[i])
-            return committing(*arguments, verified, *modes)
+            return committing((*graph, *modes), *arguments, verified, *modes)
 
     def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes | None) -> Tensor:
         """Read `size` tokens of the prompts of some sequences, from `chunk_start` on.
@@ -245,11 +249,12 @@ class Passes:
         modes: of prompts that end there; None: none does. Returns the last states [B, size, H].
         """
         chunk = self.chunk_ids[size]
-        if self.compiled:
-            torch._dynamo.mark_static(chunk, 0)
+        if self.compiled and len(self.chunks) > 1:
+            torch._dynamo.mark_dynamic(chunk, 0)
         arguments = (self.device_step, self.target, rows.caches, rows.drafter(self.drafter), rows.state, span,
                      rows.chunk_start)
-        x, features = self.run(rows, ("prefill", size, span.shape[0]), partial(self._read, *arguments, chunk))
+        reading = partial(self._read, (rows.count,), *arguments, chunk)  # one graph for all sizes
+        x, features = self.run(rows, ("prefill", size, span.shape[0]), reading)
         if modes is not None:
             with self.here():
                 first_token(self.device_step, self.target, rows.state, rows.chunk_start, x, features, modes)

@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,10 +21,6 @@ from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
 ROOT = SOURCE.parent.parent
-IMPORTED = time.time()  # what is changed later is not what this process runs
-STEP = "model.py", "tree.py", "common/tree_shapes.py", *(  # the code that a step runs, or that checks it
-    f"{room}/*.py" for room in ("drafters", "engine", "kernels", "kernels/gpu", "networks", "sampling")
-)
 # Compiled code lies in this checkout or where the user wants it, never in a checkpoint: it is executed.
 COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / ".cache")
 CACHE = COMPILED / "kernels"
@@ -133,18 +128,6 @@ def writable(kept: Path) -> Path:
     if folder.lstat().st_uid != os.getuid():  # someone else's code, or a link to it, is not to be loaded
         raise NoKernels(f"{folder}: belongs to another user; remove it")
     return folder
-
-
-@cache
-def code_digest() -> str:
-    """Return a digest of the code that a step runs or that checks it.
-
-    If some has changed since this process began, no other process gets the same.
-    """
-    files = sorted(path for pattern in STEP for path in ROOT.glob(pattern))
-    code = [(str(path.relative_to(ROOT)), path.read_text()) for path in files]
-    own = [IMPORTED] if any(path.stat().st_mtime > IMPORTED for path in files) else []
-    return _digest(repr(code + own).encode())
 
 
 def sources() -> list[Path]:

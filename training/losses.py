@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoint.folder import identity
 from common.files import digest
-from engine.compile import compile_graph
+from engine.graphs import compile_graph
 from head import Head
 from model import Transformer
 from networks.p_eagle import PEagleHead

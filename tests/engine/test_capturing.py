@@ -3,7 +3,6 @@ import contextlib
 import gc
 import weakref
 from itertools import cycle
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from helpers.decoding import OPTIONS, ids, speculative
 from shapes import random_models
 
-from engine import compile as compiling
-from engine.compile import CapturedCalls, CompiledFunction
+from engine import graphs
 from engine.draft import HeadDrafter
 from engine.engine import Engine
+from engine.graphs import CapturedCalls, CompiledFunction
 from engine.step import TORCH
 from sampling.options import Sampling
 from tree import TreeShape
@@ -62,9 +61,9 @@ def cuda(monkeypatch) -> FakeCuda:
     monkeypatch.setattr("torch.cuda.set_stream", lambda stream: setattr(fake, "current", stream))
     for name in ("device", "stream"):
         monkeypatch.setattr(f"torch.cuda.{name}", contextlib.nullcontext)
-    compiling._stream.cache_clear()
+    graphs._stream.cache_clear()
     yield fake
-    compiling._stream.cache_clear()
+    graphs._stream.cache_clear()
 
 
 def test_captures(cuda):
@@ -102,10 +101,9 @@ def test_captures(cuda):
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
     lines = []
-    monkeypatch.setattr(compiling, "make_graph", lambda *a: 1 / 0)
-    monkeypatch.setattr(compiling, "saved_place", lambda *a: Path("nowhere"))
-    double = CompiledFunction(lambda x: 2 * x, "double", lines.append)
-    assert [double(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    monkeypatch.setattr(graphs, "compile_graph", lambda function, options: lambda *args: 1 / 0)
+    double = CompiledFunction(lambda x: 2 * x, "double", lines.append, lines.append)
+    assert [double("key", torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert lines[1] == "the double cannot be compiled and runs without (division by zero)" and len(lines) == 2
 
 
@@ -139,22 +137,17 @@ def test_ready_is_ready(monkeypatch):
     calls, made = {}, []
     engine.passes.captured = lambda key, call, still: calls.setdefault(key, call)()
 
-    def make(function, args, path, say):
-        made.append("make")
-        return function
-
-    monkeypatch.setattr(compiling, "find_graph", lambda path, say: made.append("find"))
-    monkeypatch.setattr(compiling, "make_graph", make)
+    monkeypatch.setattr(graphs, "compile_graph", lambda function, options: made.append("make") or function)
     logits, shapes = target.logits, set()
     target.logits = lambda x: shapes.add(x.shape) or logits(x)
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
-    # For one to three texts, with drafts and without, drawn and not: verify, and commit in two modes. For
-    # prompts each chunk, of one and of three.
-    assert made.count("make") == 3 * 2 * 2 * (1 + 2) + 2 * 2, made
+    # For one to three requests, with drafts and without, drawn and not: verify, and commit in two modes. For
+    # prompts one graph for all chunks, of one request and of three.
+    assert len(made) == 3 * 2 * 2 * (1 + 2) + 2, made
     made.clear()
     warm = {*shapes}
     known, compiled = set(calls), [engine.passes._read, engine.passes._verify]
-    variants = [len(function.variants) for function in compiled]
+    variants = [len(function.graphs) for function in compiled]
     plain = engine.admit([1, 2, 3], Sampling(90), plain=True)
     while plain.here:
         engine.step()
@@ -170,5 +163,5 @@ def test_ready_is_ready(monkeypatch):
         while second.here or drafted.here:
             engine.step()
         assert not made and set(calls) == known, (options, way)
-        assert [len(function.variants) for function in compiled] == variants, (options, way)
+        assert [len(function.graphs) for function in compiled] == variants, (options, way)
         assert shapes == warm, (options, way)  # of prompts that are scored, too

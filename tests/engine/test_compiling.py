@@ -1,70 +1,20 @@
-"""What is compiled once is found again, by the next call, object and process; a compiled step is the step."""
-
+"""What is compiled once is found again, by the next call and process; a compiled step is the step."""
 import pytest
 import torch
-import torch.nn as nn
 from helpers import GOLDEN
 from helpers.decoding import check_texts, ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import make_drafter
 from shapes import random_models
 
-from engine.compile import compile_graph, saved_place
+from engine import graphs
 from engine.engine import Engine
+from engine.graphs import compile_graph
 from engine.passes import SLOT_STEP
 from engine.step import accept_and_commit, draft_and_verify
-from kernels.build import code_digest
 from sampling.options import Sampling
 from tree import TreeShape
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
-
-
-class Compiling(Exception):
-    """Something is about to be compiled that is to be found, or that need not be waited for."""
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return tmp_path
-
-
-class Adder(nn.Module):
-    def __init__(self, by: int = 2, dtype=torch.float32):
-        super().__init__()
-        self.by = by
-        self.register_buffer("total", torch.zeros(3, dtype=dtype), persistent=False)
-        self.weight = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
-
-
-def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
-    def where(adder=None, n=7, twice=False, function=draft_and_verify):
-        torch._dynamo.mark_dynamic(numbers := torch.arange(64)[:n], 0)
-        return saved_place(function, (adder or Adder(), numbers, twice))
-
-    same = where()
-    assert same == where(n=20)  # the length is dynamic
-    wider, tied = Adder(), Adder()
-    wider.total = torch.zeros(4)
-    tied.total = tied.weight
-    others = [
-        where(Adder(3)), where(Adder(dtype=torch.float64)), where(wider), where(tied), where(twice=True),
-        where(function=accept_and_commit)
-    ]
-    for name, value in {
-        "torch.get_num_threads": lambda: 77, "engine.compile.features": lambda: frozenset({"another"}),
-        "engine.compile._gpu": lambda args: ("another",), "engine.compile.code_digest": str,
-    }.items():
-        with monkeypatch.context() as m:
-            m.setattr(name, value)
-            others.append(where())
-    for changed in (0.0, 1.0):  # the code has changed since two processes began, which run other code than it
-        with monkeypatch.context() as m:
-            m.setattr("kernels.build.IMPORTED", changed)
-            m.setattr("engine.compile.code_digest", code_digest.__wrapped__)
-            others.append(where())
-    assert len({same, *others}) == len(others) + 1
-    assert same == where()
 
 
 @pytest.fixture(scope="module")
@@ -79,26 +29,44 @@ TRACE = GOLDEN / "eagle3.T8D2K3.p2.safetensors"
 
 
 def test_the_compiled_step(models, compiled):
-    """The reference's trees; plain texts of many lengths without another compilation; found again."""
+    """The reference's trees; requests of many lengths without another compilation; the caches of torch hold
+    what the next process needs.
+    """
     from torch._dynamo.utils import counters
 
     said: list[str] = []
     engine = compiled(shape_of(TRACE), said.append)
+    counters.clear()
     replay(engine, TRACE)
-    assert any("compiling the step" in line for line in said)
-    before, made = counters["stats"]["unique_graphs"], [
-        (prompt, Sampling(12 + i)) for i, prompt in enumerate(prompts(12, seed=12, longest=230))
-    ]
+    assert [line.split()[2] for line in said if line.endswith("...")] == ["prefill", "step", "commit"]
+    assert counters["stats"]["unique_graphs"] == 3, "plain decoding is not compiled"
+    made = [(prompt, Sampling(12 + i)) for i, prompt in enumerate(prompts(12, seed=12, longest=230))]
     wanted = [ids(plain(models), [prompt], sampling)[0] for prompt, sampling in made]
     check_texts([ids(engine, [prompt], sampling)[0] for prompt, sampling in made], wanted, made)
-    assert counters["stats"]["unique_graphs"] == before
+    assert counters["stats"]["unique_graphs"] == 3
 
-    def stop(line: str) -> None:
-        raise Compiling(line)
+    counters.clear()
+    torch._dynamo.reset()
+    replay(compiled(shape_of(TRACE), said.append), TRACE)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 3
+    assert not counters["inductor"]["fxgraph_cache_miss"]
 
-    replay(compiled(shape_of(TRACE), stop), TRACE)
-    with pytest.raises(Compiling, match="compiling the "):
-        ids(compiled(TreeShape(5, 1, 2), stop), [[1, 2]], Sampling(4))
+
+def test_one_graph_for_all_slots_and_chunks(models, monkeypatch):
+    """Views of another slot of the batch, and prompt chunks of another size, are not compiled again."""
+    compile_graph, made = graphs.compile_graph, []
+
+    def counted(function, **options):
+        made.append(function.__name__)
+        return compile_graph(function, **options, backend="aot_eager")
+
+    monkeypatch.setattr(graphs, "compile_graph", lambda function, options: counted(function))
+    engine = speculative(models, TreeShape(5, 1, 2), compile=True, batch=2, counts=(2,), chunks=(16, 64))
+    requests = [(prompt, Sampling(5)) for prompt in prompts(3, seed=3, longest=90)]
+    wanted = [ids(plain(models), [prompt], sampling)[0] for prompt, sampling in requests]
+    texts, samplings = zip(*requests)
+    check_texts(ids(engine, texts, samplings), wanted, requests)
+    assert sorted(made) == ["accept_and_commit", "draft_and_verify", "prefill", "prefill"]
 
 
 @pytest.mark.parametrize("whole_first, name", ((False, "plain"), (True, "eagle3 window")))

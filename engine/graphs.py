@@ -1,0 +1,152 @@
+"""Compiled functions over static buffers, and calls captured as CUDA graphs.
+
+Compiled code is kept on disk by torch: inductor's FX graph cache and the AOTAutograd cache. Each process
+traces anew.
+"""
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from unittest.mock import patch
+
+import torch
+
+from common.errors import first_line
+
+
+def compile_graph(function: Callable, **options) -> Callable:
+    """Compile a function as one graph. Raise where it cannot be one."""
+    # Numbers of a model, such as the eps of its norms, are constants: as an input of the graph, one would
+    # keep a region from being compiled once for all layers.
+    torch._dynamo.config.specialize_float = True
+    # Dynamo skips a well-known package named "tree", and with it our tree.py, unless told otherwise.
+    traced = torch._dynamo.dont_skip_tracing(function)
+
+    def graph(*args):
+        return traced(*args)
+
+    # torch.compile keeps its results per code object: each function gets its own.
+    name = getattr(function, "func", function).__name__  # a partial has no name
+    graph.__code__ = graph.__code__.replace(co_name=name)
+    return torch.compile(graph, fullgraph=True, **options)
+
+
+def uncompiled(function: Callable) -> Callable:
+    """Return the function with the interface of `CompiledFunction`."""
+    return lambda key, *args: function(*args)
+
+
+class CompiledFunction:
+    """`function` as a compiled graph for each key, made by the first call with that key.
+
+    The caller promises that calls of one key differ in nothing but the values of tensors, the sizes of
+    dimensions marked dynamic, and which slots of the batch their views show. So a graph has no guards:
+    checking hundreds of tensors at every call takes as long as a layer.
+    If compiling fails, `failed` is called with a line about the reason, and the function runs uncompiled.
+    """
+
+    def __init__(
+        self, function: Callable, what: str, log: Callable[[str], None], failed: Callable[[str], None]
+    ):
+        self.function, self.what, self.log, self.failed = function, what, log, failed
+        self.graphs: dict[Hashable, Callable] = {}
+
+    def __call__(self, key: Hashable, *args):
+        if key in self.graphs:
+            return self.graphs[key](*args)
+        from torch._inductor.exc import OperatorIssue
+
+        self.log(f"compiling the {self.what} ...")
+        began = time.perf_counter()
+        no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+        graph = compile_graph(self.function, options=no_guards)
+        # Torch 2.11 prints all that an operator of ours is computed from, for its log: minutes for a tree.
+        brief = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
+        try:
+            with brief:
+                result = graph(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # of any of torch's compilers
+            self.failed(f"the {self.what} cannot be compiled and runs without ({first_line(e)})")
+            graph, result = self.function, self.function(*args)
+        else:
+            self.log(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
+        self.graphs[key] = graph
+        return result
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep garbage collection out of this context: what it frees on a GPU would invalidate a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream of a device that calls are captured on: cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(device)
+
+
+class CapturedCalls:
+    """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
+
+    One memory pool and one stream serve them all; what a call returns is overwritten by the next. device: the
+    GPU that the buffers are on. If capturing fails, `failed` is called with a line about the reason, and the
+    call is made each time.
+    """
+
+    def __init__(self, device: torch.device, failed: Callable[[str], None]):
+        self.device, self.failed = device, failed
+        self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
+
+    def __call__(self, key: tuple, call: Callable, still: Callable[[], contextlib.AbstractContextManager]):
+        """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart.
+
+        still: gives a context that keeps a call from changing any sequence.
+        """
+        with torch.cuda.device(self.device):
+            if key not in self.graphs:
+                with still():
+                    self.graphs[key] = self._capture(call, str(key[0]))
+            return self.graphs[key][0]()
+
+    def _capture(self, call: Callable, what: str) -> tuple[Callable, Callable]:
+        """Return what replays a call, and the call, which keeps the tensors that a replay reads.
+
+        It is called twice before, for whatever is compiled, tuned or allocated the first time.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                result = call()
+        except RuntimeError as e:
+            # If it cannot be ended, its stream stays current, and its pool records for ever.
+            torch.cuda.set_stream(before)
+            self.pool = torch.cuda.graph_pool_handle()
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
+            self.failed(f"the {what} cannot be captured and is launched each time ({first_line(e)})")
+            return call, call
+
+        def replay():
+            graph.replay()
+            return result
+
+        return replay, call
