@@ -146,9 +146,8 @@ def add_drafting(p: Options, default: str = "none"):
 
 # -- trees --------------------------------------------------------------------------------------
 
-# Rows that a GPU multiplies in about the time of one, and trees for fewer rows than the paper's.
-GPU_ROWS = 192
-SMALLER = tuple(TreeShape(*s) for s in ((40, 6, 8), (24, 5, 6), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
+MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
+GPU_TREES = tuple(TreeShape(*s) for s in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
 # Instruction sets without AVX-512.
 NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
 
@@ -158,13 +157,13 @@ def default_tree(
 ) -> TreeShape:
     """Return the tree used where none is given and none is chosen at each step.
 
-    A GPU verifies 60 rows in the time of one: the paper's tree, or, for several sequences, the largest whose
-    rows together are no more than GPU_ROWS. On a CPU time grows with the rows, and every level costs a pass
+    A GPU verifies 16 tokens in the time of one, a small GPU no 60: the largest tree of GPU_TREES with which all
+    sequences together verify at most MAX_GPU_TOKENS. On a CPU time grows with the rows, and every level costs a pass
     of the head: few nodes and few levels (docs/how-it-works.md). Quantised weights are read sooner, so rows
     count for more. isa: the kernels' instruction set, None without kernels. Narrow ones take few rows.
     """
     if device.split(":")[0] == "cuda":
-        return next((tree for tree in (PAPER_TREE, *SMALLER) if batch * tree.nodes <= GPU_ROWS), SMALLER[-1])
+        return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
     if isa in NARROW:
         return TreeShape(4, 2, 2)
     return TreeShape(8, 2, 4) if quantised else TreeShape(12, 3, 4)

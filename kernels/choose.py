@@ -9,6 +9,7 @@ from engine.step import TORCH, Step
 from kernels.build import NoKernels
 from kernels.cpu import CpuStep
 from kernels.gpu import here
+from kernels.quantized import find_fp8
 
 
 def choose_backend(
@@ -26,6 +27,9 @@ def choose_backend(
     device = torch.device(device)
     # cuBLAS may else add parts of a sum in 16 bits.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if device.type == "cuda":
+        find_fp8(device, say)
     if kernels and device.type == "cpu":
         try:
             return CpuStep.load(isa, say)
@@ -37,4 +41,6 @@ def choose_backend(
         from kernels.gpu.backend import CudaStep  # imports Triton, which takes time
 
         return CudaStep()
+    elif kernels and device.type == "cuda":
+        say("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
     return TORCH

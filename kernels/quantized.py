@@ -13,6 +13,7 @@ mxfp4  of experts whose files have it: e2m1, stored as int4, and for each 32 inp
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Literal
@@ -22,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import first_line
 from common.schema import Flag, Wrong, schema_of
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
@@ -191,6 +193,24 @@ def round_inputs(x: Tensor, group: int = INPUTS) -> Tensor:
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
 
 
+FP8_DEVICES: set[torch.device] = set()  # whose tensor cores multiply fp8, see `find_fp8`
+
+
+def find_fp8(device: torch.device, log: Callable[[str], None]) -> None:
+    """Try the products of fp8 on a GPU with tensor cores for it. If one raises, log why it does without."""
+    device = torch.device(device.type, device.index if device.index is not None else torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return
+    try:
+        q = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+        one, rows = torch.ones((), device=device), torch.ones(16, 1, device=device)
+        for scales, dtype in (((rows, rows.t()), torch.bfloat16), ((one, one), torch.float32)):
+            torch._scaled_mm(q, q.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+        FP8_DEVICES.add(device)
+    except RuntimeError as e:
+        log(f"fp8 runs without tensor cores, which is slower ({first_line(e)})")
+
+
 class Quantized(nn.Module):
     """A weight [..., N, K] of one mode and its scales. Raises ValueError if the group does not divide K."""
 
@@ -259,8 +279,7 @@ class QuantizedLinear(Quantized):
         rows = x.flatten(0, -2)
         scale = scales(rows, "fp8")
         q = values(rows, scale, "fp8")
-        fits = x.is_cuda and all(n % 16 == 0 for n in self.weight.shape)
-        on_tensor_cores = fits and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        on_tensor_cores = x.device in FP8_DEVICES and all(n % 16 == 0 for n in self.weight.shape)
         multiply = partial(torch._scaled_mm, q, self.weight.t(), use_fast_accum=True)
         if on_tensor_cores and x.dtype == torch.bfloat16 and not wide:
             y = multiply(scale, self.scale.t(), out_dtype=torch.bfloat16)

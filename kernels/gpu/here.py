@@ -21,7 +21,7 @@ def capable(device: torch.device) -> bool:
     if not CAN:
         return False
     if device.type == "cuda":  # they are written for tensor cores that know bfloat16
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return INTERPRETED and device.type == "cpu"
 
 
