@@ -17,7 +17,7 @@ from typing import NamedTuple
 from common.cli import Options, several
 from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
-from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
+from common.tree_shapes import PathTree, TreeShape
 
 MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
 TARGET = "target"  # what a draft model is, as a checkpoint
@@ -157,10 +157,10 @@ def default_tree(
 ) -> TreeShape:
     """Return the tree used where none is given and none is chosen at each step.
 
-    A GPU verifies 16 tokens in the time of one, a small GPU no 60: the largest tree of GPU_TREES with which all
-    sequences together verify at most MAX_GPU_TOKENS. On a CPU time grows with the rows, and every level costs a pass
-    of the head: few nodes and few levels (docs/how-it-works.md). Quantised weights are read sooner, so rows
-    count for more. isa: the kernels' instruction set, None without kernels. Narrow ones take few rows.
+    On a GPU it is the largest of GPU_TREES with which all sequences together verify at most MAX_GPU_TOKENS;
+    small GPUs do not verify the paper's 60 tokens in the time of one. On a CPU time grows with the tokens,
+    and every level costs a pass of the head: few nodes and few levels (docs/how-it-works.md). Quantised
+    weights are read sooner, so tokens count for more. isa: the kernels' instruction set, None without kernels.
     """
     if device.split(":")[0] == "cuda":
         return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])

@@ -198,7 +198,8 @@ FP8_DEVICES: set[torch.device] = set()  # whose tensor cores multiply fp8, see `
 
 def find_fp8(device: torch.device, log: Callable[[str], None]) -> None:
     """Try the products of fp8 on a GPU with tensor cores for it. If one raises, log why it does without."""
-    device = torch.device(device.type, device.index if device.index is not None else torch.cuda.current_device())
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
     if torch.cuda.get_device_capability(device) < (8, 9):
         return
     try:
