@@ -36,7 +36,13 @@ HEAD_OPTIONS = {
 }
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
 CACHES = {"fp8": "kernels.float8:Float8Caches"}
-# What loads one shard of a module with tensor parallelism.
+# The step of a device's kernels, the scheduler of drafts, and what quantizes a head when it is loaded.
+STEPS, SCHEDULER = "kernels.choose:choose_backend", "schedulers.cost_model:schedule"
+QUANTIZE = "kernels.quantized:quantize_at_load"
+# The instruction set of CPU kernels, and the folder of compiled code.
+ISA, COMPILED = "kernels.isa:choose", "kernels.build:compiled_folder"
+# Tensor parallelism: the checks before loading, and what loads one shard of a module.
+CHECK_RANKS, RANKS_SHARING = "kernels.check_ranks:check_ranks", "kernels.check_ranks:ranks_sharing"
 SHARDED = "checkpoint.sharded:load_shard"
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")

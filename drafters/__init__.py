@@ -365,4 +365,5 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
         parts.append(part)
     if len(parts) < 2:
         return parts[0] if parts else None
+
     return Mixed(*parts)

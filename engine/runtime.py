@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+import extensions
 from checkpoint.load import known_config
 from common.cli import note, several
 from common.dtypes import DTYPES, KV_DTYPES, short_dtype
@@ -67,11 +68,7 @@ class Runtime:
     @property
     def isa_name(self) -> str | None:
         """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
-        if not self.on_kernels:
-            return None
-        from kernels.isa import choose
-
-        return choose(self.isa).name
+        return extensions.load(extensions.ISA)(self.isa).name if self.on_kernels else None
 
     def prepare(self) -> None:
         """Check the device, and let torch.compile keep its results for the next process.
@@ -87,6 +84,9 @@ class Runtime:
             torch.cuda.set_device(device)
         # Masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and slots.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # cuBLAS may else add parts of a sum in 16 bits.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         _ = self.torch_dtype, self.isa_name
         if self.kv not in KV_DTYPES:
             raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
@@ -100,15 +100,13 @@ class Runtime:
                              " add --no-kernels")
         if not self.compile:
             return
-        from kernels.build import COMPILED, writable
-
         if self.autotune:
             import torch._inductor.config as settings
 
             settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
         # torch.compile keeps its results beside our kernels: they are code, and never of a checkpoint.
         try:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable(COMPILED).absolute())
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(extensions.load(extensions.COMPILED)().absolute())
         except OSError as e:
             raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
 

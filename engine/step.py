@@ -35,7 +35,8 @@ class Step:
     drafted text equals plain text in 16 bits too, and steps need no torch.compile. static_shapes: no shape
     depends on a value of a tensor, as graphs need it. reads_length: attention reads the sequences' lengths on
     the device, so that one graph serves every context length. caches: classes of KV caches by the names of
-    `--kv`. quantised_at_load: by dtype, the mode that makes a 16-bit head faster here.
+    `--kv`. quantised_at_load: by dtype, the mode that makes a 16-bit head faster here. self_check: the entry
+    (`extensions.load`) of a check that runs before the first warmup.
     """
 
     name = "torch"
@@ -43,6 +44,7 @@ class Step:
     static_shapes = True
     caches: dict[str, type[KVCaches]] = {"auto": KVCaches}
     quantised_at_load: dict[torch.dtype, str] = {}
+    self_check: str | None = None
 
     def __deepcopy__(self, memo: dict) -> Step:
         return self  # copies of a model run on the same step

@@ -1,7 +1,6 @@
 """Loaded targets, and the engines that are made of them."""
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,19 +12,14 @@ import extensions
 from checkpoint.load import check_length, is_converted, load_model, read_config
 from common.errors import InputError
 from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
-from engine.draft import Drafter, HeadDrafter
+from engine.draft import Drafter
 from engine.engine import Engine
 from engine.memory import free_memory
 from engine.request import Guide
 from engine.runtime import Runtime
-from engine.scheduler import Scheduler
 from engine.step import TORCH, Step, step_of
 from head import Head
-from kernels.choose import choose_backend
-from kernels.quantized import Scheme, quantize_linears
-from kernels.tp import Ranks
 from model import Transformer
-from schedulers.cost_model import LIMITS, AskingScheduler, CostScheduler, Tuner
 from tokens.tokenizer import Tokenizer
 
 COMFORTABLE = 0.25  # share of the free memory that caches take by default, at most
@@ -33,25 +27,26 @@ COMFORTABLE = 0.25  # share of the free memory that caches take by default, at m
 
 def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
-    ranks: Ranks | None = None,
+    ranks=None,
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
     If our kernels cannot be compiled or loaded, it runs without `Runtime.compile`, and `say` gets the reason.
-    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
-    missing, damaged or too large.
+    ranks: a `kernels.tp.Ranks`, to shard it over processes, which all call this. Raises InputError, one line,
+    if anything is missing, damaged or too large.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
     if ranks is not None:
-        check_ranks(checkpoint, runtime, say, ranks)
+        extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, say, ranks)
     on_cpu = torch.device(runtime.device_name).type == "cpu"
     if not on_cpu and read_config(checkpoint, "target").get("delta_layers"):
         raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
-    backend = choose_backend(
-        runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
-    )
+    backend = TORCH
+    if runtime.compile and runtime.kernels:
+        choose = extensions.load(extensions.STEPS)
+        backend = choose(runtime.device_name, isa=runtime.isa, say=say, must=runtime.kv == "int8")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say, backend)
     target.put_on_kernels(model)
     if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest
@@ -64,42 +59,6 @@ def load_target(
     if runtime.kv != "auto":
         model.Caches = backend.caches.get(runtime.kv) or extensions.load(extensions.CACHES[runtime.kv])
     return target
-
-
-def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], ranks: Ranks) -> None:
-    """Print what each rank will hold, before weights are read.
-
-    Raises InputError, with the numbers, if the ranks differ, or the target cannot be dealt or does not fit.
-    """
-    if runtime.autotune:
-        raise InputError("--autotune: ranks would choose different kernels by time; leave it out")
-    config, device = read_config(checkpoint, "target"), torch.device(runtime.device_name)
-    ranks.agree(
-        f"torch {torch.__version__}, {device.type}, kernels for {runtime.isa_name},"
-        f" {torch.get_num_threads()} threads, {config.get('name')}", device
-    )
-    from checkpoint.sharded import shares_of, weigh
-
-    shares = shares_of(config, ranks.count)
-    total, most, whole = weigh(checkpoint, runtime.torch_dtype, shares)
-    attending = config["num_layers"] - sum(config.get("delta_layers", ()))
-    cached = 2 * attending * max(share.keys.count for share in shares)
-    line = (
-        f"{ranks.count} ranks: each holds at most {most / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
-        f" ({whole / 1e9:.2f} GB are whole on each), and caches {cached:,} numbers a token"
-    )
-    free, sharing = free_memory(device), ranks_sharing(device)
-    if free is not None and most * sharing > free:
-        raise InputError(
-            f"{line}; {free / 1e9:.2f} GB are free for {sharing} of them here: take more ranks or"
-            " machines, or quantise"
-        )
-    say(line)
-
-
-def ranks_sharing(device: torch.device) -> int:
-    """Return how many ranks share a memory: those of a machine share its processors', GPUs have their own."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
 
 
 def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
@@ -172,9 +131,11 @@ class Target:
         drafting = drafting.at(self.checkpoint, self.say)
         max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
-        scheduler = self._scheduler(drafter, drafting)
-        if isinstance(scheduler, CostScheduler):
-            drafter = drafter.with_tree(scheduler.tuner.shapes[0])
+        scheduler = None
+        # On our CPU kernels a choice never changes the text. Elsewhere it may, at near ties.
+        if drafter and (step_of(self.model).batch_invariant or drafting.tree == "auto" or drafter.may_pass):
+            schedule = extensions.load(extensions.SCHEDULER)
+            drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
         engine = Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, say=self.say, scheduler=scheduler,
@@ -182,10 +143,8 @@ class Target:
             tokenizer=self.tokenizer,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
         )
-        if self.backend.name == "cuda":
-            from engine.check import check  # imports Triton, which takes time
-
-            engine.self_check = check
+        if self.backend.self_check:
+            engine.self_check = extensions.load(self.backend.self_check)
         return engine
 
     def room(self, drafting: Drafting, batch: int) -> int:
@@ -198,7 +157,8 @@ class Target:
         longest = int(min(args.max_seq_len, args.short_length))
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
-        most = COMFORTABLE * (free_memory(device) or 0) / ranks_sharing(device)
+        sharing = 1 if self.model.ranks is None else extensions.load(extensions.RANKS_SHARING)(device)
+        most = COMFORTABLE * (free_memory(device) or 0) / sharing
         fits = int(most / self.model.cache_bytes(batch, 1024) * 1024)
         if self.model.ranks is not None:  # one length for all
             fits = int(self.model.ranks.every(torch.tensor([fits], device=device)).min())
@@ -212,10 +172,10 @@ class Target:
 
     @cached_property
     def _grammars(self):
-        grammar = extensions.load(extensions.JSON_SCHEMA)
-        return grammar.Grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
+        grammars = extensions.load(extensions.JSON_SCHEMA).Grammars
+        return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
-    def guide(self, schema: str) -> Guide:
+    def guide(self, schema: str):
         """Make the guide that keeps a text to a JSON schema. Raises InputError if the schema is none."""
         return self._grammars.guide(schema)
 
@@ -225,7 +185,7 @@ class Target:
         mode = backend.quantised_at_load.get(self.model.embed.weight.dtype)
         for model in models if quantised and mode else ():
             own = not isinstance(model, Head) or model.args.own_lm_head
-            quantize_linears(model, Scheme(mode, 0, mode if own else None))
+            extensions.load(extensions.QUANTIZE)(model, mode, own)
         if not backend.prepare(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, odd sizes) but on PyTorch: slower,"
@@ -248,35 +208,3 @@ class Target:
                 raise
             self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
             return build(Drafting("lookup"))
-
-    def _scheduler(self, drafter: Drafter | None, drafting: Drafting) -> Scheduler | None:
-        """Return the scheduler of steps; None: always the drafter's own tree.
-
-        With --tree auto, and without --tree on a CPU where no step is compiled, it sizes trees by time.
-        Several
-        ranks draft one tree: each measures other times, and would choose another.
-        """
-        asks = drafter is not None and drafter.may_pass and not self.model.embed.weight.is_cuda
-        asking = AskingScheduler() if asks else None
-        free = not (self.model.embed.weight.is_cuda or self._compiles)
-        if self.model.ranks is not None:
-            if drafting.tree == "auto":
-                raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-            return asking
-        wanted = drafting.tree == "auto" or (drafting.tree is None and free)
-        grower = _grower(drafter)
-        if not wanted or grower is None:
-            return asking
-        if not free:
-            return CostScheduler(Tuner((grower.shape, grower.shape), cuts=False))
-        deepest = LIMITS[0].depth if grower.deepest is None else grower.deepest
-        shapes = tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in LIMITS)
-        return CostScheduler(Tuner(shapes))
-
-
-def _grower(drafter: Drafter | None) -> HeadDrafter | None:
-    """Return the drafter, maybe one of two, that grows trees with a head, as large ones as are tried."""
-    grower = drafter and drafter.grown
-    if grower is None or grower.head.args.draft_vocab_size < LIMITS[0].width:
-        return None
-    return grower if grower.deepest is None or grower.deepest >= 2 else None

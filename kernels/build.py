@@ -130,6 +130,14 @@ def writable(kept: Path) -> Path:
     return folder
 
 
+def compiled_folder() -> Path:
+    """Return the folder of torch.compile's results.
+
+    Raises OSError as `writable`.
+    """
+    return writable(COMPILED)
+
+
 def sources() -> list[Path]:
     """Return the files that the library is compiled from."""
     return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))

@@ -25,9 +25,6 @@ def choose_backend(
     given.
     """
     device = torch.device(device)
-    # cuBLAS may else add parts of a sum in 16 bits.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if device.type == "cuda":
         find_fp8(device, say)
     if kernels and device.type == "cpu":

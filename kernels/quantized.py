@@ -355,3 +355,8 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
         setattr(*_place(module, name), QuantizedLinear.of(layer.weight.detach(), *scheme.of(name), bias))
+
+
+def quantize_at_load(model: nn.Module, mode: str, own_lm_head: bool) -> None:
+    """Quantize a 16-bit model in place. own_lm_head: its lm_head too, which else is another model's."""
+    quantize_linears(model, Scheme(mode, 0, mode if own_lm_head else None))

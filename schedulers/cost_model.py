@@ -11,15 +11,18 @@ import copy
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
+from common.errors import InputError
 from engine.draft import Drafter
 from engine.passes import Passes, Rows
 from engine.request import Request
 from engine.scheduler import Choice, Scheduler
+from model import Transformer
 from tree import Prices, Tree, TreeShape
 
 # The largest trees: of greedy steps, and of those that sample, as noise is drawn for every level beforehand.
@@ -525,3 +528,29 @@ class AskingScheduler(Scheduler):
         drafter = self.passes.drafter
         drafts = rows.drafter(drafter).has_draft(self.passes.device_step, rows.state, slots)
         return Choice(drafter if drafts else self.passes.plain)
+
+
+def schedule(
+    drafter: Drafter, target: Transformer, tree: object, compiles: bool
+) -> tuple[Drafter, Scheduler | None]:
+    """Return the drafter with its largest tree, and its scheduler; None: always the drafter's own tree.
+
+    tree: the option --tree; "auto", and None where no step is compiled: a head's trees are sized by time.
+    Raises InputError on "auto" for several ranks: each measures other times, and would choose another tree.
+    """
+    on_gpu = target.embed.weight.is_cuda
+    asking = AskingScheduler() if drafter.may_pass and not on_gpu else None
+    if target.ranks is not None:
+        if tree == "auto":
+            raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
+        return drafter, asking
+    static, grower = on_gpu or compiles, drafter.grown
+    wanted = tree == "auto" or (tree is None and not static)
+    if not wanted or grower is None or grower.head.args.draft_vocab_size < LIMITS[0].width:
+        return drafter, asking
+    deepest = LIMITS[0].depth if grower.deepest is None else grower.deepest
+    if deepest < 2:
+        return drafter, asking
+    shapes = tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in LIMITS)
+    tuner = Tuner((grower.shape, grower.shape), cuts=False) if static else Tuner(shapes)
+    return drafter.with_tree(tuner.shapes[0]), CostScheduler(tuner)

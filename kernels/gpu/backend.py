@@ -23,7 +23,7 @@ from model import Transformer
 class CudaStep(Step):
     """Our kernels on a GPU (`here.capable`)."""
 
-    name = "cuda"
+    name, self_check = "cuda", "engine.check:check"
     takes = {"linear": products.take, "experts": experts.take}  # called with every module
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
     quantised_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
