@@ -15,7 +15,6 @@ from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from engine.draft import Drafter
 from engine.engine import Engine
 from engine.memory import free_memory
-from engine.request import Guide
 from engine.runtime import Runtime
 from engine.step import TORCH, Step, step_of
 from head import Head

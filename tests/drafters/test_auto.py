@@ -56,7 +56,8 @@ def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder, mon
     monkeypatch.setattr(Tuner, "add", lambda tuner, *step: add(tuner, *step[:-1], 1.0))
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
     sampling = Sampling(60)
-    engines = [load(folder, method, compile=False).engine for method in ("none", "auto")]
+    options = ("none", {}), ("auto", {"tree": "auto"})  # without our kernels trees are sized if asked for
+    engines = [load(folder, method, compile=False, **tree).engine for method, tree in options]
     assert [engine.drafter.method for engine in engines] == ["none", "lookup+eagle3"]
     plain, auto = (engine.generate(prompts, sampling) for engine in engines)
     assert [one.ids for one in plain] == [other.ids for other in auto]
