@@ -160,7 +160,7 @@ def default_tree(
     On a GPU it is the largest of GPU_TREES with which all sequences together verify at most MAX_GPU_TOKENS;
     small GPUs do not verify the paper's 60 tokens in the time of one. On a CPU time grows with the tokens,
     and every level costs a pass of the head: few nodes and few levels (docs/how-it-works.md). Quantised
-    weights are read sooner, so tokens count for more. isa: the kernels' instruction set, None without kernels.
+    weights are read sooner, so tokens count for more. isa: the kernels' instruction set, None without them.
     """
     if device.split(":")[0] == "cuda":
         return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
