@@ -89,7 +89,7 @@ def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
 
 @pytest.mark.parametrize("what, wrong", (
     ("kernels.gpu.cache.move_slots", lambda right, a: None),
-    ("engine.step.Step.noise", lambda right, a: right(*a).roll(1, -1)),
+    ("engine.step.Step.draw", lambda right, a: (right(*a) - 1).clamp(min=0)),
 ))
 def test_what_only_the_step_shows(passes, monkeypatch, what, wrong):
     """A path that is not moved, tokens that are not the best."""
