@@ -157,10 +157,10 @@ def default_tree(
 ) -> TreeShape:
     """Return the tree used where none is given and none is chosen at each step.
 
-    On a GPU it is the largest of GPU_TREES with which all sequences together verify at most MAX_GPU_TOKENS:
+    On a GPU it is the largest of GPU_TREES with which all sequences together verify at most MAX_GPU_TOKENS;
     small GPUs do not verify the paper's 60 tokens in the time of one. On a CPU time grows with the tokens,
-    and every level costs a pass of the head: few nodes and few levels (docs/how-it-works.md). Quantized
-    weights are read sooner, so tokens count for more. isa: the kernels' instruction set, or None.
+    and every level costs a pass of the head: few nodes and few levels (docs/how-it-works.md). Quantised
+    weights are read sooner, so tokens count for more. isa: the kernels' instruction set, None without them.
     """
     if device.split(":")[0] == "cuda":
         return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
@@ -365,5 +365,4 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
         parts.append(part)
     if len(parts) < 2:
         return parts[0] if parts else None
-
     return Mixed(*parts)

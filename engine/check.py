@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -74,12 +75,10 @@ def filled(passes: Passes) -> Iterator[Callable[[], None]]:
         state.get_buffer(name).fill_(value)
     at = torch.arange(min(longest + passes.extra + 64, passes.slots), device=passes.device).expand(B, -1)
     stale = (at >= state.length[:, None])[..., None, None]
+    dtype = passes.target.embed.weight.dtype
     for cache in (*passes.caches, *(passes.drafter.caches or ())):
-        k, v = (
-            torch.randn(B, at.shape[1], *cache.k.shape[2:], device=passes.device, generator=draw)
-            .masked_fill(stale, STALE).to(passes.target.embed.weight.dtype) for _ in range(2)
-        )
-        cache.write(k, v, at)
+        held = torch.randn(2, B, at.shape[1], *cache.k.shape[2:], device=passes.device, generator=draw)
+        cache.write(*held.masked_fill(stale, STALE).to(dtype), at)
     start = {name: x.clone() for name, x in state.named_buffers()}
 
     def reset(values: dict[str, Tensor] = start) -> None:
@@ -90,17 +89,6 @@ def filled(passes: Passes) -> Iterator[Callable[[], None]]:
         yield reset
     finally:
         reset(before)
-
-
-@contextlib.contextmanager
-def definitions() -> Iterator[None]:
-    """Compute all parts by their definitions in this context."""
-    kept = {*parts.left_out}
-    parts.left_out.update(parts.PARTS)
-    try:
-        yield
-    finally:
-        parts.left_out.intersection_update(kept)
 
 
 @contextlib.contextmanager
@@ -154,7 +142,7 @@ def step_difference(
     features = state.features[:, :W].clone()
 
     reset()
-    with definitions():
+    with patch.object(parts, "left_out", {*parts.PARTS}):  # all by their definitions
         device_step = passes.device_step
         noise = device_step.noise(state, W, target.args.vocab_size) if modes.noisy else None
         again = device_step.draft(drafter, state, span, noise)

@@ -71,7 +71,7 @@ def test_a_wrong_kernel_is_left_out(passes, monkeypatch, part, kernel, wrong):
     monkeypatch.setattr(kernel, lambda *a: wrong(right(*a), a))
     (line,) = check(passes)
     assert line.startswith(f"the GPU path does without {part!r}, which is slower: ")
-    assert parts.left_out == {part} and passes.backend.reads_length == (part != "attend")
+    assert parts.left_out == {part} and passes.device_step.reads_length == (part != "attend")
 
 
 def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
 
 @pytest.mark.parametrize("what, wrong", (
     ("kernels.gpu.cache.move_slots", lambda right, a: None),
-    ("engine.step.Step.noise", lambda right, a: right(*a).roll(1, -1)),
+    ("engine.step.Step.draw", lambda right, a: (right(*a) - 1).clamp(min=0)),
 ))
 def test_what_only_the_step_shows(passes, monkeypatch, what, wrong):
     """A path that is not moved, tokens that are not the best."""
