@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +24,12 @@ from engine.step import TORCH, Step, step_of
 from head import Head
 from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
-from kernels.tp import Ranks
 from model import Transformer
 from schedulers.cost_model import LIMITS, AskingScheduler, CostScheduler, Tuner
 from tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kernels.tp import Ranks
 
 COMFORTABLE = 0.25  # share of the free memory that caches take by default, at most
 
