@@ -7,8 +7,8 @@ Users get these models from the Hugging Face hub. Each package holds a part of a
 compared with a known SHA-256. Gemma has terms of its own: see the package.
 
 `check` converts the file, then compares the tokenizers on 10,000 lines, and greedy text of 16 prompts with
-the top-1 tokens of transformers, which loads the same file. Both compute in float32, but weights are bf16 here
-and float32 there, so near ties fall differently: the largest margin among them is printed.
+the top-1 tokens of transformers, which loads the same file and needs accelerate. Both compute in float32. Our
+weights are bf16, theirs float32, so near ties fall differently: the largest margin among them is printed.
 """
 from __future__ import annotations
 
