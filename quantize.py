@@ -22,7 +22,7 @@ from torch import Tensor
 
 from checkpoint.convert import converted_folder, default_folder
 from checkpoint.folder import check_out
-from checkpoint.load import CONFIG, WEIGHTS, is_converted, read_config
+from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_config
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from common.cli import Options, command, note
 from common.errors import InputError, counted
@@ -30,11 +30,11 @@ from common.files import check_replaceable, read_text, staging
 from common.threads import use_threads
 from engine.engine import Engine
 from engine.prompt import encode
-from engine.runtime import Runtime
-from engine.target import load_target
 from extensions import HEADS
-from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme
+from kernels.choose import choose_backend
+from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme, quantize_linears
 from sampling.options import Sampling
+from tokens.tokenizer import Tokenizer
 
 PROMPTS = (  # whose answers are the text to calibrate on
     "Explain how rain forms, step by step.",
@@ -95,17 +95,19 @@ def schemes(o):
 def own_text(checkpoint: Path) -> Tensor:
     """Return `ROWS` texts of token ids that the target samples at temperature 1 after `PROMPTS`.
 
-    After the end of an answer the target goes on with turns of its own. Raises InputError without a tokenizer
-    of this model, or if the caches do not fit.
+    It writes in w8a8, on our kernels: several times faster. After the end of an answer it goes on with turns
+    of its own. Raises InputError without a tokenizer of this model, or if the caches do not fit.
     """
-    target = load_target(checkpoint, Runtime(device="cpu"), note)
-    if target.tokenizer is None:
+    (model, _), tokenizer = load_model(checkpoint), Tokenizer.load(checkpoint)
+    if tokenizer is None:
         raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
-    prompts = [encode(target.tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
+    quantize_linears(model, Scheme("w8a8", 0, "w8a8"))
+    choose_backend("cpu", say=note).prepare(model)
+    prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
     length = max(map(len, prompts)) + MOST_WRITTEN
     samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(ROWS)]
     try:
-        engine = Engine(target.model, batch=ROWS, max_seq_len=length, compile=False)
+        engine = Engine(model, batch=ROWS, max_seq_len=length, compile=False)
         return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])
     except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
         raise InputError(f"{checkpoint}: {e}") from None

@@ -26,10 +26,10 @@ from common.cli import Options, command, count, positive, seed, several, within
 from common.files import check_replaceable
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
-from training.data import SHORTEST
+from training.data import MIN_ANSWER_TOKENS
 from training.heads import DRAFTS, MARKOV_RANK, TRAINED
 from training.losses import STEPS
-from training.processes import PATIENCE, Processes
+from training.processes import RANK_TIMEOUT, Processes
 from training.session import DRAFT_VOCAB, Session
 from training.trainer import Plan
 
@@ -54,9 +54,10 @@ def parser() -> Options:
         help="text of an earlier run for this target (its OUT-work/data); may be given several times")
     add("--temperature", type=within(0, 1e6, float), default=0.7,
         help="of the answers; 0 is greedy (default 0.7)")
-    add("-n", "--max-new-tokens", type=within(SHORTEST), default=256, help="of an answer (default 256)")
+    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=256,
+        help="of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out (default 256)")
-    add("--max-len", type=within(SHORTEST + 1), default=1024,
+    add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
         help="conversations are cut to N tokens (default 1024)")
     add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")
     add("--collect-only", action="store_true", help="stop when the text is written")
@@ -116,7 +117,7 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     if not several():
         session.run(Processes(), runtime.device)
         return
-    with joined(runtime.device, patience=PATIENCE) as ranks:
+    with joined(runtime.device, patience=RANK_TIMEOUT) as ranks:
         session.run(Processes(ranks.rank, ranks.count), runtime.device)
 
 

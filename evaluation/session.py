@@ -28,7 +28,7 @@ from sampling.noise import seed_of
 from sampling.options import Sampling
 
 FIGURES = 2  # version of the figures in a folder: one of another version is refused
-MOST_PRINTED = 10  # errors printed; differences.json has all of them
+MAX_PRINTED_ERRORS = 10  # errors printed; differences.json has all of them
 
 
 class Evaluation:
@@ -128,7 +128,7 @@ class Evaluation:
             return 0
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
         errors = [d for d in differences if not d.tie]
-        for d in errors[:MOST_PRINTED]:
+        for d in errors[:MAX_PRINTED_ERRORS]:
             self.say(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
                      f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
                      f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")

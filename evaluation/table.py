@@ -9,7 +9,7 @@ from evaluation.answers import MEAN, PLAIN, Answer
 from evaluation.lossless import Difference
 
 MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
-LONGEST_NAME = 19  # characters of a method's or a set's name in the table
+MAX_NAME_CHARACTERS = 19  # characters of a method's or a set's name in the table
 HEADS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
@@ -98,5 +98,5 @@ def _cells(row: dict) -> list[str]:
     figures = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
     numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in figures]
     equal = [f"{row['equal']}/{row['questions']}", str(row["ties"]), str(row["errors"])]
-    short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
+    short = [n if len(n) <= MAX_NAME_CHARACTERS else n[: MAX_NAME_CHARACTERS - 1] + "…" for n in names]
     return [*short, *numbers, *equal]

@@ -1,11 +1,14 @@
 """GPTQ (Frantar et al., arXiv 2210.17323): int4 weights that keep what a layer computes.
 
-A layer's inputs are correlated, so an error in one weight can be made up for by others of its row. The
-columns of a weight are rounded one after the other, and after each the columns that are left take over its
-error, in the way that changes the outputs least. A text contributes only the matrix x^T x of its inputs x,
-GPTQ's Hessian.
+A layer's inputs are correlated, so other weights of its row can make up for an error in one. The columns of a
+weight are rounded one after the other, and later columns make up for the errors of those before. A text
+contributes only the matrix x^T x of its inputs x, GPTQ's Hessian H.
 
-K inputs, N outputs of a layer.
+With H = F F^T, F upper triangular, errors e of a row cost |F^T e|^2. Column k is rounded to what makes its
+term zero, given the errors before it: w_k + sum over l < k of F[l, k] e_l / F[k, k]. GPTQ computes the same
+with the factor of H's inverse; F needs no inverse (arXiv 2507.18553).
+
+K inputs, N outputs of a layer, R tokens of the text.
 """
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch import Tensor
 from kernels.quantized import int4_scales
 
 DAMPING = 0.1  # of the mean square of an input: the weights follow the text less where it says little
-COLUMNS = 128  # whose errors reach the columns after them in one product; a multiple of every group
+PANEL = 1024  # columns of a Hessian that are computed together
 
 
 def gptq(weight: Tensor, hessian: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -24,39 +27,51 @@ def gptq(weight: Tensor, hessian: Tensor, group: int) -> tuple[Tensor, Tensor]:
     Both arguments are float32 and finite, and the group divides K.
     """
     N, K = weight.shape
-    inverse = _inverse_factor(hessian)
-    step = inverse.diagonal()
-    left = weight.t().contiguous()  # [K, N]: the columns, those not rounded yet with what they took over
-    q = torch.empty(K, N)
+    factor = _upper_factor(hessian)
+    diagonal = factor.diagonal().clone()
+    factor /= diagonal
+    importance = diagonal.square()
+    exact = weight.t().contiguous()  # [K, N]
+    wanted = exact.clone()  # what columns are rounded to, as far as the errors before them are known
+    q = torch.empty(K, N, dtype=torch.int8)
     scale = torch.empty(K // group, N, dtype=torch.bfloat16)
-    for start in range(0, K, COLUMNS):
-        end = min(start + COLUMNS, K)
-        errors = torch.empty(end - start, N)
-        for k in range(start, end):
-            if k % group == 0:
-                # An error in column k costs 1 / step[k]^2, once those after it have made up for it.
-                parts = left[k : k + group].t().contiguous()
-                scale[k // group] = int4_scales(parts, step[k : k + group].reciprocal().square())[:, 0]
-            unit = scale[k // group].float()
-            q[k] = (left[k] / torch.where(unit == 0, 1, unit)).round().clamp(-8, 7)
-            errors[k - start] = (left[k] - q[k] * unit) / step[k]
-            left[k + 1 : end] -= inverse[k, k + 1 : end, None] * errors[k - start]
-        left[end:] -= inverse[start:end, end:].t() @ errors
-    return q.t().to(torch.int8).contiguous(), scale.t().contiguous()
+    errors = torch.empty(group, N)
+    for start in range(0, K, group):
+        end = start + group
+        # A group's scales are chosen for what its columns would be if none of them were rounded.
+        square, missing = factor[start:end, start:end], wanted[start:end] - exact[start:end]
+        missing = torch.linalg.solve_triangular(square.t(), missing, upper=False, unitriangular=True)
+        parts = (exact[start:end] + missing).t().contiguous()
+        scale[start // group] = int4_scales(parts, importance[start:end])[:, 0]
+        unit = scale[start // group].float()
+        inverse = torch.where(unit == 0, 1, unit).reciprocal_()
+        for i, k in enumerate(range(start, end)):
+            value = wanted[k] if i == 0 else wanted[k].addmv_(errors[:i].t(), factor[start:k, k])
+            rounded = value.mul_(inverse).round_().clamp_(-8, 7)
+            q[k] = rounded
+            torch.addcmul(exact[k], rounded, unit, value=-1, out=errors[i])
+        wanted[end:].addmm_(factor[start:end, end:].t(), errors)
+    return q.t().contiguous(), scale.t().contiguous()
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper factor U of the inverse of the damped Hessian: U^T U = inverse."""
-    damped = hessian.clone()
+def second_moments(x: Tensor) -> Tensor:
+    """Inputs [R, K] -> x^T x [K, K]. It is symmetric, so half of it is computed."""
+    hessian = x.new_empty(x.shape[1], x.shape[1])
+    for start in range(0, x.shape[1], PANEL):
+        panel = x[:, start : start + PANEL].t() @ x[:, start:]
+        hessian[start : start + PANEL, start:] = panel
+        hessian[start:, start : start + PANEL] = panel.t()
+    return hessian
+
+
+def _upper_factor(hessian: Tensor) -> Tensor:
+    """The upper factor F of the damped Hessian F F^T: the lower factor of the columns in reverse order."""
+    damped = hessian.flip(0, 1)
     mean = hessian.diagonal().mean()
     damped.diagonal().add_(torch.where(mean > 0, DAMPING * mean, 1))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    return torch.linalg.cholesky(damped).flip(0, 1)
 
 
-def output_error(weight: Tensor, stored: Tensor, hessian: Tensor) -> float:
-    """|x (stored - weight)^T| / |x weight^T| over the inputs x with this x^T x."""
-    def energy(w: Tensor) -> float:
-        return float(((w @ hessian) * w).sum())
-
-    return (energy(stored - weight) / max(energy(weight), 1e-30)) ** 0.5
+def output_error(weight: Tensor, stored: Tensor, x: Tensor) -> float:
+    """|x (stored - weight)^T| / |x weight^T| of inputs x [R, K]."""
+    return float((x @ (stored - weight).t()).norm() / (x @ weight.t()).norm().clamp(min=1e-30))

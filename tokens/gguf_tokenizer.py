@@ -135,6 +135,9 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     tokens, kinds = metadata["tokens"], [*metadata["token_type"]]
     unknown = metadata.get("unknown_token_id", 0 if UNKNOWN not in kinds else kinds.index(UNKNOWN))
     kinds[unknown] = UNKNOWN  # Gemma's is a control token, and the library wants one of this type
+    # llama.cpp writes user-defined runs of spaces (Gemma) as spaces; the library has its own sign for them.
+    tokens = [token.replace(" ", "▁") if kind == USER_DEFINED else token
+              for token, kind in zip(tokens, kinds)]
     pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
               for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)]
     special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2),

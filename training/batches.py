@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tree import pick
 
-WINDOW = 512  # rows that are sorted by length together
+SORTED_ROWS = 512  # rows that are sorted by length together
 
 
 def batches(rows: list[dict], budget: int, generator: torch.Generator | None = None) -> list[list[int]]:
@@ -18,7 +18,7 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
     """
     order, window = list(range(len(rows))), max(1, len(rows))
     if generator is not None:  # sorted within a window only, so that every epoch groups differently
-        order, window = torch.randperm(len(rows), generator=generator).tolist(), WINDOW
+        order, window = torch.randperm(len(rows), generator=generator).tolist(), SORTED_ROWS
     groups = []
     for i in range(0, len(order), window):
         group: list[int] = []
@@ -36,7 +36,7 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
 class Batch:
     """Rows padded to one length, and the predictions in them that are scored.
 
-    `tokens` [B, T]; `taught` [B, R] are the positions whose next token but one is learnt. Position j pairs
+    `tokens` [B, T]; `taught` [B, R] are the positions whose next token but one is learned. Position j pairs
     the feature of token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is
     drafted from b-1 (the next token, the first root, is the target's) to e-3.
 

@@ -19,7 +19,7 @@ from common.files import digest, read_text
 from common.schema import Whole
 from tokens.tokenizer import common_prefix
 
-SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
+MIN_ANSWER_TOKENS = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
 
 
 class Line(BaseModel):
@@ -61,7 +61,7 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
 def usable(row: dict, max_len: int) -> dict | None:
     """Cut a row to `max_len` tokens and drop answers that are too short. Return None if none is left."""
     answers = [[b, min(e, max_len)] for b, e in row["answers"]]
-    answers = [[b, e] for b, e in answers if e - b >= SHORTEST and b > 0]
+    answers = [[b, e] for b, e in answers if e - b >= MIN_ANSWER_TOKENS and b > 0]
     if not answers:
         return None
     chat = row.get("chat") or digest(row["ids"][: row["answers"][0][0]])

@@ -31,11 +31,11 @@ class TrainedKind(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-SOME = "draft_vocab", "states", "loss", "start"
-BLOCK = *SOME, "layers", "drafts"
+COMMON = "draft_vocab", "states", "loss", "start"
+BLOCK = *COMMON, "layers", "drafts"
 MARKOV = *BLOCK, "markov_rank"
 TRAINED = {
-    "eagle3": TrainedKind("EAGLE-3 head", "eagle3", Eagle3Objective, (*SOME, "steps")),
+    "eagle3": TrainedKind("EAGLE-3 head", "eagle3", Eagle3Objective, (*COMMON, "steps")),
     "p-eagle": TrainedKind("P-EAGLE head", "p-eagle", PEagleObjective, MARKOV),
     "dflash": TrainedKind("DFlash head", "dflash", BlockObjective, BLOCK),
     "dspark": TrainedKind("DSpark head", "dspark", BlockObjective, MARKOV),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # A process may wait long for another one that decodes its share of the text.
-PATIENCE = timedelta(days=2)
+RANK_TIMEOUT = timedelta(days=2)
 
 
 class Processes:

@@ -34,7 +34,7 @@ from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import Processes
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer
-from training.validate import TOKENS, Validator
+from training.validate import ANSWER_TOKENS, Validator
 from training.writing import Collector
 
 LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
@@ -135,8 +135,8 @@ class Session:
         for reason, count in left_out.most_common(9):  # a template may have another one for each
             note(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
-            raise InputError(f"no usable answers: all are shorter than {data.SHORTEST} tokens or after"
-                             f" --max-len {o.max_len}")
+            raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
+                             f" after --max-len {o.max_len}")
         return rows
 
     def _collector(self) -> Collector:
@@ -186,7 +186,7 @@ class Session:
         """Return the validator on held-out prompts that leave room for an answer, if there are any."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
-        prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
+        prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]
         return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
     # -- result ----------------------------------------------------------------------------------------------

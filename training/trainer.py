@@ -22,11 +22,11 @@ from training.report import TrainingLog
 from training.validate import Validator
 
 STATE = "state.pt"  # in WORK
-SAMPLE = 16  # rows that the scale of the features is learnt from
+SCALE_ROWS = 16  # rows that the scale of the features is computed from
 WARMUP = 0.03  # share of the run while the learning rate rises
 CLIP = 0.5  # norm of the gradient
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
-MICRO = 8192  # padded tokens that are computed at once; gradients are accumulated
+MICRO_BATCH_TOKENS = 8192  # padded tokens that are computed at once; gradients are accumulated
 SAVE_SECONDS = 300  # between two saved states
 
 
@@ -60,8 +60,8 @@ def save_state(folder: Path, state: dict) -> None:
 class Trainer:
     """Trains `objective.head` on rows.
 
-    Neither MICRO nor the number of processes changes the batches or their gradients, which are sums over all
-    of an optimizer step.
+    Neither MICRO_BATCH_TOKENS nor the number of processes changes the batches or their gradients, which are
+    sums over all of an optimizer step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Trainer:
     @torch.no_grad()
     def _learn_scale(self) -> None:
         """Set the objective's scale from a few rows, the same ones in any order of the rows."""
-        sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())[:SAMPLE]
+        sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())[:SCALE_ROWS]
         states = self.features.read(sample)
         lengths = torch.tensor([len(row["ids"]) for row in sample])
         real = torch.arange(states.normed.shape[1]) < lengths[:, None]
@@ -97,9 +97,9 @@ class Trainer:
     # -- one optimizer step ----------------------------------------------------------------------------------
 
     def micro_batches(self, places: list[int]) -> list[list[int]]:
-        """Return this process's share of a batch, cut to MICRO tokens."""
+        """Return this process's share of a batch, cut to MICRO_BATCH_TOKENS tokens."""
         mine = self.processes.share(places)
-        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], MICRO)]
+        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], MICRO_BATCH_TOKENS)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
         """Set the gradients of one batch (rows at `places`), summed over the processes.
@@ -212,7 +212,7 @@ class Trainer:
         """Return how often the head's first choice is the target's on held-out text, by draft step."""
         steps = self.objective.steps
         hits = valid = torch.zeros(steps, dtype=torch.float64)
-        for places in batches(self.held_out, min(MICRO, self.plan.batch_tokens)):
+        for places in batches(self.held_out, min(MICRO_BATCH_TOKENS, self.plan.batch_tokens)):
             rows = [self.held_out[p] for p in places]
             batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
             _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)

@@ -9,8 +9,8 @@ from model import Transformer
 from sampling.options import Sampling
 from tree import PAPER_TREE, TreeShape
 
-TOKENS = 64  # of an answer
-BATCH = 16  # answers that are decoded together
+ANSWER_TOKENS = 64  # of an answer
+DECODE_BATCH = 16  # answers that are decoded together
 
 
 def drafter_of(head: Head, shape: TreeShape) -> Drafter:
@@ -34,10 +34,11 @@ class Validator:
         None if every answer ended with its first token.
         """
         engine = Engine(
-            self.target, drafter_of(self._twin(head), PAPER_TREE), batch=min(BATCH, len(self.prompts)),
-            max_seq_len=max(map(len, self.prompts)) + TOKENS, stop_ids=self.stop_ids, compile=False,
+            self.target, drafter_of(self._twin(head), PAPER_TREE), batch=min(DECODE_BATCH, len(self.prompts)),
+            max_seq_len=max(map(len, self.prompts)) + ANSWER_TOKENS, stop_ids=self.stop_ids, compile=False,
         )
-        lengths = [n for r in engine.generate(self.prompts, Sampling(TOKENS)) for n in r.accept_lengths]
+        requests = engine.generate(self.prompts, Sampling(ANSWER_TOKENS))
+        lengths = [n for request in requests for n in request.accept_lengths]
         return sum(lengths) / len(lengths) if lengths else None
 
     def _twin(self, head: Head) -> Head:

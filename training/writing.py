@@ -25,7 +25,7 @@ from training.data import Line, extend, read_shards
 from training.processes import Processes
 from training.report import live_bar, read_log
 
-TURN_TOKENS = 96  # most tokens of a user turn that the model writes
+MAX_USER_TOKENS = 96  # of a user turn that the model writes
 REFUSED = "refused by the chat template ({})"
 
 
@@ -53,7 +53,7 @@ class Collector:
         self.planned: dict[str, Callable[[], Steps]] = {}
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
         self.made_by = digest(target, tokenizer.template, probe, stop_ids, seed, max_new_tokens, temperature,
-                              max_prompt_tokens, TURN_TOKENS)
+                              max_prompt_tokens, MAX_USER_TOKENS)
 
     def from_prompts(self, prompts: list[list[dict]]) -> None:
         """Plan to answer the user messages of conversations, which may begin with a system message.
@@ -119,7 +119,7 @@ class Collector:
         """Let the target write a user's turn, which begins with `start`. Return "" if it did not end."""
         header = self._short(self.user_header() + self.tokenizer.encode(start, bos=False))
         # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
-        written = yield header, Sampling(TURN_TOKENS, temperature=0.8, seed=seed)
+        written = yield header, Sampling(MAX_USER_TOKENS, temperature=0.8, seed=seed)
         turn = start + self.tokenizer.decode(written.ids)
         if (end := self.user_end()) and end in turn:
             return turn.split(end, 1)[0].strip()

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from kernels.gptq import gptq, output_error
+from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import dequantize, scales, values
 
 
@@ -19,15 +19,21 @@ def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
     weight = torch.randn(40, inputs, generator=torch.Generator().manual_seed(1))
     weight[3] = 0
     x = correlated(inputs, 4096, seed=0)
-    seen, unseen = x[:2048].T @ x[:2048], x[2048:].T @ x[2048:]
-    q, scale = gptq(weight, seen, group)
+    seen, unseen = x[:2048], x[2048:]
+    q, scale = gptq(weight, second_moments(seen), group)
     assert q.dtype == torch.int8 and q.min() >= -8 and q.max() <= 7 and (q[3] == 0).all()
     assert scale.dtype == torch.bfloat16 and scale.shape == (40, inputs // group)
     simple = scales(weight, "int4", group)
     nearest = dequantize(values(weight, simple, "int4"), simple, torch.float32)
-    for hessian in (seen, unseen):
-        error = output_error(weight, dequantize(q, scale, torch.float32), hessian)
-        assert error < 0.75 * output_error(weight, nearest, hessian)
+    for inputs in (seen, unseen):
+        error = output_error(weight, dequantize(q, scale, torch.float32), inputs)
+        assert error < 0.75 * output_error(weight, nearest, inputs)
+
+
+def test_second_moments_in_panels(monkeypatch):
+    monkeypatch.setattr("kernels.gptq.PANEL", 24)
+    x = correlated(64, 100, seed=2)
+    torch.testing.assert_close(second_moments(x), x.T @ x)
 
 
 def test_where_inputs_are_not_correlated_it_is_the_nearest():

@@ -87,6 +87,12 @@ def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix, unknown):
     assert tok.strips_space is (not prefix)
 
 
+def test_user_defined_runs_of_spaces(tmp_path):
+    tok = tiny(tmp_path, "llama", ("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁", 1), ("   ", 4), ("x", 1),
+               bos_token_id=257, eos_token_id=258, add_bos_token=False)
+    assert tok.encode("x   x x") == [261, 260, 261, 259, 261] and tok.decode([261, 260, 261]) == "x   x"
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("type_", range(7))
 def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_, tmp_path):

