@@ -350,7 +350,6 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
 
     shared: further fields of `drafters.setup.Setup`. Raises InputError if it cannot be built.
     """
-    from drafters.mixed import Mixed
     from drafters.setup import Setup  # imports torch, as does the next
 
     parts = []
@@ -365,4 +364,6 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shar
         parts.append(part)
     if len(parts) < 2:
         return parts[0] if parts else None
+    from drafters.mixed import Mixed
+
     return Mixed(*parts)
