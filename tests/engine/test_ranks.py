@@ -49,7 +49,8 @@ def folder(golden, tmp_path_factory):
         ("odd", odd, made / "odd"), ("wide", {"intermediate_size": 256, "head_dim": 64}, work / "exact"),
     ):
         config = CONFIG | changes | {"torch_dtype": "float32"}
-        convert(write_source(work / name, target_state(config), config), out, quiet=True)
+        # The seed gives the precisions of "wide" no near tie, which a sum over ranks may decide otherwise.
+        convert(write_source(work / name, target_state(config, seed=3), config), out, quiet=True)
     for mode in PRECISIONS:
         scheme = Scheme(mode, 32 if mode in FOUR_BITS else 0, BESIDE.get(mode, mode))
         quantize_folder(Quantised.of(work / "exact", scheme), made / mode)

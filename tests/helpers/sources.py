@@ -22,8 +22,8 @@ HEAD_CONFIG = {
 }
 
 
-def target_state(config=CONFIG, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(1)
+def target_state(config=CONFIG, dtype=torch.float32, seed: int = 1) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
     H, V, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
     heads = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     shapes = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
