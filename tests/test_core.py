@@ -1,0 +1,100 @@
+"""The core alone, in a folder of its own, decodes the golden traces; and it does not grow."""
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import torch
+from helpers import GOLDEN, ROOT
+from helpers.decoding import shape_of
+from safetensors import safe_open
+
+from tree import link
+
+# What one EAGLE request in PyTorch imports, and nothing else. Numbers may only fall.
+CORE = (
+    "checkpoint/__init__.py", "checkpoint/load.py", "checkpoint/weights.py", "common/__init__.py",
+    "common/cli.py", "common/dtypes.py", "common/errors.py", "common/files.py", "common/schema.py",
+    "common/threads.py", "common/tree_shapes.py", "drafters/__init__.py", "drafters/eagle.py",
+    "drafters/setup.py", "engine/__init__.py", "engine/draft.py", "engine/engine.py", "engine/graphs.py",
+    "engine/memory.py", "engine/passes.py", "engine/prompt.py", "engine/request.py", "engine/runtime.py",
+    "engine/scheduler.py", "engine/state.py", "engine/step.py", "engine/target.py", "extensions.py",
+    "generate.py", "head.py", "llm.py", "model.py", "sampling/__init__.py", "sampling/adjust.py",
+    "sampling/noise.py", "sampling/options.py", "tokens/__init__.py", "tokens/files.py",
+    "tokens/templates.py", "tokens/tokenizer.py", "tree.py",
+)
+MAX_FILES, MAX_LINES = 37, 4_300  # with code; without blank lines, comments and docstrings
+REPLAY = """
+import json, sys
+from llm import LLM
+from sampling.options import Sampling
+
+found = []
+for checkpoint, method, tree, prompt, count in json.loads(sys.argv[1]):
+    llm = LLM(checkpoint, method, tree=tree, batch_size=1, device="cpu", compile=False, dtype="fp32")
+    known, steps = list(prompt), []
+    for event in llm.engine.run([prompt], [Sampling(count)], [], watch=True):
+        if event.draft:
+            steps.append([list(known), event.draft.tokens, event.draft.parent])
+        known += event.ids
+    found.append([known, steps])
+print(json.dumps(found))
+"""
+
+
+def code_lines(path) -> int:
+    """Count the lines that are neither blank nor comments nor docstrings."""
+    text, docs = path.read_text(), set()
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            docs.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(i not in docs and bool(line.strip()) and not line.strip().startswith("#") for i, line in lines)
+
+
+def run_alone(folder, *command) -> str:
+    """Run Python in a folder that it finds modules in, without the checkout. Returns its stdout."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
+    """Node for node, with every other folder deleted; and the command prints a text."""
+    for name in CORE:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    traces, jobs = [], []
+    for path in sorted(GOLDEN.glob("eagle?.*.safetensors")):
+        with safe_open(path, "pt") as f:
+            trace = {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
+        prompt, output = (trace[name].flatten().tolist() for name in ("prompt", "output_ids"))
+        shape, method = shape_of(path), "eagle2" if path.name.startswith("eagle1") else "eagle3"
+        tree = f"{shape.nodes},{shape.depth},{shape.width}"
+        jobs.append([str(golden), method, tree, prompt, len(output) - len(prompt) + 9])
+        traces.append(trace)
+    assert len(jobs) == 7
+    found = json.loads(run_alone(tmp_path, "-c", REPLAY, json.dumps(jobs)))
+    for trace, (known, steps) in zip(traces, found):
+        for n in range(len({key.split(".")[0] for key in trace if "." in key})):
+            before, tokens, parent = steps[n]
+            parent = torch.tensor([parent])
+            assert before == trace[f"{n:03d}.input_ids"].flatten().tolist()
+            assert tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
+            assert torch.equal(link(parent, parent.shape[1])[1][0], trace[f"{n:03d}.tree_mask"].bool())
+        output = trace["output_ids"].flatten().tolist()
+        assert known[: len(output)] == output
+    command = "generate.py", "--checkpoint", golden, "--speculate", "eagle3", "--device", "cpu"
+    flags = "--no-compile", "--dtype", "fp32", "--prompt", "Hello", "--max-new-tokens", "8"
+    assert run_alone(tmp_path, *command, *flags)
+
+
+def test_the_core_does_not_grow():
+    counts = [code_lines(ROOT / name) for name in CORE]
+    assert sum(count > 0 for count in counts) <= MAX_FILES and sum(counts) <= MAX_LINES, (len(counts), sum(counts))
