@@ -65,25 +65,24 @@ class Tree(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """The prices of drafts, in tokens: those that decoding would emit in the same time. Levels and nodes that
-    are expected to bring less are not drafted.
+    """The costs of drafts, in tokens that decoding would emit in the same time. A level or a node with less
+    expected gain is not drafted.
 
-    A node brings trust * exp(score) tokens, at most 1: its chance to be accepted. The n-th best nodes of all
-    texts share a price. Values are read back, so this is for CPUs.
+    A node gains confidence * exp(score) tokens, at most 1: its probability to be accepted. The n-th best
+    nodes of all sequences share a price. Values are read back to the host, so this is for CPUs.
 
-    level: of one more level. nodes [T-1]: of the first drafted node, of a second beside it, and so on.
-    trust [B]: accepted drafts of each text over the sum of exp(score) of its drafts; 0: a row that decodes
-    nothing.
+    level: of one more level. nodes [T-1]: of the first drafted node, of the second, and so on. confidence
+    [B]: accepted drafts / sum of exp(score) over the drafts; 0 for an idle slot.
     """
 
     level: float
     nodes: Tensor
-    trust: Tensor
+    confidence: Tensor
 
     def _chances(self, scores: Tensor) -> Tensor:
         """Return what the best nodes of all texts bring, the second best, and so on [n]. scores [B, n]."""
         ranked = scores.sort(descending=True).values.exp()
-        return (self.trust[:, None] * ranked).clamp(max=1).sum(0)
+        return (self.confidence[:, None] * ranked).clamp(max=1).sum(0)
 
     def rows(self, scores: Tensor, most: int) -> int:
         """Return how many of the newest nodes [B, n] to expand, at most `most`; 0: no further level pays.

@@ -1,9 +1,9 @@
-"""The scheduler of heads on a CPU: each step drafts nothing, or a tree whose levels and nodes reduce latency.
+"""Cost-based scheduler of draft heads on a CPU: each step drafts nothing, or the tree that reduces latency.
 
-The time that drafting takes would emit tokens elsewhere: that is its price. `Costs` knows how long steps take
-here and now: it tries them out, and then learns from all that run. `Acceptance` knows what the steps of a
-request bring. On our CPU kernels the choice never changes the text. Compiled steps draft trees of one size,
-or nothing.
+Drafting takes time in which plain decoding would emit tokens: that is its cost. `Costs` predicts the seconds
+of a step. It starts from timed trials and learns from every step. `Acceptance` tracks the tokens that the
+steps of a request emit. With our CPU kernels the choice never changes the text. Compiled steps draft trees of
+one size, or nothing.
 """
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from engine.scheduler import Choice, Scheduler
 from model import Transformer
 from tree import Prices, Tree, TreeShape
 
-# The largest trees: of greedy steps, and of those that sample, as noise is drawn for every level beforehand.
-LIMITS = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
+# Largest tree of a greedy step and of a sampled one. Sampling draws the noise of every level in advance.
+MAX_TREES = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
 
-# -- what steps bring --------------------------------------------------------------------------
+# -- accepted tokens per step -------------------------------------------------------------------
 
-MEMORY, LONG_MEMORY = 0.98, 0.998  # weight of a step relative to the one after it: of a request, of all
-PRIOR = 12.0  # steps of the usual text that a request begins with
-HOPED = 1.3  # `Acceptance.drafted` before any step has run
-MOST = 1.5  # of `drafted` over `alone` that a request begins with; at least 1: few steps show if it differs
-TRUSTING = 0.5  # the least trust that it begins with
-DOUBT = 0.03  # of a step without drafts that trust gets nearer to 1: texts change
+# Weight of a step relative to the next one: in the ratios of a request, and in those of all requests.
+REQUEST_DECAY, GLOBAL_DECAY = 0.98, 0.998
+PRIOR_STEPS = 12.0  # weight of the initial value of a ratio, in steps
+INITIAL_SPEEDUP = 1.3  # `Acceptance.with_head` before the first measurement
+# Limit of `with_head` / `without_head` in a new request, at least 1. A few steps show whether it differs.
+MAX_INITIAL_RATIO = 1.5
+MIN_CONFIDENCE = 0.5  # of a new request
+PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves the confidence towards 1: text changes
 
 
 class Ratio:
-    """A ratio of two sums over steps, found / expected; old steps fade."""
+    """An exponentially weighted ratio of two sums over steps: found / expected."""
 
     def __init__(self, value: float, memory: float):
-        self.found, self.expected, self.memory = PRIOR * value, PRIOR, memory
+        self.found, self.expected, self.memory = PRIOR_STEPS * value, PRIOR_STEPS, memory
 
     def record(self, found: float, expected: float) -> None:
         """Add one step."""
@@ -54,70 +56,72 @@ class Ratio:
         return self.found / self.expected
 
 
-def over(ratios: Iterable[Ratio]) -> float:
-    """Return the ratio of several texts together."""
+def pooled(ratios: Iterable[Ratio]) -> float:
+    """Return the ratio of several requests together."""
     ratios = [*ratios]
     return sum(r.found for r in ratios) / sum(r.expected for r in ratios)
 
 
 class Acceptance:
-    """Tokens that the steps of one request bring, or those of all.
+    """Tokens that the steps of one request emit, or those of all requests.
 
-    drafted, alone: emitted in the time of a plain step by steps with the head, and by those without it; alone
-    that is more than one where prompt lookup drafts. trust: accepted drafts over those that their scores
-    promised.
+    with_head, without_head: tokens emitted in the time of a plain step, by steps with the head and by those
+    without it. without_head is above 1 where prompt lookup drafts. confidence: accepted drafts / drafts that
+    their scores predict.
     """
 
     def __init__(
-        self, drafted: float = HOPED, alone: float = 1.0, trust: float = 1.0, memory: float = LONG_MEMORY
+        self, with_head: float = INITIAL_SPEEDUP, without_head: float = 1.0, confidence: float = 1.0,
+        memory: float = GLOBAL_DECAY,
     ):
-        self.drafted, self.alone = Ratio(drafted, memory), Ratio(alone, memory)
-        self.trust = Ratio(trust, memory)
+        self.with_head, self.without_head = Ratio(with_head, memory), Ratio(without_head, memory)
+        self.confidence = Ratio(confidence, memory)
 
     def next(self) -> Acceptance:
-        """Return that of the next request, before it has run: it may be easier or harder than others."""
-        alone = self.alone.value
-        drafted = min(max(self.drafted.value, alone), MOST * alone)
-        return Acceptance(drafted, alone, max(self.trust.value, TRUSTING), MEMORY)
+        """Return the prior of a new request. It may be easier or harder than others."""
+        without_head = self.without_head.value
+        with_head = min(max(self.with_head.value, without_head), MAX_INITIAL_RATIO * without_head)
+        return Acceptance(with_head, without_head, max(self.confidence.value, MIN_CONFIDENCE), REQUEST_DECAY)
 
-    def record(self, head: bool, emitted: int, took: float | None, promised: float | None) -> None:
-        """Add a step. See `Tuner.record`."""
-        if promised:
-            self.trust.record(emitted - 1, promised)
+    def record(self, head: bool, emitted: int, relative_cost: float | None, expected: float | None) -> None:
+        """Add a step, as in `Tuner.record`."""
+        if expected:
+            self.confidence.record(emitted - 1, expected)
         else:
-            self.trust.record(DOUBT, DOUBT)
-        if took is not None:
-            (self.drafted if head else self.alone).record(emitted, took)
+            self.confidence.record(PRIOR_DECAY, PRIOR_DECAY)
+        if relative_cost is not None:
+            (self.with_head if head else self.without_head).record(emitted, relative_cost)
             if not head:
-                self.drafted.record(DOUBT * self.drafted.value, DOUBT)
+                self.with_head.record(PRIOR_DECAY * self.with_head.value, PRIOR_DECAY)
 
 
-# -- what steps take ---------------------------------------------------------------------------
+# -- seconds per step --------------------------------------------------------------------------
 
-FLAT = 5  # nodes of the largest tree that is tried on one level
-TURNS, MOST_TURNS = 2, 12  # how often each kind is tried: at least, and at most
-FIRST = 2  # the same where trials are the first steps of a text
-ENOUGH, LONG = 0.6, 3.0  # seconds of trials after which none is repeated; no larger tree is tried
-HOPELESS = 3.0  # seconds of a step over those of a plain one; if a step takes more, no larger tree is tried
-LATE = 1.5  # seconds of a step over those expected that count at most: other programs take more
-DRAWN = 5.0  # steps that the assumption of `Costs` about nodes counts for
-CHEAPEST = 0.002  # seconds of a level or a node over those of a plain step: at least, as all has a price
-RECENT = 0.96  # weight of a step's seconds relative to those of the one after it
-PLAIN = 0.3  # weight of a plain step
-STALE = 1.1  # pace over that when plain steps ran; if it is more, these are tried again
-FRESH = 16  # drafted steps after a plain one that tell nothing about its time
-GUESS = 0.25  # of a drafted step that did not run: its seconds are guessed
+MAX_FLAT_NODES = 5  # nodes of the largest tree with one level that is timed
+MIN_TRIAL_ROUNDS, MAX_TRIAL_ROUNDS = 2, 12  # each round times every tree once
+INLINE_TRIALS = 2  # steps per tree if the first steps of a request are the trials
+REPEAT_SECONDS = 0.6  # if the trials take longer, MIN_TRIAL_ROUNDS rounds are run
+GROW_SECONDS = 3.0  # if the trials take longer, no larger tree is timed
+MAX_SLOWDOWN = 3.0  # a step / a plain step; above it no larger tree is timed
+MAX_DELAY = 1.5  # measured / predicted seconds, clamped: other programs delay single steps
+PRIOR_FIT_STEPS = 5.0  # weight of the prior `node_load_factor == load_factor`, in steps
+MIN_COST_RATIO = 0.002  # seconds of a level or a node / seconds of a plain step: nothing is free
+FIT_DECAY = 0.96  # weight of a step relative to the next one in the fit of the load factors
+PLAIN_STEP_WEIGHT = 0.3  # of a plain step in the moving average of `Costs.plain`
+MAX_LOAD_DRIFT = 1.1  # change of the load factor, either way, after which plain steps are timed again
+PLAIN_VALID_STEPS = 16  # drafted steps after a plain one that leave `Costs.plain` as measured
+ESTIMATED_STEP_WEIGHT = 0.25  # of a drafted step that did not run: its seconds are estimated
 
 
 class Size(NamedTuple):
-    """Size of a drafted tree: its nodes, root included, and the levels grown after the first."""
+    """Size of a drafted tree: nodes, root included, and levels grown after the first."""
 
     nodes: int
     levels: int
 
 
 class Trial(NamedTuple):
-    """A tree to be timed: its nodes, root included, and whether all levels are grown, or the first alone.
+    """A tree to time: nodes, root included, and whether all levels are grown, or only the first.
 
     0 nodes: plain decoding.
     """
@@ -126,56 +130,59 @@ class Trial(NamedTuple):
     deep: bool = False
 
 
-PLAINLY = Trial(0)
-TRIALS = PLAINLY, Trial(1), Trial(FLAT), *(Trial(n, True) for n in (FLAT, 8, 12, 16, 24, 32))
-NEEDED = {*TRIALS[:3]}
-Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each kind's steps
+PLAIN_TRIAL = Trial(0)
+TRIALS = (
+    PLAIN_TRIAL, Trial(1), Trial(MAX_FLAT_NODES),
+    *(Trial(n, True) for n in (MAX_FLAT_NODES, 8, 12, 16, 24, 32)),
+)
+REQUIRED_TRIALS = {*TRIALS[:3]}
+Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each step
 
 
-def quickest(steps: list[tuple[Size, float]]) -> float:
-    """Return the least seconds: other programs delay steps, none is too fast."""
+def fastest(steps: list[tuple[Size, float]]) -> float:
+    """Return the least seconds: other programs only add delay."""
     return min(seconds for _, seconds in steps)
 
 
-def _spent(trials: Trials) -> float:
+def _trial_seconds(trials: Trials) -> float:
     """Return the seconds of all trials."""
     return sum(seconds for steps in trials.values() for _, seconds in steps)
 
 
 class Costs:
-    """Seconds of steps over one number of sequences: of plain ones, and by the size of the tree.
+    """Seconds of steps over one number of sequences: plain steps, and drafted ones by tree size.
 
-    A step with a tree takes `base`, and more for each level and each drafted node. Real steps tell how much
-    slower all this is now than when it was tried (`pace`), and how much slower nodes are, whose attention
-    grows with the text (`slower`): by least squares. As trees are small and alike, nodes are assumed to be
-    slower by as much as the rest, until steps say otherwise. Kinds of steps that do not run are assumed to
-    change as those that do.
+    A drafted step takes `base` seconds, plus more for each level and each node. Two load factors, measured /
+    predicted seconds, are fitted to real steps by least squares: `load_factor` of all but the nodes, and
+    `node_load_factor` of the nodes, whose attention grows with the context. The prior is that both are equal,
+    as steps with small trees of similar size do not separate them. Steps that do not run are assumed to
+    change by the same factor as those that do.
     """
 
-    def __init__(self, plain: float, base: float, level: float = 0.0, each: Iterable[float] = (0.0,)):
-        """each: seconds of the first drafted node, of the second, and so on."""
-        self.plain, self.plain_then = plain, plain  # now, and when it was tried
-        self.base, self.level, self.each = base, level, [*each]
-        self.upto = [0.0, *accumulate(self.each)]
-        self.drawn = DRAWN * self._nodes(FLAT) ** 2
+    def __init__(self, plain: float, base: float, level: float = 0.0, node_seconds: Iterable[float] = (0.0,)):
+        """node_seconds: of the first drafted node, of the second, and so on."""
+        self.plain, self.measured_plain = plain, plain  # now, and in the trials
+        self.base, self.level, self.node_seconds = base, level, [*node_seconds]
+        self.cumulative = [0.0, *accumulate(self.node_seconds)]
+        self.prior_weight = PRIOR_FIT_STEPS * self._nodes(MAX_FLAT_NODES) ** 2
         self.sums = [0.0] * 5
-        self._learn(base + level, self._nodes(FLAT), base + level + self._nodes(FLAT))
-        self.drift, self.since = 1.0, 0  # change of the pace since plain steps ran; the steps since then
+        self._learn(base + level, self._nodes(MAX_FLAT_NODES), base + level + self._nodes(MAX_FLAT_NODES))
+        self.load_drift, self.steps_since_plain = 1.0, 0  # since the last plain step
 
     @property
     def stale(self) -> bool:
-        """True if steps have become slower or faster, and no plain one has shown yet if it has, too."""
-        return not 1 / STALE < self.drift < STALE
+        """True if the load has changed and no plain step has been timed since."""
+        return not 1 / MAX_LOAD_DRIFT < self.load_drift < MAX_LOAD_DRIFT
 
     @classmethod
-    def of_trials(cls, trials: Trials) -> Costs:
-        """Make them of trials: those that are NEEDED, and more.
+    def from_trials(cls, trials: Trials) -> Costs:
+        """Build costs from trials, which include REQUIRED_TRIALS.
 
-        A node of a larger tree is taken not to be cheaper than one of a smaller tree. If it seems to be, that
-        is chance, and both get their mean (isotonic regression).
+        The cost of a node does not fall with the size of the tree. Measurements that say so are noise and are
+        averaged (isotonic regression).
         """
-        seconds = {kind: quickest(steps) for kind, steps in trials.items()}
-        plain, base, flat = (seconds[kind] for kind in TRIALS[:3])
+        seconds = {trial: fastest(steps) for trial, steps in trials.items()}
+        plain, base, flat = (seconds[trial] for trial in TRIALS[:3])
         deep = [t for t in TRIALS if t.deep and t in trials]
         pools: list[tuple[float, int]] = []  # seconds of nodes, and their number
         for s, t in (TRIALS[1:3], *pairwise(deep)):
@@ -184,82 +191,93 @@ class Costs:
                 before = pools.pop()
                 more, nodes = more + before[0], nodes + before[1]
             pools.append((more, nodes))
-        floor = CHEAPEST * plain
-        each = [max(more / nodes, floor) for more, nodes in pools for _ in range(nodes)]
+        floor = MIN_COST_RATIO * plain
+        node_seconds = [max(more / nodes, floor) for more, nodes in pools for _ in range(nodes)]
         levels = trials[deep[0]][0][0].levels if deep else 0
         level = (seconds[deep[0]] - flat) / levels if levels else base - plain
-        return cls(plain, max(base, plain), max(level, floor), each)
+        return cls(plain, max(base, plain), max(level, floor), node_seconds)
 
-    def towards(self, other: Costs, share: float, rows: float) -> Costs:
-        """Return costs between these and those of other numbers of sequences. rows: factor of nodes."""
+    def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
+        """Return costs between these and `other`, for another number of sequences. scale: of the nodes."""
         def now(c: Costs) -> list[float]:
-            return [c.plain, c.pace * c.base, c.pace * c.level] + [c.slower * x * rows for x in c.each]
+            return [c.plain, c.load_factor * c.base, c.load_factor * c.level] + [
+                c.node_load_factor * x * scale for x in c.node_seconds
+            ]
 
-        plain, base, level, *each = (one + (two - one) * share for one, two in zip(now(self), now(other)))
-        return Costs(plain, base, level, each)
+        plain, base, level, *node_seconds = (
+            one + (two - one) * fraction for one, two in zip(now(self), now(other))
+        )
+        return Costs(plain, base, level, node_seconds)
 
     def _nodes(self, count: int) -> float:
-        """Return the seconds that nodes took when they were tried. count: with the root, which takes none."""
-        known = len(self.each)
-        return self.upto[count - 1] if count <= known else self.upto[-1] + (count - 1 - known) * self.each[-1]
+        """Return the seconds of a tree's nodes in the trials. count: with the root, which takes none."""
+        known = len(self.node_seconds)
+        return (
+            self.cumulative[count - 1] if count <= known
+            else self.cumulative[-1] + (count - 1 - known) * self.node_seconds[-1]
+        )
 
-    def of(self, size: Size, head: bool) -> float:
-        """Return the seconds of a step now. head: it runs."""
-        bare = self.pace * (self.base + self.level * size.levels) if head else self.plain
-        return bare + self.slower * self._nodes(size.nodes)
+    def seconds(self, size: Size, head: bool) -> float:
+        """Predict the seconds of a step under the present load. head: the draft head runs."""
+        bare = self.load_factor * (self.base + self.level * size.levels) if head else self.plain
+        return bare + self.node_load_factor * self._nodes(size.nodes)
 
-    def over_plain(self, size: Size, head: bool = True) -> float:
-        """Return the same over those of a plain step."""
-        return self.of(size, head) / self.plain
+    def relative_cost_of(self, size: Size, head: bool = True) -> float:
+        """Predict the seconds of a step / the seconds of a plain step."""
+        return self.seconds(size, head) / self.plain
 
-    def prices(self, speed: float, shape: TreeShape, trust: list[float]) -> Prices:
-        """Return prices where `speed` tokens are emitted in the time of a plain step."""
+    def prices(self, speed: float, shape: TreeShape, confidence: list[float]) -> Prices:
+        """Return prices in tokens. speed: tokens emitted in the time of a plain step."""
         rate = speed / self.plain
-        nodes = [rate * self.slower * node for node in self.each[: shape.nodes - 1]]
+        nodes = [rate * self.node_load_factor * node for node in self.node_seconds[: shape.nodes - 1]]
         nodes += [math.inf] * (shape.nodes - 1 - len(nodes))
-        return Prices(rate * self.pace * self.level, torch.tensor(nodes), torch.tensor(trust))
+        return Prices(rate * self.load_factor * self.level, torch.tensor(nodes), torch.tensor(confidence))
 
     def add(self, size: Size, head: bool, seconds: float) -> None:
-        """Learn from a step."""
-        seconds, nodes = min(seconds, LATE * self.of(size, head)), self._nodes(size.nodes)
-        before = self.pace
+        """Update the load factors, or `plain`, from a measured step."""
+        seconds, nodes = min(seconds, MAX_DELAY * self.seconds(size, head)), self._nodes(size.nodes)
+        before = self.load_factor
         if head:
             self._learn(self.base + self.level * size.levels, nodes, seconds)
-            self.since += 1
-            self.plain *= self.pace / before if self.since > FRESH else 1.0
-            self.drift *= self.pace / before
+            self.steps_since_plain += 1
+            self.plain *= self.load_factor / before if self.steps_since_plain > PLAIN_VALID_STEPS else 1.0
+            self.load_drift *= self.load_factor / before
         else:
-            self.since = 0
-            alone = max(seconds - self.slower * nodes, self.plain / 2)
-            self.plain += PLAIN * (alone - self.plain)
-            self.drift += PLAIN * (1 - self.drift)
-            self._learn(GUESS * self.base, 0.0, GUESS * self.base * self.plain / self.plain_then)
+            self.steps_since_plain = 0
+            measured = max(seconds - self.node_load_factor * nodes, self.plain / 2)
+            self.plain += PLAIN_STEP_WEIGHT * (measured - self.plain)
+            self.load_drift += PLAIN_STEP_WEIGHT * (1 - self.load_drift)
+            self._learn(
+                ESTIMATED_STEP_WEIGHT * self.base, 0.0,
+                ESTIMATED_STEP_WEIGHT * self.base * self.plain / self.measured_plain,
+            )
 
     def _learn(self, bare: float, nodes: float, seconds: float) -> None:
-        """Set pace and slower so that pace * bare + slower * nodes is near the seconds of the last steps.
+        """Fit load_factor * bare + node_load_factor * nodes to the seconds of recent steps.
 
-        bare: seconds of all but the nodes, when they were tried.
+        bare: seconds of all but the nodes in the trials.
         """
         new = bare * bare, bare * nodes, nodes * nodes, bare * seconds, nodes * seconds
-        self.sums = [RECENT * old + x for old, x in zip(self.sums, new)]
+        self.sums = [FIT_DECAY * old + x for old, x in zip(self.sums, new)]
         a, b, c, x, y = self.sums
-        a, b, c = a + self.drawn, b - self.drawn, c + self.drawn
-        self.pace = self.slower = x / self.sums[0]
+        a, b, c = a + self.prior_weight, b - self.prior_weight, c + self.prior_weight
+        self.load_factor = self.node_load_factor = x / self.sums[0]
         if (area := a * c - b * b) > 1e-9 * a * c:
-            self.pace = max((c * x - b * y) / area, self.pace / 2)
-            self.slower = max((a * y - b * x) / area, self.pace / 2)
+            self.load_factor = max((c * x - b * y) / area, self.load_factor / 2)
+            self.node_load_factor = max((a * y - b * x) / area, self.load_factor / 2)
 
 
 # -- the choice --------------------------------------------------------------------------------
 
-MARGIN = 1.03  # speed over the current one's that makes drafting, or not drafting, worth a change
-LOOK, LOOK_PLAIN = 4, 8  # steps that a choice to draft, or to decode plainly, holds
-PROBE = 3  # steps of the other kind: plain ones whose times are stale, or drafts that may be accepted again
-FIRST_REST, LONGEST_REST = 32, 256  # plain steps before that; doubled each time in vain
+SWITCH_RATIO = 1.03  # predicted speed / current speed above which drafting starts or stops
+DRAFT_HOLD_STEPS, PLAIN_HOLD_STEPS = 4, 8  # steps that a choice to draft, or not to draft, is kept
+PROBE_STEPS = 3  # of the other choice, to time plain steps or to test whether drafts are accepted again
+# Plain steps before a probe drafts. The interval doubles after each probe that fails.
+MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256
 
 
 class Plan(NamedTuple):
-    """The tree of a step: its size, the largest one if it is cut by prices."""
+    """The tree of a step. shape: its size, or its maximum size if `prices` cut it."""
 
     shape: TreeShape
     prices: Prices | None = None
@@ -268,78 +286,82 @@ class Plan(NamedTuple):
 class Tuner:
     """Chooses what each step drafts, None for a step without the head.
 
-    shapes: of the trees of greedy steps and of those that sample. cuts: they are cut by prices. It keeps what
-    it learns of the machine and of the usual request; what it learns of a request stays in
-    `Request.acceptance`.
+    shapes: trees of greedy steps and of sampled steps. cuts: `Prices` cut them. The tuner holds the costs of
+    the machine and the acceptance of all requests. `Request.acceptance` holds that of one request.
     """
 
-    def __init__(self, shapes: tuple[TreeShape, TreeShape] = LIMITS, cuts: bool = True):
+    def __init__(self, shapes: tuple[TreeShape, TreeShape] = MAX_TREES, cuts: bool = True):
         self.shapes, self.cuts = shapes, cuts
-        self.kinds = TRIALS if cuts else (PLAINLY, Trial(shapes[0].nodes, True))
-        self.live = True  # steps are timed as they run
-        self.usual: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
-        self._costs: dict[tuple[int, bool], Costs] = {}  # by sequences, and whether noise is drawn
-        self._tried: set[tuple[int, bool]] = set()  # those that trials have shown; others come from these
+        self.candidates = TRIALS if cuts else (PLAIN_TRIAL, Trial(shapes[0].nodes, True))
+        self.is_timed = True  # every step is timed
+        self.shared: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
+        self._costs: dict[tuple[int, bool], Costs] = {}  # by (sequences, sampled)
+        self._measured: set[tuple[int, bool]] = set()  # keys with trials; other costs are interpolated
         self._trials: dict[tuple[int, bool], Trials] = {}
-        self._ahead: deque[Trial] = deque()  # trials of the next steps
-        self._trying: Trial | None = None  # that of the step that runs
+        self._pending_trials: deque[Trial] = deque()  # trials of the next steps
+        self._running_trial: Trial | None = None  # of the present step
         self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
         self._choice: Plan | None = None
-        self._held = 0
-        self._plain, self._rest = [0, 0], [FIRST_REST] * 2  # of steps that do not sample, and that do
+        self._hold_steps = 0  # steps for which `_choice` is still kept
+        # Of greedy steps, of sampled steps.
+        self._plain_steps, self._probe_interval = [0, 0], [MIN_PROBE_INTERVAL] * 2
         self._group: tuple = ()
 
-    def begin(self, request: Request) -> None:
-        """Give a new request the acceptance of the usual one."""
-        request.acceptance = self._usual_of(request).next()
+    def start(self, request: Request) -> None:
+        """Give a new request the prior of its temperature."""
+        request.acceptance = self._shared_acceptance(request).next()
 
-    def _usual_of(self, request: Request) -> Acceptance:
-        return self.usual[round(request.sampling.temperature, 1)]
+    def _shared_acceptance(self, request: Request) -> Acceptance:
+        return self.shared[round(request.sampling.temperature, 1)]
 
     def next(self, requests: list[Request], count: int) -> Plan | None:
-        """Choose for the next step over `count` rows of the batch. These requests are in the first ones."""
+        """Choose the tree of the next step over `count` batch slots. `requests` are in the first ones."""
         noisy = any(r.sampling.temperature > 0 for r in requests)
         shape, key = self.shapes[noisy], (count, noisy)
-        if self._trials and not self._ahead:
+        if self._trials and not self._pending_trials:
             self._finish()
-        if not self._costs and not self._ahead:  # without `rehearse`
-            if not self.live:
+        if not self._costs and not self._pending_trials:  # without `run_trials`
+            if not self.is_timed:
                 return Plan(shape)
-            self._ahead.extend(kind for kind in self.kinds for _ in range(FIRST))
-        self._trying = self._ahead.popleft() if self._ahead else None
-        if self._trying:
-            return self._of_trial(self._trying, shape, count)
+            self._pending_trials.extend(trial for trial in self.candidates for _ in range(INLINE_TRIALS))
+        self._running_trial = self._pending_trials.popleft() if self._pending_trials else None
+        if self._running_trial:
+            return self._trial_plan(self._running_trial, shape, count)
         group = (*key, *requests)
         if group != self._group:
-            self._group, self._held = group, 0
-            if count == 1:  # another text: drafts may be accepted
-                self._plain[noisy] = self._rest[noisy]
+            self._group, self._hold_steps = group, 0
+            if count == 1:  # a new request: drafts may be accepted
+                self._plain_steps[noisy] = self._probe_interval[noisy]
         drafts = self._drafts.get(key)
-        self._plain[noisy] += drafts is False
-        if self._held:
-            self._held -= 1
+        self._plain_steps[noisy] += drafts is False
+        if self._hold_steps:
+            self._hold_steps -= 1
             return self._choice
-        drafted = over(r.acceptance.drafted for r in requests)
-        alone = over(r.acceptance.alone for r in requests)
-        margin = 1.0 if drafts is None else 1 / MARGIN if drafts else MARGIN
-        drafts = self._drafts[key] = drafted > margin * alone
-        self._held, least = (LOOK if drafts else LOOK_PLAIN) - 1, 0.0
+        with_head = pooled(r.acceptance.with_head for r in requests)
+        without_head = pooled(r.acceptance.without_head for r in requests)
+        margin = 1.0 if drafts is None else 1 / SWITCH_RATIO if drafts else SWITCH_RATIO
+        drafts = self._drafts[key] = with_head > margin * without_head
+        self._hold_steps, min_confidence = (DRAFT_HOLD_STEPS if drafts else PLAIN_HOLD_STEPS) - 1, 0.0
         if drafts:
-            self._plain[noisy], self._rest[noisy] = 0, FIRST_REST
+            self._plain_steps[noisy], self._probe_interval[noisy] = 0, MIN_PROBE_INTERVAL
             if self.costs(*key).stale:
-                drafts, self._held = False, PROBE - 1
-        elif self._plain[noisy] >= self._rest[noisy]:
-            self._plain[noisy], self._rest[noisy] = 0, min(2 * self._rest[noisy], LONGEST_REST)
-            drafts, self._held, least = True, PROBE - 1, 1.0
+                drafts, self._hold_steps = False, PROBE_STEPS - 1
+        elif self._plain_steps[noisy] >= self._probe_interval[noisy]:
+            self._plain_steps[noisy], self._probe_interval[noisy] = (
+                0, min(2 * self._probe_interval[noisy], MAX_PROBE_INTERVAL)
+            )
+            drafts, self._hold_steps, min_confidence = True, PROBE_STEPS - 1, 1.0
         self._choice = Plan(shape) if drafts else None
         if drafts and self.cuts:
-            trust = [max(r.acceptance.trust.value, least) for r in requests] + [0.0] * (count - len(requests))
-            speed = max(drafted, alone) * len(requests)
-            self._choice = Plan(shape, self.costs(*key).prices(speed, shape, trust))
+            confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests] + [0.0] * (
+                count - len(requests)
+            )
+            speed = max(with_head, without_head) * len(requests)
+            self._choice = Plan(shape, self.costs(*key).prices(speed, shape, confidence))
         return self._choice
 
-    def _of_trial(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
-        if trial == PLAINLY:
+    def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
+        if trial == PLAIN_TRIAL:
             return None
         if not self.cuts:
             return Plan(shape)
@@ -350,93 +372,93 @@ class Tuner:
     # -- learning -----------------------------------------------------------------------------
 
     def costs(self, count: int, noisy: bool) -> Costs:
-        """Return those of steps over `count` sequences; if none has run, between or beyond the nearest."""
+        """Return the costs of steps over `count` sequences, interpolated if there are no trials of them."""
         key = count, noisy
         if key not in self._costs:
-            tried = [of for of in self._tried if of[1] == noisy] or self._tried
-            known = {of[0]: self._costs[of] for of in tried}
-            few = max((n for n in known if n <= count), default=min(known))
-            many = min((n for n in known if n >= count), default=few)
-            share, rows = ((count - few) / (many - few), 1.0) if many > few else (0.0, count / few)
-            self._costs[key] = known[few].towards(known[many], share, rows)
+            tried = [k for k in self._measured if k[1] == noisy] or self._measured
+            known = {k[0]: self._costs[k] for k in tried}
+            low = max((n for n in known if n <= count), default=min(known))
+            high = min((n for n in known if n >= count), default=low)
+            fraction, scale = ((count - low) / (high - low), 1.0) if high > low else (0.0, count / low)
+            self._costs[key] = known[low].interpolate(known[high], fraction, scale)
         return self._costs[key]
 
-    def took(self, count: int, noisy: bool, size: Size, head: bool) -> float | None:
-        """Return what such a step takes over a plain one; None as long as that is tried."""
-        known = self._costs and not self._trying
-        return self.costs(count, noisy).over_plain(size, head) if known else None
+    def relative_cost(self, count: int, noisy: bool, size: Size, head: bool) -> float | None:
+        """Predict the seconds of a step / those of a plain step; None while trials run."""
+        known = self._costs and not self._running_trial
+        return self.costs(count, noisy).relative_cost_of(size, head) if known else None
 
     def add(self, count: int, noisy: bool, size: Size, head: bool, seconds: float) -> None:
         """Learn the seconds of a step."""
-        if self._trying:
+        if self._running_trial:
             trials = self._trials.setdefault((count, noisy), {})
-            trials.setdefault(self._trying, []).append((size, seconds))
+            trials.setdefault(self._running_trial, []).append((size, seconds))
         elif self._costs:
             self.costs(count, noisy).add(size, head, seconds)
 
     def record(
-        self, request: Request, head: bool, emitted: int, took: float | None, promised: float | None
+        self, request: Request, head: bool, emitted: int, relative_cost: float | None, expected: float | None
     ) -> None:
         """Record the tokens that a step emitted for a request.
 
-        took: see `took`. promised: the sum of exp(score) of its drafts; None: they have no scores.
+        expected: sum of exp(score) over the drafts; None: they have no scores.
         """
-        for acceptance in (request.acceptance, self._usual_of(request)):
-            acceptance.record(head, emitted, took, promised)
+        for acceptance in (request.acceptance, self._shared_acceptance(request)):
+            acceptance.record(head, emitted, relative_cost, expected)
 
-    def rehearse(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
-        """Try steps of each kind, smallest trees first; larger ones only while they may pay.
+    def run_trials(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
+        """Time steps with each candidate tree, smallest first. Stop at trees that are too slow.
 
-        run: runs a step over `count` rows of the batch, at a short context, with what `next` chooses.
+        run: runs a step over `count` batch slots, at a short context, with what `next` chooses.
         """
         key = count, noisy
-        if key in self._tried:
+        if key in self._measured:
             return
-        usual, order, kinds = copy.deepcopy(self.usual), self.kinds, []
-        trials = self._trials[key] = {}  # without those of a process's first steps, which may be slow
+        shared, order, completed = copy.deepcopy(self.shared), self.candidates, []
+        trials = self._trials[key] = {}  # drops trials of a process's first steps, which may be slow
         try:
-            for turn in range(MOST_TURNS):  # a machine that is slow for a while is slow for all
-                if turn >= TURNS and _spent(trials) > ENOUGH:
+            for turn in range(MAX_TRIAL_ROUNDS):  # interleaved: a slow period affects all trees
+                if turn >= MIN_TRIAL_ROUNDS and _trial_seconds(trials) > REPEAT_SECONDS:
                     break
-                for kind in order:
+                for trial in order:
                     for _ in range(1 if turn else 2):
-                        self._ahead = deque([kind])
+                        self._pending_trials = deque([trial])
                         run()
                     if turn:
                         continue
-                    if kind not in trials:
-                        break  # sequences so short that no step is needed
-                    kinds.append(kind)
-                    hopeless = quickest(trials[kind]) > HOPELESS * quickest(trials[PLAINLY])
-                    if kind.nodes >= FLAT and (hopeless or _spent(trials) > LONG):
+                    if trial not in trials:
+                        break  # the sequences are too short for a step
+                    completed.append(trial)
+                    too_slow = fastest(trials[trial]) > MAX_SLOWDOWN * fastest(trials[PLAIN_TRIAL])
+                    if trial.nodes >= MAX_FLAT_NODES and (too_slow or _trial_seconds(trials) > GROW_SECONDS):
                         break
-                order = kinds = kinds[::-1]  # to and fro: what ran before a step tells on its time
+                order = completed = completed[::-1]  # back and forth: a step's time depends on the one before
         finally:
-            self.usual = usual
+            self.shared = shared
             self._finish()
 
     def _finish(self) -> None:
-        """Make costs of what was tried."""
+        """Build costs from complete trials."""
         for key, trials in self._trials.items():
-            if self.cuts and trials.keys() >= NEEDED:
-                self._costs[key] = Costs.of_trials(trials)
-            elif not self.cuts and trials.keys() == {*self.kinds}:
-                self._costs[key] = Costs(*(quickest(trials[kind]) for kind in self.kinds))
+            if self.cuts and trials.keys() >= REQUIRED_TRIALS:
+                self._costs[key] = Costs.from_trials(trials)
+            elif not self.cuts and trials.keys() == {*self.candidates}:
+                self._costs[key] = Costs(*(fastest(trials[trial]) for trial in self.candidates))
             else:
                 continue
-            self._tried.add(key)
-        self._trials, self._trying = {}, None
-        self._ahead.clear()
+            self._measured.add(key)
+        self._trials, self._running_trial = {}, None
+        self._pending_trials.clear()
         self._drafts.clear()
 
-    def explain(self, counts: Iterable[int], noisy: bool) -> str:
-        """Return a line about what is drafted, and the time of a step with a tree, by number of texts."""
+    def describe(self, counts: Iterable[int], noisy: bool) -> str:
+        """Describe the trees, and the relative cost of a step by number of requests, in one line."""
         shape = self.shapes[noisy]
         what = f"trees of up to {shape.nodes} nodes" if self.cuts else f"tree {shape.name}"
         if not self._costs:
             return f"{what}, as they pay (no step with one was timed)"
-        size = Size(FLAT, 1) if self.cuts else Size(shape.nodes, shape.depth)
-        one, *more = ((self.costs(n, noisy).over_plain(size), n) for n in counts)
+        size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, shape.depth)
+        one, *more = ((self.costs(n, noisy).relative_cost_of(size), n) for n in counts)
         line = f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one"
         return f"{what}, as they pay ({line}{''.join(f', {x:.2f} x with {n} texts' for x, n in more)})"
 
@@ -445,15 +467,15 @@ class Tuner:
 
 
 class Record(NamedTuple):
-    """What a step was: its place in the cost model, and what its drafts promised to each request."""
+    """A launched step, for the cost model."""
 
-    kind: tuple[int, bool, Size, bool]  # see `Tuner.add`
-    took: float | None  # see `Tuner.took`
-    promised: list[float] | None  # by request: the sum of exp(score) of its drafts
+    step: tuple[int, bool, Size, bool]  # count, noisy, size and head of `Tuner.add`
+    relative_cost: float | None  # see `Tuner.relative_cost`
+    expected: list[float] | None  # by request: sum of exp(score) over its drafts
 
 
 class CostScheduler(Scheduler):
-    """Drafts with the head of the engine's drafter as `Tuner` says; else without the head, or nothing."""
+    """Drafts with the head if the tuner chooses to; else with prompt lookup if it has a draft, or nothing."""
 
     def __init__(self, tuner: Tuner | None = None):
         self.tuner = tuner or Tuner()
@@ -463,59 +485,59 @@ class CostScheduler(Scheduler):
 
     def attach(self, passes: Passes, timed: bool) -> None:
         super().attach(passes, timed)
-        self.tuner.live, drafter = timed, passes.drafter
-        # On a CPU, where asking for a draft costs no synchronisation.
+        self.tuner.is_timed, drafter = timed, passes.drafter
+        # On a CPU only: there, asking for a draft costs no synchronization.
         headless = None if passes.on_cuda else copy.copy(drafter.headless)
         self.headless = headless and passes.without_head(headless)
         self.trees = {shape: drafter.with_tree(shape) for shape in self.tuner.shapes}
-        # While prompt lookup has no draft, joining its trees would only cost time.
-        self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
-        self.asks = True  # that `headless` may have a draft
+        # While prompt lookup has no draft, joining its tree only costs time.
+        self.trees_without_lookup = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
+        self.uses_lookup = True
 
     @property
     def drafters(self) -> list[Drafter]:
         return [*self.trees.values()]
 
     def add(self, request: Request) -> None:
-        self.tuner.begin(request)
+        self.tuner.start(request)
 
     def next(self, requests: list[Request], rows: Rows, slots: torch.Tensor) -> Choice:
         plan, passes = self.tuner.next(requests, rows.count), self.passes
-        drafts = self.headless is not None and self.asks
+        drafts = self.headless is not None and self.uses_lookup
         drafts = drafts and self.headless.has_draft(passes.device_step, rows.state, slots)
         if plan:
-            trees = self.trees if drafts or not self.headless else self.alone
+            trees = self.trees if drafts or not self.headless else self.trees_without_lookup
             return Choice(trees[plan.shape], plan.prices, True)
         return Choice(self.headless if drafts else passes.plain)
 
     def launched(
         self, choice: Choice, requests: list[Request], rows: Rows, first: int, tree: Tree, noisy: bool
     ) -> Record:
-        size, promised = Size(tree.tokens.shape[1], 0), None
+        size, expected = Size(tree.tokens.shape[1], 0), None
         if choice.prices:
             size = size._replace(levels=rows.state.levels)
             scores = tree.scores.tolist()[first : first + len(requests)]
-            promised = [sum(map(math.exp, each[1:])) for each in scores]
-        kind = rows.count, noisy, size, choice.head
-        return Record(kind, self.tuner.took(*kind), promised)
+            expected = [sum(map(math.exp, path[1:])) for path in scores]
+        step = rows.count, noisy, size, choice.head
+        return Record(step, self.tuner.relative_cost(*step), expected)
 
     def timed(self, record: Record, seconds: float) -> None:
-        self.tuner.add(*record.kind, seconds)
+        self.tuner.add(*record.step, seconds)
 
     def emitted(self, record: Record, index: int, request: Request, count: int) -> None:
-        promised = record.promised and record.promised[index]
-        self.tuner.record(request, record.kind[-1], count, record.took, promised)
+        expected = record.expected and record.expected[index]
+        self.tuner.record(request, record.step[-1], count, record.relative_cost, expected)
 
     def warm_up(self, counts: list[int], noisy: bool, run: Callable[[int], None]) -> None:
-        self.asks = False  # the text of a rehearsal repeats itself as no other does
+        self.uses_lookup = False  # warmup text repeats itself, so lookup would always draft
         try:
             for count in counts:
-                self.tuner.rehearse(count, noisy, lambda count=count: run(count))
+                self.tuner.run_trials(count, noisy, lambda count=count: run(count))
         finally:
-            self.asks = True
+            self.uses_lookup = True
 
     def describe(self, counts: list[int], noisy: bool) -> str:
-        return self.tuner.explain(counts, noisy)
+        return self.tuner.describe(counts, noisy)
 
 
 class AskingScheduler(Scheduler):
@@ -535,8 +557,8 @@ def schedule(
 ) -> tuple[Drafter, Scheduler | None]:
     """Return the drafter with its largest tree, and its scheduler; None: always the drafter's own tree.
 
-    tree: the option --tree; "auto", and None where no step is compiled: a head's trees are sized by time.
-    Raises InputError on "auto" for several ranks: each measures other times, and would choose another tree.
+    tree: the option --tree. "auto", and None if no step is compiled: trees are sized by measured time.
+    Raises InputError on "auto" for several ranks: each measures other times and would choose another tree.
     """
     on_gpu = target.embed.weight.is_cuda
     asking = AskingScheduler() if drafter.may_pass and not on_gpu else None
@@ -545,12 +567,12 @@ def schedule(
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
         return drafter, asking
     static, grower = on_gpu or compiles, drafter.grown
-    wanted = tree == "auto" or (tree is None and not static)
-    if not wanted or grower is None or grower.head.args.draft_vocab_size < LIMITS[0].width:
+    tuned = tree == "auto" or (tree is None and not static)
+    if not tuned or grower is None or grower.head.args.draft_vocab_size < MAX_TREES[0].width:
         return drafter, asking
-    deepest = LIMITS[0].depth if grower.deepest is None else grower.deepest
+    deepest = MAX_TREES[0].depth if grower.deepest is None else grower.deepest
     if deepest < 2:
         return drafter, asking
-    shapes = tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in LIMITS)
+    shapes = tuple(replace(shape, depth=min(shape.depth, deepest)) for shape in MAX_TREES)
     tuner = Tuner((grower.shape, grower.shape), cuts=False) if static else Tuner(shapes)
     return drafter.with_tree(tuner.shapes[0]), CostScheduler(tuner)

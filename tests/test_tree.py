@@ -82,6 +82,6 @@ def test_what_is_worth_its_price(seed):
     root, parents = torch.tensor([7, 8]), torch.full((2, 12), -1)
     kept = best_below(root, scores, parents, parents, 10, 1, prices)
     assert kept.tokens.shape[1] == prices.worth(scores) + 1
-    for beyond in Prices(9.0, nodes + 9, prices.trust), prices._replace(trust=torch.zeros(2)):
+    for beyond in Prices(9.0, nodes + 9, prices.confidence), prices._replace(confidence=torch.zeros(2)):
         assert beyond.worth(scores) == beyond.rows(scores, 4) == 0
         assert best_below(root, scores, parents, parents, 10, 1, beyond).tokens.tolist() == [[7], [8]]

@@ -1,4 +1,4 @@
-"""What is drafted: as much as brings more than its time would bring elsewhere, as both are now."""
+"""The scheduler drafts what reduces latency under the present load."""
 import random
 
 import pytest
@@ -7,14 +7,14 @@ import torch
 from engine.request import Request
 from sampling.options import Sampling
 from schedulers.cost_model import (
-    FIRST_REST,
-    FLAT,
-    HOPELESS,
-    LIMITS,
-    MEMORY,
-    PLAINLY,
+    MAX_FLAT_NODES,
+    MAX_SLOWDOWN,
+    MAX_TREES,
+    MIN_PROBE_INTERVAL,
+    MIN_TRIAL_ROUNDS,
+    PLAIN_TRIAL,
+    REQUEST_DECAY,
     TRIALS,
-    TURNS,
     Acceptance,
     Costs,
     Plan,
@@ -26,14 +26,14 @@ from schedulers.cost_model import (
 class Machine:
     """Decodes one simulated request.
 
-    A step takes `plain` milliseconds; drafts take `head`, and more for each level and each node. The best
-    guess is accepted as often as it says, times `ease`.
+    A step takes `plain` milliseconds; drafts take `head`, and more for each level and each node. The top-1
+    draft token is accepted as often as it says, times `ease`.
     """
 
     def __init__(self, tuner: Tuner, temperature: float = 0.0, **seconds):
         self.tuner, self.draw, self.noisy = tuner, random.Random(0), temperature > 0
         self.request = Request([1] * 20, Sampling(temperature=temperature))
-        self.tuner.begin(self.request)
+        self.tuner.start(self.request)
         self.seconds = {"plain": 10.0, "head": 1.0, "level": 0.5, "node": 0.3} | seconds
         self.ease = 1.0
 
@@ -60,10 +60,10 @@ class Machine:
         if choice:
             seconds += s["head"] + size.levels * s["level"]
         of = 1, self.noisy, size, choice is not None
-        took = self.tuner.took(*of)
+        relative_cost = self.tuner.relative_cost(*of)
         self.tuner.add(*of, seconds / 1000 * self.draw.uniform(0.95, 1.05))
-        promised = choice and sum(chance ** (i + 1) for i, chance in enumerate(path))
-        self.tuner.record(self.request, choice is not None, emitted, took, promised)
+        expected = choice and sum(chance ** (i + 1) for i, chance in enumerate(path))
+        self.tuner.record(self.request, choice is not None, emitted, relative_cost, expected)
         self.request.ids += [0] * emitted
         return choice and size
 
@@ -74,21 +74,21 @@ class Machine:
 def rehearsed(temperature: float = 0.0, **seconds) -> Machine:
     """A machine on which each kind of step has been tried."""
     machine = Machine(Tuner(), temperature, **seconds)
-    machine.tuner.rehearse(1, temperature > 0, machine.step)
-    machine.tuner.begin(machine.request)
+    machine.tuner.run_trials(1, temperature > 0, machine.step)
+    machine.tuner.start(machine.request)
     return machine
 
 
-SLOW = {"head": 9.0, "level": 5.0, "node": 5.0}  # drafting does not pay
+SLOW = {"head": 9.0, "level": 5.0, "node": 5.0}  # drafting increases latency
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("phases", [
     # Seconds of a step's parts, ease of the text, steps; of how many at the end most are drafted, or not.
     [({}, 1.0, 200, 190, True)], [(SLOW, 1.0, 200, 180, False)], [({}, 0.0, 100, 40, False)],
-    [({}, 0.0, 80, 20, False), ({}, 1.0, 8 * FIRST_REST, 20, True)],  # a hard text that becomes easy
+    [({}, 0.0, 80, 20, False), ({}, 1.0, 8 * MIN_PROBE_INTERVAL, 20, True)],  # a hard text that becomes easy
     # Other work makes drafting slower than plain steps, and later no longer.
-    [({}, 1.0, 60, 50, True), (SLOW, 1.0, 300, 80, False), ({}, 1.0, 12 * FIRST_REST, 40, True)],
+    [({}, 1.0, 60, 50, True), (SLOW, 1.0, 300, 80, False), ({}, 1.0, 12 * MIN_PROBE_INTERVAL, 40, True)],
 ], ids=("pays", "slow", "never", "hard", "slower"))
 def test_the_faster_kind_is_taken(phases, temperature):
     machine = rehearsed(temperature, **phases[0][0])
@@ -109,7 +109,7 @@ def test_a_tree_is_as_large_as_pays():
     assert cheap > usual + 1 > dear + 1.5
     assert mean(1) > mean(1, level=2.0) + 1
     costs = rehearsed().tuner.costs(1, False)
-    hard, easy = (costs.prices(1.5, LIMITS[0], [trust]) for trust in (0.3, 1.0))
+    hard, easy = (costs.prices(1.5, MAX_TREES[0], [confidence]) for confidence in (0.3, 1.0))
     scores = torch.tensor([[0.5, 0.2, 0.1, 0.04]]).log()
     assert hard.worth(scores) < easy.worth(scores) and hard.rows(scores, 4) < easy.rows(scores, 4)
     assert easy.worth(scores - 2) < easy.worth(scores)
@@ -133,42 +133,42 @@ def test_costs_are_those_of_real_steps():
 
     sizes = {kind: Size(kind.nodes, 7 * kind.deep) for kind in TRIALS[1:]}
     trials = {kind: [(size, took(size))] for kind, size in sizes.items()}
-    costs = Costs.of_trials(trials | {PLAINLY: [(Size(1, 0), 10.0)]})
+    costs = Costs.from_trials(trials | {PLAIN_TRIAL: [(Size(1, 0), 10.0)]})
     some = [Size(n, n // 3) for n in range(1, 12)] * 40
-    assert [costs.of(size, True) for size in some] == pytest.approx([*map(took, some)])
-    assert costs.of(Size(40, 2), True) == pytest.approx(took(Size(40, 2)))  # larger than any that was tried
+    assert [costs.seconds(size, True) for size in some] == pytest.approx([*map(took, some)])
+    assert costs.seconds(Size(40, 2), True) == pytest.approx(took(Size(40, 2)))  # larger than any trial
     for slower, nodes in ((2.0, 1.0), (1.0, 3.0)):
         for i, size in enumerate(some):
             costs.add(size, True, slower * took(size, nodes) * (20 if i % 80 == 7 else 1))
         expected = [slower * took(size, nodes) for size in some]
-        assert [costs.of(size, True) for size in some] == pytest.approx(expected, rel=0.12)
-    plain = costs.of(Size(1, 0), False)
+        assert [costs.seconds(size, True) for size in some] == pytest.approx(expected, rel=0.12)
+    plain = costs.seconds(Size(1, 0), False)
     for _ in range(60):
         costs.add(Size(1, 0), False, 1.3 * plain)
-    assert costs.of(Size(1, 0), False) == pytest.approx(1.3 * plain, rel=0.01)
+    assert costs.seconds(Size(1, 0), False) == pytest.approx(1.3 * plain, rel=0.01)
 
 
 def test_other_numbers_of_sequences():
     """Between those that ran, and beyond."""
     tuner = Tuner()
     for count in (2, 6):
-        size = Size(FLAT, 1)
+        size = Size(MAX_FLAT_NODES, 1)
         tuner._costs[count, False] = Costs(10.0 * count, 12.0 * count, 1.0 * count, [0.5 * count] * 31)
-        tuner._tried.add((count, False))
+        tuner._measured.add((count, False))
     for count, noisy in ((4, False), (4, True)):
-        assert tuner.costs(count, noisy).of(size, True) == pytest.approx(15.0 * count)
+        assert tuner.costs(count, noisy).seconds(size, True) == pytest.approx(15.0 * count)
     more = tuner.costs(12, False)
-    assert [more.of(s, True) for s in (Size(1, 0), size)] == pytest.approx([72, 72 + 6 + 24])
+    assert [more.seconds(s, True) for s in (Size(1, 0), size)] == pytest.approx([72, 72 + 6 + 24])
 
 
 def test_costs_that_were_guessed_are_tried_all_the_same():
     """A step that samples may run before its kind is tried, as at warm-up. Nothing is tried twice."""
     machine, ran = Machine(Tuner(), 1.0), []
-    machine.tuner.rehearse(1, False, Machine(machine.tuner).step)
+    machine.tuner.run_trials(1, False, Machine(machine.tuner).step)
     machine.run(2)
-    machine.tuner.rehearse(1, True, lambda: ran.append(machine.step()))
+    machine.tuner.run_trials(1, True, lambda: ran.append(machine.step()))
     steps = len(ran)
-    machine.tuner.rehearse(1, True, lambda: ran.append(machine.step()))
+    machine.tuner.run_trials(1, True, lambda: ran.append(machine.step()))
     assert len(ran) == steps > len(TRIALS)
 
 
@@ -177,26 +177,26 @@ def test_several_texts_pay_together():
     tuner = rehearsed().tuner
     requests = [Request([1] * 20, Sampling()) for _ in range(2)]
     for request in requests:
-        tuner.begin(request)
+        tuner.start(request)
     tuner._costs[3, False] = tuner.costs(1, False)
     both, one = (tuner.next(some, 3).prices for some in (requests, requests[:1]))
     assert both.nodes[:30].tolist() == pytest.approx((2 * one.nodes[:30]).tolist())
-    assert one.trust[0] > 0 and one.trust.tolist()[1:] == [0, 0] and both.trust[2] == 0
+    assert one.confidence[0] > 0 and one.confidence.tolist()[1:] == [0, 0] and both.confidence[2] == 0
 
 
 def test_large_trees_are_not_tried_where_they_cannot_pay():
     ran = []
     machine = Machine(Tuner(), node=3.0)
-    machine.tuner.rehearse(1, False, lambda: ran.append(machine.step()))
-    largest = next(kind for kind in TRIALS if 10 + 3.0 * kind.nodes > HOPELESS * 10)
-    assert max(size.nodes for size in ran if size) == largest.nodes <= FLAT + 3
+    machine.tuner.run_trials(1, False, lambda: ran.append(machine.step()))
+    largest = next(kind for kind in TRIALS if 10 + 3.0 * kind.nodes > MAX_SLOWDOWN * 10)
+    assert max(size.nodes for size in ran if size) == largest.nodes <= MAX_FLAT_NODES + 3
     turns, more = divmod(len(ran), TRIALS.index(largest) + 1)
-    assert not more and turns > TURNS
+    assert not more and turns > MIN_TRIAL_ROUNDS
 
 
 def test_a_compiled_tree_is_drafted_while_it_pays():
     """One size, and no prices."""
-    shape = LIMITS[1]
+    shape = MAX_TREES[1]
     tuner, request = Tuner((shape, shape), cuts=False), Request([1] * 20, Sampling())
     kinds = []
 
@@ -204,13 +204,13 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
         choice = tuner.next([request], 1)
         kinds.append(choice)
         of = 1, False, Size(shape.nodes if choice else 1, shape.depth if choice else 0), choice is not None
-        took = tuner.took(*of)
+        relative_cost = tuner.relative_cost(*of)
         tuner.add(*of, 15.0 if choice else 10.0)
-        tuner.record(request, choice is not None, emitted if choice else 1, took, None)
+        tuner.record(request, choice is not None, emitted if choice else 1, relative_cost, None)
 
-    tuner.begin(request)
-    tuner.rehearse(1, False, step)
-    assert {*kinds} == {None, Plan(shape)} and "tree 32/3/4, as they pay" in tuner.explain([1], False)
+    tuner.start(request)
+    tuner.run_trials(1, False, step)
+    assert {*kinds} == {None, Plan(shape)} and "tree 32/3/4, as they pay" in tuner.describe([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
             step(emitted)
@@ -228,17 +228,17 @@ def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
     easy = Machine(hard.tuner, 1.0)
     assert sum(size is not None for size in easy.run(30)) > 20
     cold = Machine(hard.tuner, 0.3)
-    assert cold.request.acceptance.trust.value == 1.0 > easy.request.acceptance.trust.value - 1
+    assert cold.request.acceptance.confidence.value == 1.0 > easy.request.acceptance.confidence.value - 1
 
 
 @pytest.mark.parametrize("head", (False, True))
 def test_without_drafts_trust_returns(head):
     """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
-    acceptance = Acceptance(0.7, 1.0, 0.2, MEMORY)
+    acceptance = Acceptance(0.7, 1.0, 0.2, REQUEST_DECAY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
-    assert acceptance.trust.value == pytest.approx(1, abs=0.01)
-    assert acceptance.drafted.value == pytest.approx(1.0 if head else 0.7)
+    assert acceptance.confidence.value == pytest.approx(1, abs=0.01)
+    assert acceptance.with_head.value == pytest.approx(1.0 if head else 0.7)
 
 
 def test_a_rehearsal_that_is_interrupted():
@@ -251,6 +251,6 @@ def test_a_rehearsal_that_is_interrupted():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        machine.tuner.rehearse(1, False, run)
+        machine.tuner.run_trials(1, False, run)
     machine.run(2 * len(TRIALS) + 1)
     assert machine.tuner._costs.keys() == {(1, False)} and not machine.tuner._trials

@@ -9,7 +9,7 @@ from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from sampling.options import Sampling
-from schedulers.cost_model import LIMITS, CostScheduler, Plan
+from schedulers.cost_model import MAX_TREES, CostScheduler, Plan
 from tree import TreeShape
 
 SMALL = TreeShape(8, 2, 3)
@@ -51,7 +51,7 @@ def test_ctrl_c_anywhere(models, seed):
     """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
     draw = random.Random(seed)
     texts, batch = prompts(8, seed=3, longest=90), draw.choice((1, 3))
-    kinds = *map(Plan, LIMITS), None, None
+    kinds = *map(Plan, MAX_TREES), None, None
     how = [Sampling(40, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
     drafter = Mixed(NGram(shortest=1), HeadDrafter(models[1], SMALL))
