@@ -100,7 +100,7 @@ class Request:
     read: int = field(default=0, repr=False)  # prompt tokens in the caches
     # Upper bound of committed tokens that the drafter has not read.
     unread: int = field(default=1, repr=False)
-    acceptance: object = field(default=None, repr=False)  # see `schedulers.cost_model.Acceptance`
+    acceptance: object = field(default=None, repr=False)  # of the scheduler
     here: bool = field(default=True, repr=False)  # it holds a place
 
     @property
