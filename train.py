@@ -117,7 +117,7 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     if not several():
         session.run(Processes(), runtime.device)
         return
-    with joined(runtime.device, patience=RANK_TIMEOUT) as ranks:
+    with joined(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:
         session.run(Processes(ranks.rank, ranks.count), runtime.device)
 
 

@@ -10,7 +10,7 @@ from checkpoint.load import ADVICE, WEIGHTS, build_module, check_config, load_we
 from checkpoint.weights import bytes_of, listed
 from head import Head
 from kernels.quantized import Scheme
-from kernels.tp import Ranks, Share, deal
+from kernels.tp import Ranks, Shard, shard_module
 from model import Transformer
 
 
@@ -19,38 +19,38 @@ def load_shard(
 ) -> Transformer | Head:
     """Load this rank's shard of the module that a config.json describes, and let it compute with the others.
 
-    Raises InputError, the same on every rank, if they cannot share it.
+    Raises InputError, the same on every rank, if the target cannot be sharded.
     """
-    shares = shares_of(config, ranks.count)
-    share = shares[ranks.rank]
-    module = build_module(config, share.args(check_config(config)), share.tokens.count)
-    load_weights(module, folder / WEIGHTS, device, dtype, share.take)
-    deal(module, shares, ranks)
+    shards = shards_of(config, ranks.count)
+    shard = shards[ranks.rank]
+    module = build_module(config, shard.args(check_config(config)), shard.tokens.count)
+    load_weights(module, folder / WEIGHTS, device, dtype, shard.read)
+    shard_module(module, shards, ranks)
     return module
 
 
-def shares_of(config: dict, count: int) -> list[Share]:
-    """Return what each of `count` ranks has of the target, or the head, that a config.json describes.
+def shards_of(config: dict, count: int) -> list[Shard]:
+    """Return the shards over `count` ranks of the target, or the head, that a config.json describes.
 
-    Raises InputError, with the numbers, if `count` ranks cannot share it; every rank raises the same.
+    Raises InputError, with the numbers, if it cannot be sharded; every rank raises the same.
     """
     args = check_config(config)
     scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
     tokens = config.get("draft_vocab_size")
-    return [Share.of(args, scheme, rank, count, tokens) for rank in range(count)]
+    return [Shard.of(args, scheme, rank, count, tokens) for rank in range(count)]
 
 
-def weigh(folder: Path, dtype: torch.dtype | None, shares: list[Share]) -> tuple[int, int, int]:
+def shard_bytes(folder: Path, dtype: torch.dtype | None, shards: list[Shard]) -> tuple[int, int, int]:
     """Return the bytes of a target's weights in this dtype (None: as stored).
 
-    In all, of the rank that holds most, and of what every rank holds. Only the file's header is read. Raises
-    InputError if there is no such file, or it is damaged.
+    They are those of the target, of the largest shard, and of tensors that every rank holds whole. Only the
+    file's header is read. Raises InputError if there is no such file, or it is damaged.
     """
-    held, whole, total = [0] * len(shares), 0, 0
+    held, whole, total = [0] * len(shards), 0, 0
     for name, stored in listed(folder / WEIGHTS, ADVICE).items():
         size, shape = bytes_of(name, stored, dtype), stored.shape
         total += math.prod(shape) * size
-        whole += math.prod(shape) * size if shares[0].cut(name, shape) is None else 0
-        for rank, share in enumerate(shares):
-            held[rank] += math.prod(share.shape(name, shape)) * size
+        whole += math.prod(shape) * size if shards[0].cut(name, shape) is None else 0
+        for rank, shard in enumerate(shards):
+            held[rank] += math.prod(shard.shape(name, shape)) * size
     return total, max(held), whole

@@ -135,7 +135,7 @@ def add_drafting(p: Options, default: str = "none"):
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
     add("--shard-head", action="store_true",
-        help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
+        help="with torchrun: shard the head, or the draft model, over the ranks too; else each has it whole")
     add_flags(group)
     p.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
              lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with"

@@ -75,7 +75,7 @@ def build(setup: Setup) -> DraftModel:
         tokenizer = Tokenizer.load(folder)
         if tokenizer is None or not tokenizer.same_ids(setup.tokenizer):
             raise InputError(f"{folder}: has no tokenizer, or one that gives other ids than the target's")
-    weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
+    weight, ranks = target.embed.weight, target.ranks and target.ranks.for_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)

@@ -170,7 +170,7 @@ def agreed(passes: Passes, failed: dict[str, str], names: tuple[str, ...] = part
     ranks = passes.target.ranks
     if ranks is None:
         return [*failed]
-    everywhere = ranks.every(torch.tensor([name in failed for name in names], device=passes.device))
+    everywhere = ranks.all_gather(torch.tensor([name in failed for name in names], device=passes.device))
     return [name for name, anywhere in zip(names, everywhere.any(0).tolist()) if anywhere]
 
 

@@ -160,7 +160,7 @@ class Target:
         most = COMFORTABLE * (free_memory(device) or 0) / sharing
         fits = int(most / self.model.cache_bytes(batch, 1024) * 1024)
         if self.model.ranks is not None:  # one length for all
-            fits = int(self.model.ranks.every(torch.tensor([fits], device=device)).min())
+            fits = int(self.model.ranks.all_gather(torch.tensor([fits], device=device)).min())
         return longest if fits >= longest else min(longest, max(1 << fits.bit_length() >> 1, 2048))
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.load import read_config
-from checkpoint.sharded import shares_of, weigh
+from checkpoint.sharded import shard_bytes, shards_of
 from common.errors import InputError
 from engine.memory import free_memory
 from engine.runtime import Runtime
@@ -27,10 +27,10 @@ def check_ranks(checkpoint: Path, runtime: Runtime, log: Callable[[str], None], 
         f"torch {torch.__version__}, {device.type}, kernels for {runtime.isa_name},"
         f" {torch.get_num_threads()} threads, {config.get('name')}", device
     )
-    shares = shares_of(config, ranks.count)
-    total, largest, whole = weigh(checkpoint, runtime.torch_dtype, shares)
+    shards = shards_of(config, ranks.count)
+    total, largest, whole = shard_bytes(checkpoint, runtime.torch_dtype, shards)
     attending = config["num_layers"] - sum(config.get("delta_layers", ()))
-    cached = 2 * attending * max(share.keys.count for share in shares)
+    cached = 2 * attending * max(shard.keys.count for shard in shards)
     line = (
         f"{ranks.count} ranks: each holds at most {largest / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
         f" ({whole / 1e9:.2f} GB are whole on each), and caches {cached:,} numbers a token"

@@ -1,14 +1,14 @@
-"""A target dealt among several processes (tensor parallel), as torchrun starts them: *ranks*.
+"""Shard a target over several processes (tensor parallel), started by torchrun: *ranks*.
 
-All ranks run the same step on the same texts. They exchange sums of layers' outputs, scores of tokens and the
-drafted tree, never anything of the host's. The operators are those that torch.compile traces and CUDA graphs
-capture: NCCL on GPUs, gloo on CPUs.
+All ranks run the same step on the same requests. They exchange sums of layers' outputs, token scores and the
+draft tree, never host values. torch.compile traces and CUDA graphs capture the collectives: NCCL on GPUs,
+gloo on CPUs.
 
 Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
 outputs of these two are parts of a sum, so each layer has two sums over the ranks. A gated delta net is cut
-by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank finds the best of its
-own, and sends the others that one. All else is whole on every rank: norms, routers of experts, the embedding
-table, which is looked up and not read, and, unless `Ranks.heads`, all that drafts.
+by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank sends the top-1 token
+of its shard. All else is whole on every rank: norms, routers of experts, the embedding table, and, unless
+`Ranks.heads`, the drafter.
 """
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from kernels.rank_step import sharded_step
 from model import Block, Linear, ModelArgs, Transformer
 from sampling.noise import number_of
 
-PATIENCE = timedelta(minutes=10)  # a rank may be compiling
+REPLY_TIMEOUT = timedelta(minutes=10)  # a rank may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
 # The text before, in and after a layer's name in a file, of targets and of heads.
 AROUND = re.compile(
     r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|(?<=mlp\.)routed\.|\.(weight|bias|scale)$"
 )
-# A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
+# A layer's name: which of its dimensions is cut, and what lies along it, see `Shard`.
 PLAN = {
     "wqkv": (OUTPUTS, ("queries", "keys", "keys", "gate")),  # keys, then values
     "sinks": (INPUTS, ("queries",)),
     "wo": (INPUTS, ("queries",)),
     "mlp.gate_up_bias": (INPUTS, ("inner", "inner")),
-    "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also the stacks of experts: each is dealt
+    "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also stacks of experts: each is sharded
     "mlp.w_down": (INPUTS, ("inner",)),
     "mlp.shared.w_gate_up": (OUTPUTS, ("shared", "shared")),
     "mlp.shared.w_down": (INPUTS, ("shared",)),
@@ -67,7 +67,7 @@ ADDED_ONCE = "wo.bias", "mlp.w_down.bias", "mlp.down_bias"  # by the first rank
 class Ranks:
     """This process among those that share a target: number `rank` of `count`, in torch's group `group`.
 
-    heads: what drafts is dealt too; else it is whole on every rank.
+    heads: the drafter is sharded too. Otherwise it is whole on every rank.
     """
 
     rank: int
@@ -76,11 +76,11 @@ class Ranks:
     heads: bool = False
 
     @property
-    def of_heads(self) -> Ranks | None:
-        """The ranks among which the drafting network is dealt, if it is."""
+    def for_heads(self) -> Ranks | None:
+        """The ranks over which the draft head is sharded, if it is."""
         return self if self.heads else None
 
-    def every(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Return x [...] of all ranks [count, ...], in their order."""
         ops = torch.ops._c10d_functional
         all_of_them = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
@@ -89,21 +89,21 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x [...] over all ranks, on each.
 
-        On a CPU it is added in the order of the ranks: a row's sum does not depend on the other rows, as with
-        all our kernels there, and has the same bits on each rank.
+        On a CPU it is added in rank order: like our CPU kernels it is batch-invariant, and has the same bits
+        on each rank.
         """
         if x.is_cuda:
             ops = torch.ops._c10d_functional
             return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", self.group))
-        total, *others = self.every(x).unbind(0)
+        total, *others = self.all_gather(x).unbind(0)
         for other in others:
             total = total + other
         return total
 
     def join(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Join the parts x [..., sizes[rank]] of all ranks side by side [..., sum(sizes)]."""
+        """Concatenate the parts x [..., sizes[rank]] of all ranks to [..., sum(sizes)]."""
         most = max(sizes)
-        parts = self.every(F.pad(x, (0, most - x.shape[-1])))
+        parts = self.all_gather(F.pad(x, (0, most - x.shape[-1])))
         return torch.cat([part[..., :size] for part, size in zip(parts.unbind(0), sizes)], -1)
 
     def best(self, value: Tensor, token: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Ranks:
 
         A token and its value travel as two float64, which hold both exactly.
         """
-        values, tokens = self.every(torch.stack((value.double(), token.double()))).unbind(1)
+        values, tokens = self.all_gather(torch.stack((value.double(), token.double()))).unbind(1)
         return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
 
     def first(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Ranks:
 
     def agree(self, what: str, device: torch.device | str) -> None:
         """Raise InputError unless all ranks have the same `what`, on which their steps depend."""
-        digests = self.every(torch.tensor(number_of(what), device=device)).tolist()
+        digests = self.all_gather(torch.tensor(number_of(what), device=device)).tolist()
         if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
             raise InputError(
                 f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one"
@@ -145,19 +145,19 @@ def is_loss(error: RuntimeError) -> bool:
 
 
 @contextlib.contextmanager
-def joined(device: str, heads: bool = False, patience: timedelta | None = None) -> Iterator[Ranks]:
+def joined(device: str, heads: bool = False, reply_timeout: timedelta | None = None) -> Iterator[Ranks]:
     """Join the ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
 
-    patience: time for a rank that lives and does not answer (default `PATIENCE`). Raises InputError if the
-    environment describes no rank, if they do not find each other, or, out of the context, if one of them is
-    lost or torchrun ends this one.
+    reply_timeout: for a rank that runs and does not answer (default `REPLY_TIMEOUT`). Raises InputError if
+    the environment describes no rank, if they do not find each other, or, out of the context, if one of them
+    is lost or torchrun ends this one.
     """
     end_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
     try:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=patience or PATIENCE)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=reply_timeout or REPLY_TIMEOUT)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)
@@ -203,13 +203,13 @@ class Span(NamedTuple):
         return self.last - self.first
 
 
-def _dealt(count: int, unit: int, rank: int, ranks: int) -> Span:
-    """Deal `count` pieces of `unit` evenly; if they do not divide, some ranks have one more."""
+def _split(count: int, unit: int, rank: int, ranks: int) -> Span:
+    """Split `count` pieces of `unit` evenly. If they do not divide, some ranks have one more."""
     return Span(count * unit, count * rank // ranks * unit, count * (rank + 1) // ranks * unit)
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """One rank's parts of a target's queries, keys (or values), MLP's inner width, and tokens.
 
     A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
@@ -231,10 +231,10 @@ class Share:
     @classmethod
     def of(
         cls, args: ModelArgs, scheme: Scheme | None, rank: int, ranks: int, tokens: int | None = None
-    ) -> Share:
+    ) -> Shard:
         """tokens: of the lm_head, if it is not the vocabulary.
 
-        Raises InputError, with the numbers, if the target cannot be dealt to these ranks.
+        Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
@@ -262,11 +262,11 @@ class Share:
             )
         if nkv < ranks:
             head = nkv * rank // ranks
-            queries, keys = _dealt(nh, hd, rank, ranks), Span(nkv * hd, head * hd, (head + 1) * hd)
+            queries, keys = _split(nh, hd, rank, ranks), Span(nkv * hd, head * hd, (head + 1) * hd)
         else:
-            queries, keys = _dealt(nkv, nh // nkv * hd, rank, ranks), _dealt(nkv, hd, rank, ranks)
+            queries, keys = _split(nkv, nh // nkv * hd, rank, ranks), _split(nkv, hd, rank, ranks)
         each = nv // max(nk, 1)
-        values = _dealt(nk, each * dv, rank, ranks)
+        values = _split(nk, each * dv, rank, ranks)
         for what, span in (("attention", queries), ("a delta net", values)):
             if unit and (span.first % unit or span.last % unit):
                 raise InputError(
@@ -274,9 +274,9 @@ class Share:
                     f" {span.first} to {span.last} of {what}'s output; choose another --nproc-per-node"
                 )
         return cls(
-            queries, keys, _dealt(inner // pieces, pieces, rank, ranks), _dealt(tokens, 1, rank, ranks),
-            queries if delta_layers else Span(0, 0, 0), _dealt(shared // pieces, pieces, rank, ranks),
-            _dealt(nk, dk, rank, ranks), values, _dealt(nk, each, rank, ranks),
+            queries, keys, _split(inner // pieces, pieces, rank, ranks), _split(tokens, 1, rank, ranks),
+            queries if delta_layers else Span(0, 0, 0), _split(shared // pieces, pieces, rank, ranks),
+            _split(nk, dk, rank, ranks), values, _split(nk, each, rank, ranks),
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
@@ -301,7 +301,7 @@ class Share:
             return None
         dimension, along = PLAN[layer]
         if name.endswith(".bias"):
-            if dimension == INPUTS:  # of a sum: see `deal`
+            if dimension == INPUTS:  # of a sum: see `shard_module`
                 return None
             dimension = -1
         spans = [getattr(self, what) for what in along]
@@ -321,7 +321,7 @@ class Share:
         dimension, ranges = cut
         return *shape[:dimension], sum(b - a for a, b in ranges), *shape[dimension + 1 :]
 
-    def take(self, name: str, file) -> Tensor:
+    def read(self, name: str, file) -> Tensor:
         """Read this rank's part of a tensor in an open safetensors file, and nothing else."""
         stored = file.get_slice(name)
         if (cut := self.cut(name, tuple(stored.get_shape()))) is None:
@@ -345,7 +345,7 @@ class Summed(nn.Module):
 
 
 class ShardedHead(nn.Module):
-    """An lm_head dealt by tokens. layer: this rank's. tokens: the number of tokens of each rank."""
+    """An lm_head sharded by tokens. layer: this rank's. tokens: the number of tokens of each rank."""
 
     def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
         super().__init__()
@@ -357,12 +357,12 @@ class ShardedHead(nn.Module):
         return self.ranks.join(self.layer.logits(x), self.tokens)
 
 
-def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
-    """Let a target, or a head, compute with the other ranks, in place. It has this rank's weights.
+def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
+    """Make a target, or a head, compute with the other ranks, in place. It has this rank's weights.
 
-    shares: of all ranks. The lm_head that a head borrows from its target stays what it is there.
+    shards: of all ranks. The lm_head that a head borrows from its target stays what it is there.
     """
-    tokens = [share.tokens for share in shares]
+    tokens = [shard.tokens for shard in shards]
     for layer in [module for module in model.modules() if isinstance(module, Block)]:
         for name, bias in layer.named_parameters() if ranks.rank else ():
             if name in ADDED_ONCE:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model, read_config
 from checkpoint.quantizing import Quantised, quantize_folder
-from checkpoint.sharded import shares_of
+from checkpoint.sharded import shards_of
 from common.errors import InputError
 from drafters.draft_model import DraftModel
 from drafters.lookahead import Lookahead
@@ -184,7 +184,7 @@ def test_what_these_targets_do_not_do(folder):
         lambda: Engine(target, HeadDrafter(head, TreeShape(120, 7, 12)), **OPTIONS): "at most 96 nodes on 16",
         lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
         lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
-        lambda: shares_of(read_config(folder), 3): "3 ranks",
+        lambda: shards_of(read_config(folder), 3): "3 ranks",
         lambda: target(back, back, back, torch.arange(42) <= back[..., None], engine.passes.caches):
             "read in order",
     }.items():

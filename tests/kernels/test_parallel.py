@@ -1,4 +1,4 @@
-"""How a target is dealt: sums, exchanges, refusals. Texts of several ranks: engine/test_ranks.py."""
+"""How a target is sharded: sums, exchanges, refusals. Texts of several ranks: engine/test_ranks.py."""
 from dataclasses import replace
 
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from common.errors import InputError
 from kernels.quantized import Scheme
-from kernels.tp import Ranks, Share
+from kernels.tp import Ranks, Shard
 from model import ModelArgs
 
 ARGS = ModelArgs(
@@ -15,8 +15,8 @@ ARGS = ModelArgs(
 )
 
 
-def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Share]:
-    return [Share.of(args, scheme, rank, count) for rank in range(count)]
+def shards(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Shard]:
+    return [Shard.of(args, scheme, rank, count) for rank in range(count)]
 
 
 @pytest.mark.parametrize("args, count, scheme, words", [
@@ -27,12 +27,12 @@ def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Sh
      "2 ranks: w4a8 takes 32 inputs together, rank 0 would have the inputs 0 to 16 of attention's output"),
     (replace(ARGS, vocab_size=2), 3, None, "and 2 tokens cannot be dealt to so many"),
 ])
-def test_what_cannot_be_dealt_is_refused_with_the_numbers(args, count, scheme, words):
+def test_what_cannot_be_sharded_is_refused_with_the_numbers(args, count, scheme, words):
     if words is None:
-        assert len(shares(args, count, scheme)) == count
+        assert len(shards(args, count, scheme)) == count
         return
     with pytest.raises(InputError) as error:
-        shares(args, count, scheme)
+        shards(args, count, scheme)
     assert words in str(error.value) and "--nproc-per-node" in str(error.value)
 
 
@@ -43,7 +43,7 @@ class Together(Ranks):
         super().__init__(rank, len(parts), "")
         object.__setattr__(self, "parts", parts)
 
-    def every(self, x):
+    def all_gather(self, x):
         assert torch.equal(x, self.parts[self.rank])
         return torch.stack(self.parts)
 

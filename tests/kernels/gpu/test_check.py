@@ -103,7 +103,7 @@ def test_ranks_leave_out_what_fails_on_any(passes, monkeypatch):
     sent = []
 
     class Ranks:
-        def every(self, x):
+        def all_gather(self, x):
             sent.append(x)
             return torch.stack((x, torch.tensor([part == "rank" for part in parts.PARTS])))
 
