@@ -16,7 +16,7 @@ from common import STARTED
 from common.cli import Options, command, note, positive, seed, several, within
 from common.errors import InputError
 from common.files import read_text
-from drafters import MOST, Drafting, add_drafting, default_tree, with_numbers
+from drafters import MAX_TREE_NODES, Drafting, add_drafting, default_tree, with_numbers
 from extensions import INTERACTIVE, JSON_SCHEMA, OUTPUT, PROMPT_ROWS, TRACE, load
 from sampling.options import Sampling
 
@@ -33,9 +33,9 @@ def parser() -> Options:
     add_prompts(p)
     add_sampling(p)
     add = add_drafting(p).add_argument
-    add("--tree-nodes", type=within(2, MOST), help="nodes of the draft tree, root included")
-    add("--tree-depth", type=within(0, MOST), help="expansions after the first level")
-    add("--tree-width", type=within(1, MOST), help="nodes expanded per level")
+    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="nodes of the draft tree, root included")
+    add("--tree-depth", type=within(0, MAX_TREE_NODES), help="expansions after the first level")
+    add("--tree-width", type=within(1, MAX_TREE_NODES), help="nodes expanded per level")
     p.refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     p.add_runtime().add_argument("--autotune", action="store_true",
@@ -167,8 +167,8 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     drafting = Drafting.of(o)
     if tree_numbers(o) != [None] * 3:
         quantized = "quantization" in known_config(o.checkpoint)
-        usual = default_tree(runtime.device_name, quantized, runtime.isa_name, batch)
-        drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), usual))
+        default = default_tree(runtime.device_name, quantized, runtime.isa_name, batch)
+        drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), default))
     llm = LLM(o.checkpoint, drafting, batch_size=batch, max_seq_len=o.max_seq_len, log=note, ranks=ranks,
               verify=o.verify, **vars(runtime))
     engine = llm.engine

@@ -102,7 +102,7 @@ def own_text(checkpoint: Path) -> Tensor:
     if tokenizer is None:
         raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
     quantize_linears(model, Scheme("w8a8", 0, "w8a8"))
-    choose_backend("cpu", say=note).prepare(model)
+    choose_backend("cpu", log=note).prepare(model)
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
     length = max(map(len, prompts)) + MOST_WRITTEN
     samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(ROWS)]

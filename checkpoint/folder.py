@@ -38,11 +38,11 @@ def check_out(out: Path, kind: str, force: bool) -> None:
 
 
 def verify_weights(
-    checkpoint: str | Path, draft: str | Path | None, must: bool, say: Callable[[str], None]
+    checkpoint: str | Path, draft: str | Path | None, must: bool, log: Callable[[str], None]
 ) -> None:
     """Compare the weights of a target, of the heads inside its folder and of `draft` with their sha256.
 
-    must: refuse a folder without one, which older versions wrote; else name it. say: prints a line. Raises
+    must: refuse a folder without one, which older versions wrote; else name it. log: prints a line. Raises
     InputError if weights are not those that were written.
     """
     heads = [Path(checkpoint, kind) for kind in HEADS if Path(checkpoint, kind, CONFIG).exists()]
@@ -52,7 +52,7 @@ def verify_weights(
             words = f"{folder / CONFIG}: has no sha256 to verify the weights with; {ADVICE} to have one"
             if must:
                 raise InputError(words)
-            say(words)
+            log(words)
             continue
         check_file(path)
         digest = hashlib.sha256()
@@ -62,7 +62,7 @@ def verify_weights(
         if (found := digest.hexdigest()) != expected:
             raise InputError(f"{path}: its sha256 is {found}; expected {expected}: it is damaged, or was"
                              f" changed; {ADVICE}")
-    say(f"verified the weights of {checkpoint}")
+    log(f"verified the weights of {checkpoint}")
 
 
 def identity(model: torch.nn.Module) -> str:

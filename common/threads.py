@@ -1,4 +1,4 @@
-"""The number of processors that this process may use, and of PyTorch's threads."""
+"""Processors that this process may use, PyTorch's threads, and a parallel map."""
 from __future__ import annotations
 
 import math
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
-_decided = False  # whether `use_threads` was called
+_is_set = False  # whether `use_threads` was called
 
 
-MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_ROOT, CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def cgroups(mounted: Path = MOUNTED, own: Path = OWN) -> list[Path]:
+def cgroups(mounted: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> list[Path]:
     """Return the folders of this process's cgroups, [] without Linux. own: the file that names them."""
     try:
         group = Path(own.read_text().rpartition("::")[2].strip("/\n"))
@@ -26,18 +26,18 @@ def cgroups(mounted: Path = MOUNTED, own: Path = OWN) -> list[Path]:
     return [mounted / folder for folder in (group, *group.parents)]
 
 
-def processors(mounted: Path = MOUNTED, own: Path = OWN) -> int:
+def processors(mounted: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> int:
     """Return the number of processors that this process may use, at least 1.
 
-    They are those that it may run on (taskset, a container's cpuset), and no more than the share of time that
-    its cgroups allow, rounded up (a container's CPU quota). mounted, own: as for `cgroups`.
+    That is its CPU affinity (taskset, a container's cpuset), limited by the CPU quota of its cgroups, rounded
+    up. mounted, own: as for `cgroups`.
     """
     on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min([on, *(_share(folder / "cpu.max") for folder in cgroups(mounted, own))])))
+    return max(1, math.ceil(min([on, *(_cpu_quota(folder / "cpu.max") for folder in cgroups(mounted, own))])))
 
 
-def _share(file: Path) -> float:
-    """Return the processors that a cgroup may use by its quota and period, infinite where it has none."""
+def _cpu_quota(file: Path) -> float:
+    """Return the CPU quota of a cgroup, in processors; infinite if it has none."""
     try:
         quota, period = map(int, file.read_text().split())
     except (OSError, ValueError):  # "max"
@@ -53,13 +53,13 @@ def use_threads(count: int | None = None, log: Callable[[str], None] = lambda li
     """
     import torch
 
-    global _decided
-    if count is None and _decided:
+    global _is_set
+    if count is None and _is_set:
         return
-    wanted, most, _decided = count or torch.get_num_threads(), processors(), True
-    torch.set_num_threads(min(wanted, most))
-    if count is not None and count > most:
-        log(f"--threads {count}: this process may use fewer processors; it runs with {most}")
+    requested, limit, _is_set = count or torch.get_num_threads(), processors(), True
+    torch.set_num_threads(min(requested, limit))
+    if count is not None and count > limit:
+        log(f"--threads {count}: this process may use fewer processors; it runs with {limit}")
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

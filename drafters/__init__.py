@@ -19,19 +19,19 @@ from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
 from common.tree_shapes import PathTree, TreeShape
 
-MOST = 1024  # nodes of any tree, as masks and caches grow with it; and of a method's own numbers
+MAX_TREE_NODES = 1024  # masks and caches grow with the tree; also the limit of a method's own options
 TARGET = "target"  # what a draft model is, as a checkpoint
 AUTO = "auto"  # the method that stands for another, see `Drafting.at`
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 
 class Flag(NamedTuple):
-    """An option of one method. default: None for a file, which must be given. least: of a number."""
+    """An option of one method. default: None for a file, which must be given. minimum: of a number."""
 
     method: str
     default: int | None
     what: str
-    least: int = 1
+    minimum: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,24 @@ METHODS: dict[str, Method | None] = {
     "p-eagle": Method("drafters.block", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
     "dflash": Method("drafters.block", "DFlash: a head that drafts a block in one pass", "dflash", True),
     "dspark": Method("drafters.block", "DSpark: the same with a Markov head", "dspark", True),
-    "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once", "medusa"),
-    "hydra": Method("drafters.medusa", "Hydra heads: the same, each guess knowing those before it", "hydra"),
+    "medusa": Method("drafters.medusa", "Medusa heads: each predicts one of the next tokens", "medusa"),
+    "hydra": Method("drafters.medusa", "Hydra heads: the same, each conditioned on the ones before", "hydra"),
     "mtp": Method("drafters.eagle", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
     "lookahead": Method("drafters.lookahead", "n-grams that the target predicts while verifying"),
     "lookup": Method("drafters.ngram", "what followed the same words earlier in the text (prompt lookup)"),
     "suffix": Method("drafters.ngram", "the same, also in earlier requests (suffix decoding)"),
     "rest": Method("drafters.ngram", "the same, also in a file of tokens (REST)"),
-    AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
+    AUTO: Method("", "the best head in the checkpoint's folder, joined with prompt lookup", AUTO, True),
 }
 FLAGS = {  # the own options of methods
-    "window": Flag("lookahead", 7, "columns guessed side by side"),
+    "window": Flag("lookahead", 7, "columns drafted in parallel"),
     "level": Flag("lookahead", 5, "tokens of an n-gram", 3),
     "guess-set": Flag("lookahead", 7, "n-grams tried at a time"),
     "datastore": Flag("rest", None, "file that python -m drafters.ngram made"),
 }
-# The head that "auto" takes where a target has several: the first of these.
-BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
+# "auto" uses the first of these that the target has.
+HEAD_PRIORITY = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
 
 
 def methods_of(name: str) -> dict[str, Method]:
@@ -104,9 +104,9 @@ def flags_of(name: str) -> dict[str, Flag]:
 def add_flags(group) -> None:
     """Add the flags that only some methods take, None or 0 where they are not given."""
     for flag, (name, default, what, _) in FLAGS.items():
-        kind, usual = (str, "") if default is None else (int, f" (default {default})")
-        help = f"{name}: {what}{usual}"
-        group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
+        type_, suffix = (str, "") if default is None else (int, f" (default {default})")
+        help = f"{name}: {what}{suffix}"
+        group.add_argument(f"--{flag}", type=type_, metavar=type_.__name__.upper(), help=help)
     group.add_argument(
         "--draft-window", type=int, metavar="N",
         help="the head attends to the last N tokens of a text only; 0: to all (default: as many as it was"
@@ -130,8 +130,8 @@ def add_drafting(p: Options, default: str = "none"):
     add("--draft",
         help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
-        help="auto (what pays; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file of"
-             " paths: a static tree")
+        help="auto (what reduces latency; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON"
+             " file of paths: a static tree")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
     add("--shard-head", action="store_true",
@@ -148,8 +148,7 @@ def add_drafting(p: Options, default: str = "none"):
 
 MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
 GPU_TREES = tuple(TreeShape(*s) for s in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
-# Instruction sets without AVX-512.
-NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
+ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
 
 
 def default_tree(
@@ -164,7 +163,7 @@ def default_tree(
     """
     if device.split(":")[0] == "cuda":
         return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
-    if isa in NARROW:
+    if isa in ISAS_WITHOUT_AVX512:
         return TreeShape(4, 2, 2)
     return TreeShape(8, 2, 4) if quantised else TreeShape(12, 3, 4)
 
@@ -178,33 +177,34 @@ def read_tree(text: str | None) -> TreeSpec:
         return text
     try:
         if re.fullmatch(r"[0-9]{1,9},[0-9]{1,9},[0-9]{1,9}", text):
-            return within_limits(TreeShape.parse(text))
+            return check_size(TreeShape.parse(text))
     except ValueError as e:
         raise InputError(f"--tree {text}: {e}") from None
     try:
         paths = parse_json(read_text(text), text)
-        return within_limits(PathTree(tuple(map(tuple, paths))))
+        return check_size(PathTree(tuple(map(tuple, paths))))
     except (InputError, ValueError, TypeError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
         raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
 
 
-def within_limits(tree: TreeShape | PathTree) -> TreeShape | PathTree:
+def check_size(tree: TreeShape | PathTree) -> TreeShape | PathTree:
     """Return the tree. Raises ValueError if it has too many nodes or levels."""
-    if max(tree.nodes, tree.window) > MOST:
-        raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST:,}")
+    if max(tree.nodes, tree.window) > MAX_TREE_NODES:
+        size = f"{tree.nodes:,} nodes on {tree.window - 1:,} levels"
+        raise ValueError(f"tree: {size}, at most {MAX_TREE_NODES:,}")
     return tree
 
 
-def with_numbers(nodes: int | None, depth: int | None, width: int | None, usual: TreeShape) -> TreeShape:
-    """Return a tree with some numbers given, the others those of `usual`. Raises ValueError if impossible."""
-    pairs = (nodes, usual.nodes), (depth, usual.depth), (width, usual.width)
-    return within_limits(TreeShape(*(default if number is None else number for number, default in pairs)))
+def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeShape) -> TreeShape:
+    """Return a tree with some numbers given, the others from `default`. Raises ValueError if impossible."""
+    pairs = (nodes, default.nodes), (depth, default.depth), (width, default.width)
+    return check_size(TreeShape(*(other if number is None else number for number, other in pairs)))
 
 
 def _heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[str, Path]]:
     """Yield the methods whose head is in a target's folder, or may be the one in `draft`, and where it is."""
-    for name in BEST_FIRST:
+    for name in HEAD_PRIORITY:
         folder = Path(draft or checkpoint / METHODS[name].draft)
         if (folder / "config.json").is_file():
             yield name, folder
@@ -217,7 +217,7 @@ def _heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[
 class Drafting:
     """Options of drafting.
 
-    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", as large as pays
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", sized to reduce latency
     (`schedulers.cost_model`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
     `default_tree`. Raises InputError on bad values.
     """
@@ -258,11 +258,11 @@ class Drafting:
             if flag not in own:
                 owner = FLAGS[flag].method if flag in FLAGS else "no method"
                 raise InputError(f"--{flag} belongs to --speculate {owner}; leave it out")
-            _, default, what, least = own[flag]
+            _, default, what, minimum = own[flag]
             if value is None:
                 raise InputError(f"--speculate {self.method}: needs --{flag}, the {what}")
-            if not (default is None or (type(value) is int and least <= value <= MOST)):
-                raise InputError(f"--{flag} {value!r}: must be {least} to {MOST:,}")
+            if not (default is None or (type(value) is int and minimum <= value <= MAX_TREE_NODES)):
+                raise InputError(f"--{flag} {value!r}: must be {minimum} to {MAX_TREE_NODES:,}")
         return flags
 
     @classmethod
@@ -272,11 +272,11 @@ class Drafting:
             o.speculate, o.draft, o.tree, o.coupled, o.draft_int8, given_flags(o), window=o.draft_window
         )
 
-    def at(self, checkpoint: Path, say: Callable[[str], None]) -> Drafting:
+    def at(self, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
         """Return what this means for the target in a folder: "auto" stands for a head there, or the one that
         --draft names, joined with prompt lookup; without one for prompt lookup.
 
-        say: called with a line about the choice. Raises InputError as `folders` does; for "auto" only if
+        log: called with a line about the choice. Raises InputError as `folders` does; for "auto" only if
         --draft names no head.
         """
         if self.method != AUTO:
@@ -288,16 +288,16 @@ class Drafting:
                 found.folders(checkpoint)
             except InputError as e:
                 if not self.draft:  # else it is of another kind
-                    say(f"--speculate auto: {e}")
+                    log(f"--speculate auto: {e}")
                 continue
-            say(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
+            log(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
             return found
         if self.draft:
             raise InputError(f"--speculate auto: --draft {self.draft}: is no head; name one, or"
                              " --speculate draft-model for a smaller model")
         given = (("--tree", self.tree), ("--draft-window", self.window))
         unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
-        say(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"
+        log(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"
             f" (prompt lookup){unused}")
         return replace(self, method="lookup", tree=None, window=None, chosen=True)
 
@@ -306,11 +306,11 @@ class Drafting:
         """True if `draft` is a draft model, not a head: it has no default."""
         return TARGET in {method.draft for method in methods_of(self.method).values()}
 
-    def name_unused(self, checkpoint: Path, say: Callable[[str], None]) -> None:
-        """Call `say` with a line about the heads in a target's folder, if nothing drafts."""
+    def name_unused(self, checkpoint: Path, log: Callable[[str], None]) -> None:
+        """Call `log` with a line about the heads in a target's folder, if nothing drafts."""
         names = "" if methods_of(self.method) else " or ".join(name for name, _ in _heads(checkpoint))
         if names:
-            say(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
+            log(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

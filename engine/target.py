@@ -21,23 +21,23 @@ from head import Head
 from model import Transformer
 from tokens.tokenizer import Tokenizer
 
-COMFORTABLE = 0.25  # share of the free memory that caches take by default, at most
+MAX_CACHE_FRACTION = 0.25  # of the free memory, for caches, unless --max-seq-len is given
 
 
 def load_target(
-    checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
+    checkpoint: str | Path, runtime: Runtime = Runtime(), log: Callable[[str], None] | None = None,
     ranks=None,
 ) -> Target:
-    """Load a converted target. say: called with one line when something slow starts or ends.
+    """Load a converted target. log: called with one line when something slow starts or ends.
 
-    If our kernels cannot be compiled or loaded, it runs without `Runtime.compile`, and `say` gets the reason.
+    If our kernels cannot be compiled or loaded, it runs without `Runtime.compile`, and `log` gets the reason.
     ranks: a `kernels.tp.Ranks`, to shard it over processes, which all call this. Raises InputError, one line,
     if anything is missing, damaged or too large.
     """
-    checkpoint, say = Path(checkpoint), say or (lambda line: None)
+    checkpoint, log = Path(checkpoint), log or (lambda line: None)
     runtime.prepare()
     if ranks is not None:
-        extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, say, ranks)
+        extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, log, ranks)
     on_cpu = torch.device(runtime.device_name).type == "cpu"
     if not on_cpu and read_config(checkpoint, "target").get("delta_layers"):
         raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
@@ -45,8 +45,8 @@ def load_target(
     backend = TORCH
     if runtime.compile and runtime.kernels:
         choose = extensions.load(extensions.STEPS)
-        backend = choose(runtime.device_name, isa=runtime.isa, say=say, must=runtime.kv == "int8")
-    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say, backend)
+        backend = choose(runtime.device_name, isa=runtime.isa, log=log, must=runtime.kv == "int8")
+    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
     target.put_on_kernels(model)
     if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest
         target = replace(target, runtime=replace(runtime, compile=False))
@@ -78,27 +78,27 @@ def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
 
 
 def converted(
-    checkpoint: str | Path, drafting: Drafting, say: Callable[[str], None]
+    checkpoint: str | Path, drafting: Drafting, log: Callable[[str], None]
 ) -> tuple[Path, Drafting]:
     """Return the folder of a target, and what drafts for it; what is not ours is converted.
 
-    say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
+    log: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
     check_draft(checkpoint, drafting)
-    folder = Path(_converted_folder(checkpoint, say))
+    folder = Path(_converted_folder(checkpoint, log))
     if drafting.draft:
         of = None if drafting.names_model else folder
-        drafting = replace(drafting, draft=_converted_folder(drafting.draft, say, of))
-    return folder, drafting.at(folder, say)
+        drafting = replace(drafting, draft=_converted_folder(drafting.draft, log, of))
+    return folder, drafting.at(folder, log)
 
 
-def _converted_folder(checkpoint: str | Path, say: Callable[[str], None], of: Path | None = None) -> str:
+def _converted_folder(checkpoint: str | Path, log: Callable[[str], None], of: Path | None = None) -> str:
     if is_converted(checkpoint):
         read_config(checkpoint)
         return str(checkpoint)
     from checkpoint.convert import converted_folder
 
-    return converted_folder(checkpoint, say, of)
+    return converted_folder(checkpoint, log, of)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Target:
     model: Transformer
     config: dict  # its config.json
     tokenizer: Tokenizer | None
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     backend: Step = TORCH
 
     def engine(
@@ -127,7 +127,7 @@ class Target:
             raise ValueError(f"batch {batch}: must be at least 1")
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
-        drafting = drafting.at(self.checkpoint, self.say)
+        drafting = drafting.at(self.checkpoint, self.log)
         max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
         scheduler = None
@@ -137,7 +137,7 @@ class Target:
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
         engine = Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.say, scheduler=scheduler,
+            compile=self.runtime.compile, say=self.log, scheduler=scheduler,
             counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
@@ -147,17 +147,17 @@ class Target:
         return engine
 
     def room(self, drafting: Drafting, batch: int) -> int:
-        """Return the default of the most tokens of a text: the maximum of the target and of a draft model.
+        """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.
 
-        The caches of `batch` such texts take at most `COMFORTABLE` of the free memory. A shorter text has a
-        power of two tokens, 2,048 or more: compiled graphs are kept by the size of the caches.
+        The caches of `batch` requests take at most `MAX_CACHE_FRACTION` of the free memory. A shorter length
+        is a power of two, at least 2,048 tokens: compiled graphs are cached by the size of the caches.
         """
         device, args = self.model.embed.weight.device, self.model.args
         longest = int(min(args.max_seq_len, args.short_length))
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
         sharing = 1 if self.model.ranks is None else extensions.load(extensions.RANKS_SHARING)(device)
-        most = COMFORTABLE * (free_memory(device) or 0) / sharing
+        most = MAX_CACHE_FRACTION * (free_memory(device) or 0) / sharing
         fits = int(most / self.model.cache_bytes(batch, 1024) * 1024)
         if self.model.ranks is not None:  # one length for all
             fits = int(self.model.ranks.all_gather(torch.tensor([fits], device=device)).min())
@@ -186,18 +186,18 @@ class Target:
             own = not isinstance(model, Head) or model.args.own_lm_head
             extensions.load(extensions.QUANTIZE)(model, mode, own)
         if not backend.prepare(*models):
-            self.say(
+            self.log(
                 "parts of this model do not run on our kernels (fp16, fp8, odd sizes) but on PyTorch: slower,"
                 " and speculative text may leave plain text at near ties; --dtype bf16 suits fp16 ones"
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
-        usual = default_tree(
+        default = default_tree(
             self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
         build = partial(
             build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
-            tokenizer=self.tokenizer, default_tree=usual,
+            tokenizer=self.tokenizer, default_tree=default,
             prepare=lambda *models: self.put_on_kernels(*models, quantised=drafting.int8),
         )
         try:
@@ -205,5 +205,5 @@ class Target:
         except InputError as e:
             if not drafting.chosen:
                 raise
-            self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
+            self.log(f"--speculate auto: {e}; prompt lookup drafts alone")
             return build(Drafting("lookup"))

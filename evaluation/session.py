@@ -36,16 +36,16 @@ class Evaluation:
 
     def __init__(
         self, o, runtime: Runtime, draftings: dict[str, Drafting], sets: dict[str, list[dict]],
-        say: Callable[[str], None], ranks: Ranks | None = None,
+        log: Callable[[str], None], ranks: Ranks | None = None,
     ):
         """Load the target and each method on it, as the options `o` of evaluate.py ask for.
 
         ranks: the processes that share the target. Raises InputError, ValueError, OSError or RuntimeError.
         """
-        self.o, self.sets, self.say = o, sets, say
+        self.o, self.sets, self.log = o, sets, log
         for drafting in draftings.values():
             check_draft(o.checkpoint, drafting)
-        o.checkpoint = converted_folder(o.checkpoint, say)
+        o.checkpoint = converted_folder(o.checkpoint, log)
         longest = known_config(o.checkpoint, o.max_seq_len)["max_seq_len"]
         o.max_seq_len = o.max_seq_len or min(2048, longest)  # not what memory allows: a run may go on later
         options = {  # all that answers and figures depend on, beside methods and questions
@@ -56,8 +56,8 @@ class Evaluation:
             "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
         }
         check_options(Path(o.out), options)
-        draftings = {name: converted(o.checkpoint, drafting, say)[1] for name, drafting in draftings.items()}
-        target = load_target(o.checkpoint, runtime, say, ranks)
+        draftings = {name: converted(o.checkpoint, drafting, log)[1] for name, drafting in draftings.items()}
+        target = load_target(o.checkpoint, runtime, log, ranks)
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
         weight, exact = target.model.embed.weight, step_of(target.model).batch_invariant
         self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
@@ -88,7 +88,7 @@ class Evaluation:
         sampling = Sampling(self.o.max_new_tokens, temperature, seed=seed_of(self.o.seed, name, number))
         turns = ask(engine, question, sampling)
         if len(turns) < len(question["turns"]):
-            self.say(
+            self.log(
                 f"{name} question {number}: turn {len(turns) + 1} does not fit in {engine.max_seq_len} tokens"
                 + ("" if turns else "; the question is left out")
             )
@@ -124,12 +124,12 @@ class Evaluation:
         differences = [d for d in (self.judge.difference(p, a) for p, a in pairs if p) if d]
         rows = summarise(answers, [*self.sets], [*self.contenders], differences)
         if not rows:
-            self.say("no answers yet")
+            self.log("no answers yet")
             return 0
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
         errors = [d for d in differences if not d.tie]
         for d in errors[:MAX_PRINTED_ERRORS]:
-            self.say(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
+            self.log(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature"
                      f" {d.temperature:g}, turn {d.turn + 1}, token {d.token}: {d.other} for {d.plain},"
                      f" {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")
         return len(errors)

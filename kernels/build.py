@@ -31,13 +31,13 @@ class NoKernels(InputError):
     """The kernels cannot be had on this machine, for a reason that is not in the request."""
 
 
-def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
+def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
     """Return the library of this source for an instruction set, torch and compiler; compile it if needed.
 
     Its operators are in the namespace `namespace(isa)`. Its name ends with a digest of it: a damaged library
     would end the process. Without a compiler, use one that exists.
 
-    `say` is called when compiling starts and ends.
+    `log` is called when compiling starts and ends.
     Raises NoKernels, one line, if there is no C++ compiler or it fails; OSError if there is no place.
     """
     words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
@@ -48,12 +48,12 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     # Without a compiler, what any other has made will do.
     by = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else "*"
     name = f"{stem}-{by}-*.so"
-    library = _find(CACHE, name, say) or _find(folder := writable(CACHE), name, say)
+    library = _find(CACHE, name, log) or _find(folder := writable(CACHE), name, log)
     if library:
         return library
     if not command[0]:
         raise NoKernels(f"no C++ compiler: the kernels need {words[0]}; install it or set CXX")
-    say(f"compiling the kernels for {isa.name} ...")
+    log(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
     link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
@@ -66,7 +66,7 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
         library = folder / f"{stem}-{by}-{_digest(linked.read_bytes())}.so"
         with atomic_path(library) as part:  # another process may be doing the same
             shutil.copyfile(linked, part)
-    say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
+    log(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return library
 
 
@@ -75,13 +75,13 @@ def _version(command: list[str]) -> bytes:
     return subprocess.run([*command, "--version"], capture_output=True).stdout
 
 
-def _find(folder: Path, pattern: str, say: Callable[[str], None]) -> Path | None:
+def _find(folder: Path, pattern: str, log: Callable[[str], None]) -> Path | None:
     """Return a library of this name whose content fits the digest in it. Remove others."""
     for library in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
             if library.stem.rpartition("-")[2] == _digest(library.read_bytes()):
                 return library
-            say(f"{library}: damaged, not used")
+            log(f"{library}: damaged, not used")
             library.unlink()
     return None
 

@@ -14,30 +14,30 @@ from kernels.quantized import find_fp8
 
 def choose_backend(
     device: torch.device | str, kernels: bool = True, isa: str | None = None,
-    say: Callable[[str], None] = lambda line: None, must: bool = False,
+    log: Callable[[str], None] = lambda line: None, must: bool = False,
 ) -> Step:
     """Return the backend for a device.
 
     kernels: use ours, where they run. isa: the instruction set of CPU kernels, one of `kernels.isa.SETS`;
     None for the best one. must: something needs the CPU kernels. Without a compiler for them, PyTorch
-    computes alone and `say` is called with the reason. Raises InputError, one line, if the processor lacks
+    computes alone and `log` is called with the reason. Raises InputError, one line, if the processor lacks
     the instruction set; NoKernels, which is one, if the compiler is missing or fails, and `must` or `isa` is
     given.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        find_fp8(device, say)
+        find_fp8(device, log)
     if kernels and device.type == "cpu":
         try:
-            return CpuStep.load(isa, say)
+            return CpuStep.load(isa, log)
         except NoKernels as e:
             if must or isa is not None:
                 raise
-            say(f"{e}. Until then PyTorch decodes alone, which is slower")
+            log(f"{e}. Until then PyTorch decodes alone, which is slower")
     elif kernels and here.capable(device):
         from kernels.gpu.backend import CudaStep  # imports Triton, which takes time
 
         return CudaStep()
     elif kernels and device.type == "cuda":
-        say("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
+        log("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
     return TORCH

@@ -48,7 +48,7 @@ class CpuStep(Step):
         self._inside = False  # of `threads`
 
     @classmethod
-    def load(cls, isa: str | None = None, say: Callable[[str], None] = lambda line: None) -> CpuStep:
+    def load(cls, isa: str | None = None, log: Callable[[str], None] = lambda line: None) -> CpuStep:
         """Return the backend of an instruction set, by its name; None for the one of `kernels.isa.choose`.
 
         Compiles what this machine has not compiled yet for this source and torch. Raises InputError, one
@@ -57,7 +57,7 @@ class CpuStep(Step):
         chosen = choose(isa)
         if chosen.name not in cls.loaded:
             try:
-                torch.ops.load_library(str(build_library(chosen, say)))
+                torch.ops.load_library(str(build_library(chosen, log)))
             except (OSError, ValueError) as e:  # ValueError: CXX is no command
                 raise NoKernels(f"the kernels cannot be compiled or loaded ({e})") from None
             cls.loaded[chosen.name] = cls(chosen)

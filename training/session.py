@@ -85,7 +85,7 @@ class Session:
         head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
         on_cpu = torch.device(device).type == "cpu"
-        backend = choose_backend("cpu", say=note) if on_cpu else TORCH
+        backend = choose_backend("cpu", log=note) if on_cpu else TORCH
         self.compiled = not on_cpu or backend is not TORCH
         # Training needs unpacked weights.
         self.decoding = self.target if backend is TORCH else copy.deepcopy(self.target)

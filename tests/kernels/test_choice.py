@@ -40,7 +40,7 @@ def unsupported(*args, **options):
 def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
     lines = []
     gpu(capability, multiply)
-    chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), say=lines.append)
+    chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
     assert chosen is TORCH and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
     assert here.capable(GPU) == (capability >= (8, 0))
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
