@@ -210,8 +210,7 @@ def load(
         where = replace(where, compile=False)
     target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note, backend)
     target.put_on_kernels(weights)
-    if where.kv != "auto":
-        weights.Caches = backend.caches[where.kv]
+    target.choose_caches()
     target.put_on_kernels(head, quantised=mode is None)
     return Model(target, head)
 

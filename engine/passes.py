@@ -132,8 +132,7 @@ class Passes:
 
     def _compile(self, compile: bool, say: Callable[[str], None]) -> None:
         """Choose whether passes are compiled, and captured."""
-        self.fallbacks: list[str] = []
-        fallbacks = self.fallbacks
+        fallbacks = self.fallbacks = []
 
         def fell_back(line: str) -> None:
             fallbacks.append(line)

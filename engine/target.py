@@ -42,10 +42,10 @@ def load_target(
     if not on_cpu and read_config(checkpoint, "target").get("delta_layers"):
         raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
-    backend = TORCH
-    if runtime.compile and runtime.kernels:
+    backend, kernels = TORCH, runtime.compile and runtime.kernels
+    if kernels or (not on_cpu and "quantization" in config):  # which also looks for tensor cores for fp8
         choose = extensions.load(extensions.STEPS)
-        backend = choose(runtime.device_name, isa=runtime.isa, log=log, must=runtime.kv == "int8")
+        backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
     target.put_on_kernels(model)
     if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest
@@ -55,8 +55,7 @@ def load_target(
             f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, odd sizes);"
             " leave it out"
         )
-    if runtime.kv != "auto":
-        model.Caches = backend.caches.get(runtime.kv) or extensions.load(extensions.CACHES[runtime.kv])
+    target.choose_caches()
     return target
 
 
@@ -145,6 +144,11 @@ class Target:
         if self.backend.self_check:
             engine.self_check = extensions.load(self.backend.self_check)
         return engine
+
+    def choose_caches(self) -> None:
+        """Give the model the KV caches of `Runtime.kv`; "auto" are those that its step has given it."""
+        if (kv := self.runtime.kv) != "auto":
+            self.model.Caches = self.backend.caches.get(kv) or extensions.load(extensions.CACHES[kv])
 
     def room(self, drafting: Drafting, batch: int) -> int:
         """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.

@@ -481,7 +481,8 @@ class CostScheduler(Scheduler):
         self.tuner = tuner or Tuner()
 
     def variants(self, drafter: Drafter) -> list[Drafter]:
-        return [drafter.with_tree(shape) for shape in self.tuner.shapes]
+        headless = [drafter.headless] if drafter.headless else []
+        return [drafter.with_tree(shape) for shape in self.tuner.shapes] + headless
 
     def attach(self, passes: Passes, timed: bool) -> None:
         super().attach(passes, timed)

@@ -9,7 +9,7 @@ from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from sampling.options import Sampling
-from schedulers.cost_model import MAX_TREES, CostScheduler, Plan
+from schedulers.cost_model import MAX_TREES, CostScheduler, Plan, Tuner
 from tree import TreeShape
 
 SMALL = TreeShape(8, 2, 3)
@@ -82,3 +82,15 @@ def test_ctrl_c_anywhere(models, seed):
         for i, request in zip(some, requests):
             assert request.ids == expected[i][: len(request.ids) if request.finish is None else None]
     assert 0 < interrupted < 30
+
+
+def test_lookup_alone_drafts_deeper_than_the_joint_tree(models):
+    """Buffers are as large as the longest commit of any drafter that a step may run."""
+    small = TreeShape(3, 1, 1)
+    scheduler = CostScheduler(Tuner((small, small), cuts=False))
+    scheduler.tuner.next = lambda requests, count: None  # the head is off: lookup drafts alone
+    drafter = Mixed(NGram(shortest=1), HeadDrafter(models[1], small))
+    engine = Engine(models[0], drafter, max_seq_len=300, compile=False, scheduler=scheduler)
+    text = list(b"abcabcabcabc")
+    (request,), (alone,) = (one.generate([text], Sampling(60)) for one in (engine, plain(models)))
+    assert request.ids == alone.ids and "12 nodes" in request.trees
