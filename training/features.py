@@ -5,12 +5,13 @@ import copy
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from common.files import digest
 from kernels import isa
-from model import Transformer
+from kernels.quantized import QuantizedLinear
+from model import Linear, Transformer
 
 
 class TargetStates(NamedTuple):
@@ -24,16 +25,17 @@ class Features:
     """The target's states on rows, cached in memory.
 
     Each row is computed by itself, so that a resumed run reads the same features. cache_bytes: memory for
-    the cache. dtype: of the cached states (default the target's); `read` returns the target's.
+    the cache. dtype: of the cached states, read_dtype: of what `read` returns (both default to the target's).
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], *, cache_bytes: float = 0,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, read_dtype: torch.dtype | None = None,
     ):
         self.target, self.aux_layers, self.free_bytes = target, aux_layers, cache_bytes
-        self.device, self.target_dtype = target.embed.weight.device, target.embed.weight.dtype
-        self.dtype, self.cached = dtype or self.target_dtype, {}  # states by `digest` of the ids
+        self.device, own_dtype = target.embed.weight.device, target.embed.weight.dtype
+        self.dtype, self.read_dtype = dtype or own_dtype, read_dtype or own_dtype
+        self.cached = {}  # states by `digest` of the ids
 
     def read(self, rows: list[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
@@ -46,7 +48,7 @@ class Features:
                     self.cached[key] = [x.to("cpu", copy=True) for x in states]
                     self.free_bytes -= sum(x.numel() * x.element_size() for x in states)
             parts.append([x.to(self.device, non_blocking=True) for x in states])
-        return TargetStates(*(pad_sequence(xs, batch_first=True).to(self.target_dtype) for xs in zip(*parts)))
+        return TargetStates(*(pad_sequence(xs, batch_first=True).to(self.read_dtype) for xs in zip(*parts)))
 
     @torch.no_grad()
     def compute(self, ids: list[int]) -> TargetStates:
@@ -66,3 +68,13 @@ def training_copy(target: Transformer) -> Transformer:
     if weight.is_cuda or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.maker() != isa.INTEL):
         return target
     return copy.deepcopy(target).float() if weight.dtype != torch.float32 else target
+
+
+def without_layers(target: Transformer) -> Transformer:
+    """Return a target's embedding, final norm and lm_head, dequantized: what heads read and learn from."""
+    ends, head = copy.copy(target), target.lm_head
+    ends._modules = target._modules | {"layers": nn.ModuleList()}
+    if isinstance(head, QuantizedLinear):
+        ends.lm_head = Linear(head.inputs, head.outputs, bias=False, device="meta")
+        ends.lm_head.weight = nn.Parameter(head.dequantize(target.embed.weight.dtype), requires_grad=False)
+    return ends

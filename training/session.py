@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.convert import converted_folder
-from checkpoint.folder import check_exact, identity
+from checkpoint.folder import identity
 from checkpoint.load import CONFIG, FORMAT, WEIGHTS, load_head, load_model, read_config
 from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
@@ -29,7 +29,7 @@ from kernels.choose import choose_backend
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.features import Features, training_copy
+from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import Processes
 from training.report import write_card
@@ -66,7 +66,6 @@ class Session:
         o.checkpoint = converted_folder(o.checkpoint, note)
         o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
-        check_exact(o.checkpoint, self.config)
         self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
             raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
@@ -87,8 +86,13 @@ class Session:
         on_cpu = torch.device(device).type == "cpu"
         backend = choose_backend("cpu", log=note) if on_cpu else TORCH
         self.compiled = not on_cpu or backend is not TORCH
-        # Training needs unpacked weights.
-        self.decoding = self.target if backend is TORCH else copy.deepcopy(self.target)
+        # Training needs unpacked weights, of a quantized target none of the layers: its states are decoded.
+        self.identity, self.decoding = identity(self.target), self.target
+        self.quantized = bool(self.config.get("quantization", {}).get("mode"))
+        if self.quantized:
+            self.target = without_layers(self.target)
+        elif backend is not TORCH:
+            self.decoding = copy.deepcopy(self.target)
         backend.prepare(self.decoding)
         self.collect()
         if o.collect_only:
@@ -123,7 +127,7 @@ class Session:
     def _rows(self) -> list[dict]:
         """Write the missing text and read all. Raises InputError if there are no usable answers."""
         o, args = self.o, self.target.args
-        lines = data.read_shards(self.shards, args.vocab_size, identity(self.target))
+        lines = data.read_shards(self.shards, args.vocab_size, self.identity)
         if self.prompts or o.synthesize:
             collector = self._collector()
             collector.from_prompts(self.prompts)
@@ -153,7 +157,7 @@ class Session:
         )
         return Collector(
             engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
-            target=identity(self.target), max_new_tokens=o.max_new_tokens,
+            target=self.identity, max_new_tokens=o.max_new_tokens,
             temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
         )
 
@@ -171,8 +175,10 @@ class Session:
         objective = TRAINED[o.kind].objective(
             learning, head, o.steps, lk=LK * (o.loss == "lk"), compiled=compiled, start=self.start
         )
-        dtype = self.target.embed.weight.dtype
-        features = Features(learning, objective.aux_layers, cache_bytes=CACHE_BYTES, dtype=dtype)
+        features = Features(
+            self.decoding if self.quantized else learning, objective.aux_layers, cache_bytes=CACHE_BYTES,
+            dtype=self.target.embed.weight.dtype, read_dtype=learning.embed.weight.dtype,
+        )
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,

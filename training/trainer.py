@@ -228,7 +228,7 @@ class Trainer:
         return {
             **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
             "data": digest([row["ids"] for row in self.held_out + self.rows]),
-            "target": identity(self.objective.target),
+            "target": identity(self.features.target),
         }
 
     def save(self) -> None:

@@ -8,6 +8,7 @@ from helpers import edit
 from helpers.training import log_of, loss_on, options, users
 from safetensors.torch import load_file, save_file
 
+import quantize
 import train
 from checkpoint.folder import identity
 from checkpoint.load import load_head, load_model
@@ -15,6 +16,7 @@ from engine.engine import Engine
 from engine.step import TORCH
 from sampling.options import Sampling
 from training import data
+from training.features import without_layers
 from training.heads import TRAINED, HeadShape, new_head
 from training.validate import drafter_of
 from tree import TreeShape
@@ -77,6 +79,16 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     save_file(state, tuned / "model.safetensors")
     assert train.main([*argv, "--checkpoint", str(tuned)]) == 1
     assert "target); use another --out" in last_line(capsys)
+
+
+@pytest.mark.kernels
+def test_a_quantized_target_is_learned_from_as_it_decodes(golden, prompt_file, tmp_path):
+    folder = tmp_path / "w8a8"
+    assert quantize.main(["--checkpoint", str(golden), "--mode", "w8a8", "--out", str(folder)]) == 0
+    assert train.main(options(folder, prompt_file, tmp_path, epochs=2, steps=2)) == 0
+    assert all(row["held_out"][0] > 0.5 and row["tau"] > 1.5 for row in log_of(tmp_path) if "held_out" in row)
+    target, _ = load_model(folder)
+    assert without_layers(target).lm_rows.equal(target.lm_head.dequantize(target.embed.weight.dtype))
 
 
 def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
