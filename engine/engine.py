@@ -66,7 +66,7 @@ class Engine:
     - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
     - counts: numbers of sequences that steps exist for (`step_counts`), `batch` last
     - tokenizer: gives requests their text
-    - guide: makes a `Guide` of a JSON schema
+    - guide: makes the `Guide` of sampling options that need one
     - self_check: called once, at the start of the first warmup (`engine.check`)
 
     Raises ValueError, with the numbers, if the caches do not fit in memory.
@@ -79,7 +79,7 @@ class Engine:
         stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
         chunks: tuple[int, ...] | None = None, lag: int | None = None, scheduler: Scheduler | None = None,
         counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
-        guide: Callable[[str], Guide] | None = None,
+        guide: Callable[[Sampling], Guide] | None = None,
     ):
         self.target = target = target.for_length(max_seq_len)
         self.drafter, self.scheduler = drafter or Drafter(), scheduler or Scheduler()
@@ -129,9 +129,10 @@ class Engine:
         """Raise ValueError, with the numbers, if a request cannot be decoded."""
         size = self.target.args.vocab_size
         check_prompt(prompt, name, self.max_seq_len, size)
-        if sampling.json_schema is not None and self.guide is None:
-            raise ValueError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
-        if sampling.stop and self.tokenizer is None:
+        if sampling.is_guided and self.guide is None:
+            raise ValueError("a JSON schema, grammar or bad words need a tokenizer and an end token; this"
+                             " checkpoint lacks one")
+        if (sampling.stop or sampling.stop_token_ids) and self.tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
         for token, _ in sampling.logit_bias:
             if token >= size:
@@ -144,17 +145,18 @@ class Engine:
     ) -> Request:
         """Give a request a free place.
 
-        guide: of its JSON schema, if that has been made already. watch: its events carry the drafted trees.
-        plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole prompt is
-        read for that. shown, continues: of its `TextStream`. Raises ValueError, with the numbers,
+        guide: of its sampling options, if that has been made already. watch: its events carry the drafted
+        trees. plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole
+        prompt is read for that. shown, continues: of its `TextStream`. Raises ValueError, with the numbers,
         if the request cannot be decoded; RuntimeError if no place is free.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} places are taken")
         self.check(prompt, sampling)
-        if sampling.json_schema is not None and guide is None:
-            guide = self.guide(sampling.json_schema)
-        stream = self.tokenizer and self.tokenizer.output(sampling.stop, shown, continues)
+        if sampling.is_guided and guide is None:
+            guide = self.guide(sampling)
+        ends = sampling.stop, sampling.stop_token_ids, sampling.min_tokens
+        stream = self.tokenizer and self.tokenizer.output(*ends, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         request.place, same = self._place_for(prompt)
         # One token back: the drafter's last row was read together with the token that followed it then.
@@ -555,7 +557,9 @@ class Engine:
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
             for sampling in samplings or (Sampling(),):
-                sampling = replace(sampling, stop=(), json_schema=None)
+                sampling = replace(
+                    sampling, stop=(), json_schema=None, grammar=None, bad_words=(), min_tokens=0,
+                    ignore_eos=False)
                 repeated = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a draft there
                 for prompt in ([0], repeated) if self.drafter.may_pass else ([0],):
                     self.generate([prompt], replace(sampling, max_new_tokens=2))

@@ -89,7 +89,7 @@ class Request:
     spent: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "drafted": []})
     finish: Finish | None = None
     error: str | None = None  # why it cannot go on
-    stop: str | None = None  # the stop text that ended it
+    stop: str | int | None = None  # the stop text, or id of `stop_token_ids`, that ended it
     cached: int = 0  # prompt tokens that the caches held already
     # `time.perf_counter` at admission, at the first token and at the last one.
     began: float = field(default_factory=time.perf_counter)

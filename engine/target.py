@@ -19,6 +19,7 @@ from engine.runtime import Runtime
 from engine.step import TORCH, Step, step_of
 from head import Head
 from model import Transformer
+from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
 MAX_CACHE_FRACTION = 0.25  # of the free memory, for caches, unless --max-seq-len is given
@@ -178,9 +179,9 @@ class Target:
         grammars = extensions.load(extensions.JSON_SCHEMA).Grammars
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
-    def guide(self, schema: str):
-        """Make the guide that keeps a text to a JSON schema. Raises InputError if the schema is none."""
-        return self._grammars.guide(schema)
+    def guide(self, sampling: Sampling):
+        """Make the guide of these options. Raises InputError if their schema or grammar cannot be used."""
+        return self._grammars.guide_of(sampling)
 
     def put_on_kernels(self, *models: torch.nn.Module, quantised: bool = False) -> None:
         """Put models on our kernels, if this target runs there. quantised: 16-bit ones first."""

@@ -32,8 +32,10 @@ class Sampling:
 
     stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
     token, and of the top ones, this many, as the target has them before any of the above; None: none.
-    json_schema: what the output is to fit, as JSON or a dictionary; of the logits, all that breaks it is left
-    out before all that. Numbers may be numpy's.
+    json_schema: what the output is to fit, as JSON or a dictionary; grammar: the same as a grammar in GBNF or
+    in llguidance's form of Lark. Tokens that break it are masked before all that, as are stop tokens with
+    `ignore_eos` or before `min_tokens` tokens, and tokens that complete one of `bad_words`. stop_token_ids:
+    they end the output too. Numbers may be numpy's.
     Raises ValueError on values that cannot be.
     """
 
@@ -50,6 +52,11 @@ class Sampling:
     stop: Stop | Stops = ()  # one text is taken too
     logprobs: whole(0, MAX_LOGPROBS) | None = None
     json_schema: Text | dict | None = None
+    grammar: Text | None = None
+    stop_token_ids: tuple[TokenId, ...] = ()
+    bad_words: Stops = ()
+    min_tokens: whole() = 0
+    ignore_eos: bool = False
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -61,6 +68,10 @@ class Sampling:
             stop=(stop,) if isinstance(stop, str) else stop,
             json_schema=json.dumps(schema) if isinstance(schema, dict) else schema,
         )
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens}: at most {self.max_new_tokens} may come")
+        if None not in (self.json_schema, self.grammar):
+            raise ValueError("json_schema and grammar: give one of them")
 
     @property
     def restricts(self) -> bool:
@@ -71,6 +82,12 @@ class Sampling:
     def penalises(self) -> bool:
         """True if the text so far changes the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def is_guided(self) -> bool:
+        """True if a guide on the host masks tokens."""
+        shaped = (self.json_schema, self.grammar) != (None, None)
+        return bool(shaped or self.bad_words or self.min_tokens or self.ignore_eos)
 
 
 FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True)))
@@ -102,7 +119,7 @@ class Modes(NamedTuple):
             noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
             any(s.penalises or s.logit_bias for s in samplings),
             any(s.logprobs is not None for s in samplings),
-            any(s.json_schema is not None for s in samplings),
+            any(s.is_guided for s in samplings),
         )
         return cls.every(noisy) if few and modes.rare else modes
 

@@ -85,7 +85,7 @@ class Server:
             ids = encode(self.tokenizer, prompt, room=self.max_seq_len, **encoding)
             engine.check(ids, samplings[0])
             for sampling in samplings:  # each with a guide of its own, made here: it takes time
-                guide = engine.guide(sampling.json_schema) if sampling.json_schema else None
+                guide = engine.guide(sampling) if sampling.is_guided else None
                 jobs.append(Job(ids, sampling, self.seconds, {"guide": guide, **same}))
         return jobs
 

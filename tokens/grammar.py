@@ -1,4 +1,4 @@
-"""JSON schemas as masks over the tokens, at every node of a tree.
+"""JSON schemas and grammars as masks over the tokens, at every node of a tree.
 
 llguidance makes the masks. A `Guide` keeps the state of the grammar where its text ends. For a tree it walks
 down and back up.
@@ -6,34 +6,39 @@ down and back up.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 
 from common.errors import InputError, library_errors, one_line
 from common.files import read_json
+from sampling.options import Sampling
+from tokens.limits import LimitGuide, Pieces
 from tokens.tokenizer import Tokenizer
 
 # Small models that may write any amount of white space sometimes write nothing else.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
-UNUSABLE = "the JSON schema cannot be used"
+SCHEMA, GRAMMAR = "the JSON schema", "the grammar"
 ANY_OBJECT = '{"type": "object"}'
-LONGEST_SCHEMA = 1 << 16  # characters of a schema
+LONGEST_SCHEMA = 1 << 16  # characters of a schema or grammar
 
 
 class Guide:
     """The tokens that a grammar allows after a text. `Grammars.guide` makes one per text."""
 
-    def __init__(self, matcher, stop_ids: frozenset[int]):
+    def __init__(self, matcher, stop_ids: frozenset[int], kind: str):
         """matcher: a `llguidance.LLMatcher`. stop_ids: of its tokenizer; they end a text."""
-        self._matcher, self._stop_ids = matcher, stop_ids
+        self._matcher, self._stop_ids, self._kind = matcher, stop_ids, kind
 
     @property
     def error(self) -> str | None:
         """The reason, on one line, why the text cannot follow the grammar any more; None if it can."""
         if not self._matcher.is_error():
             return None
-        return f"the JSON schema cannot be followed ({one_line(self._matcher.get_error())})"
+        return f"{self._kind} cannot be followed ({one_line(self._matcher.get_error())})"
 
     def take(self, ids: Iterable[int]) -> None:
         """Append these ids to the text."""
@@ -63,21 +68,37 @@ class Guide:
                 self._matcher.rollback(1)
 
 
-def grammar_of(schema: str, tokenizer=None) -> str:
-    """Return llguidance's grammar of a JSON schema. Raises InputError if it cannot be used.
+def grammar_of(text: str, tokenizer=None, kind: str = SCHEMA) -> str:
+    """Return llguidance's form of a JSON schema or grammar. Raises InputError if it cannot be used.
 
     tokenizer: a `llguidance.LLTokenizer`; without one, everything is checked that does not depend on it.
     """
     from llguidance import LLMatcher  # few requests need it
+    from llguidance.gbnf_to_lark import any_to_lark
 
-    if len(schema) > LONGEST_SCHEMA:
-        raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST_SCHEMA:,}")
-    with library_errors(UNUSABLE):
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
+    if len(text) > LONGEST_SCHEMA:
+        raise InputError(f"{kind} has {len(text):,} characters, at most {LONGEST_SCHEMA:,}")
+    with library_errors(f"{kind} cannot be used"):
+        if kind == SCHEMA:
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
+        else:
+            grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
         problem = LLMatcher.validate_grammar(grammar, tokenizer)
     if problem:
-        raise InputError(f"{UNUSABLE} ({one_line(problem)})")
+        raise InputError(f"{kind} cannot be used ({one_line(problem)})")
     return grammar
+
+
+def grammar_of_choices(choices: Iterable[str]) -> str:
+    """Return the grammar of one of these texts."""
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
+
+
+def grammar_of_regex(pattern: str) -> str:
+    """Return the grammar of a text that a regular expression matches from start to end."""
+    inner = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", pattern.removeprefix("^"))
+    escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), inner, flags=re.DOTALL)
+    return f"start: /{escaped}/"
 
 
 def read_schema(path: str | None) -> str:
@@ -95,7 +116,14 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: list[int]):
+        self._tokenizer, self._vocabulary, self._stop_ids = tokenizer, vocabulary, stop_ids
+
+    @cached_property
+    def _wrapped(self):
+        """The tokenizer as llguidance takes it."""
         import llguidance  # few requests need it
+
+        tokenizer, vocabulary, stop_ids = self._tokenizer, self._vocabulary, self._stop_ids
 
         class Wrapped:
             """A tokenizer as llguidance's TokenizerWrapper needs it."""
@@ -107,19 +135,34 @@ class Grammars:
             def __call__(self, text: bytes | str) -> list[int]:
                 return tokenizer.encode(text if isinstance(text, str) else text.decode(), bos=False)
 
-        self._matcher, self._stop_ids = llguidance.LLMatcher, frozenset(stop_ids)
-        self._vocabulary = vocabulary
         wrapped = llguidance.TokenizerWrapper(Wrapped())
-        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=stop_ids)
+        return llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=stop_ids)
 
-    def guide(self, schema: str) -> Guide:
-        """Return a guide for a text in JSON that fits a schema. Raises InputError if no text can."""
-        grammar = grammar_of(schema, self._tokenizer)
-        with library_errors(UNUSABLE):
-            matcher = self._matcher(self._tokenizer, grammar, log_level=0)
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self._tokenizer, self._vocabulary)
+
+    def guide_of(self, sampling: Sampling) -> Guide | LimitGuide:
+        """Return the guide of a request's options. Raises InputError if no text can follow it."""
+        kind = SCHEMA if sampling.grammar is None else GRAMMAR
+        text = sampling.json_schema if sampling.grammar is None else sampling.grammar
+        guide = None if text is None else self.guide(text, kind)
+        if not (sampling.bad_words or sampling.min_tokens or sampling.ignore_eos):
+            return guide
+        at_least = math.inf if sampling.ignore_eos else sampling.min_tokens
+        stop_ids = {*self._stop_ids, *sampling.stop_token_ids}
+        return LimitGuide(self._pieces, stop_ids, at_least, sampling.bad_words, guide)
+
+    def guide(self, text: str, kind: str = SCHEMA) -> Guide:
+        """Return a guide for a text that fits a JSON schema or grammar. Raises InputError if no text can."""
+        from llguidance import LLMatcher
+
+        grammar = grammar_of(text, self._wrapped, kind)
+        with library_errors(f"{kind} cannot be used"):
+            matcher = LLMatcher(self._wrapped, grammar, log_level=0)
         if matcher.is_error():
-            raise InputError(f"{UNUSABLE} ({one_line(matcher.get_error())})")
-        guide = Guide(matcher, self._stop_ids)
+            raise InputError(f"{kind} cannot be used ({one_line(matcher.get_error())})")
+        guide = Guide(matcher, frozenset(self._stop_ids), kind)
         # Some schemas, such as one that refers to itself alone, fail only here.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))
         if guide.error:

@@ -18,10 +18,13 @@ class StopStream:
 
     Text that may be the start of a stop text is held back until it is certain. If one token completes two
     stop texts, the one that starts first counts, then the longer one. A control token has no text, but it
-    matches its name in a stop text. stops: without empty texts.
+    matches its name in a stop text. stops: without empty texts. stop_ids: tokens that end the output too, and
+    have no text. at_least: the number of tokens before which nothing ends it.
     """
 
-    def __init__(self, stream: TextStream, stops: tuple[str, ...]):
+    def __init__(
+        self, stream: TextStream, stops: tuple[str, ...], stop_ids: Collection[int] = (), at_least: int = 0
+    ):
         named = {name: i for name, i in stream.control.items() if any(name in stop for stop in stops)}
         # Lone surrogates stand for control tokens: decoded text has none.
         marks = {name: chr(0xD800 + n) for n, name in enumerate(sorted(named, key=len, reverse=True))}
@@ -31,11 +34,15 @@ class StopStream:
         self._marks = {i: marks[name] for name, i in named.items()}
         self._texts = {ord(mark): stream.piece(i).decode() for i, mark in self._marks.items()}
         self._stream, self._held = stream, ""
+        self._stop_ids, self._left = stop_ids, at_least
 
     def emit(self, ids: list[int]) -> Emission:
         """Return what these ids give. Push nothing after a stop."""
         certain = ""
         for i, token in enumerate(ids):
+            self._left -= 1
+            if token in self._stop_ids and self._left < 0:
+                return Emission(certain + self.flush(), i + 1, token)
             text, stop = self._take(self._marks.get(token) or self._stream.push([token]))
             certain += text
             if stop is not None:
@@ -49,6 +56,9 @@ class StopStream:
 
     def _take(self, text: str) -> tuple[str, str | None]:
         self._held += text
+        if self._left >= 0:
+            certain, self._held = self._held, ""
+            return certain.translate(self._texts), None
         found = [(self._held.find(stop), -len(stop), stop) for stop in self._stops]
         if complete := [one for one in found if one[0] >= 0]:
             at, _, stop = min(complete)

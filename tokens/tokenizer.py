@@ -259,10 +259,13 @@ class Tokenizer:
         """Return a decoder that takes ids as they come. See `TextStream`."""
         return TextStream(self, shown, continues)
 
-    def output(self, stops: tuple[str, ...], shown: Collection[int] = (), continues: bool = False):
+    def output(
+        self, stops: tuple[str, ...], stop_ids: tuple[int, ...] = (), at_least: int = 0,
+        shown: Collection[int] = (), continues: bool = False,
+    ):
         """Return a `TextStream`, or the `tokens.stops.StopStream` of an output that stop texts may end."""
         stream = self.stream(shown, continues)
-        return load(STOP_TEXTS).StopStream(stream, stops) if stops else stream
+        return load(STOP_TEXTS).StopStream(stream, stops, stop_ids, at_least) if stops or stop_ids else stream
 
     def spelled(self, i: int) -> bytes:
         """Return the bytes of an id; of a control token, its name."""
@@ -281,11 +284,11 @@ class Tokenizer:
 
 
 class Emission(NamedTuple):
-    """Text that some ids complete, the number of ids that count, and the stop text that ended the output."""
+    """Text that some ids complete, the number of ids that count, and the stop text or id that ended it."""
 
     text: str
     ids: int
-    stop: str | None = None
+    stop: str | int | None = None
 
 
 class TextStream:

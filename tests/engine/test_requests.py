@@ -1,8 +1,11 @@
 """Options of requests, each and all together."""
+import re
+
 import pytest
 import torch
 from helpers.decoding import load, plain, prompts, speculative
 
+from common.errors import InputError
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -51,3 +54,28 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert inside
     again = fast.generate("hello there", **settings)
     assert again.ids == whole.ids and again.stop is None
+
+
+WORDS = {"grammar": 'root ::= ("yes" | "no") "!"?'}, r"(yes|no)!?"
+LIMITS = (  # options, and what the text matches then
+    WORDS, ({**WORDS[0], "min_tokens": 24, "ignore_eos": True}, WORDS[1]),  # a grammar counts more
+    ({"grammar": "start: /a[0-9]{3}/"}, "a[0-9]{3}"),
+    ({"bad_words": ("e", "ab", "o t", " s")}, "((?!e|ab|o t| s).)*"),
+    ({"min_tokens": 20, "logit_bias": {257: 100}}, "(?s:.{19,20})"), ({"ignore_eos": True}, "(?s:.{20,})"),
+    ({"stop_token_ids": (ord("a"), ord("e")), "stop": "abc"}, "[^ae]*"),
+    ({"stop_token_ids": (ord("a"), ord(" ")), "min_tokens": 20}, "(?s:.{19,20})"),
+)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_limits_of_an_output(golden, temperature):
+    """Masks and stops, the same with drafts and without."""
+    llms = [load(golden, method, compile=False) for method in ("eagle3", "none")]
+    for options, pattern in LIMITS:
+        more = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True, **options}
+        drafted, alone = (llm.generate("hello there", **more) for llm in llms)
+        assert drafted.ids == alone.ids and drafted.stop == alone.stop, options
+        assert re.fullmatch(pattern, drafted.text, re.DOTALL), (options, drafted.text)
+    for options in ({"min_tokens": 25}, {"grammar": "x", "json_schema": "{}"}, {"grammar": "root ::= x"}):
+        with pytest.raises((ValueError, InputError)):
+            llms[1].generate("hello there", max_new_tokens=24, **options)

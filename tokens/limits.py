@@ -1,0 +1,84 @@
+"""Limits of an output that are masks over tokens: words that must not come, and ends that come too early."""
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
+from functools import lru_cache
+
+import numpy as np
+
+from tokens.tokenizer import Tokenizer
+
+PAST = b"\xff"  # sorts after all bytes of UTF-8
+
+
+class Pieces:
+    """The bytes of all tokens of a vocabulary, as masks [words] int32 of those that complete a word."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int):
+        self.piece, self._size = tokenizer.piece, -(-vocabulary // 32) * 32
+        self._sorted = sorted((self.piece(i), i) for i in range(vocabulary))
+        self.completing = lru_cache(1024)(self._completing)
+
+    def bits(self, ids: Iterable[int]) -> np.ndarray:
+        """Return the mask of these ids."""
+        found = np.zeros(self._size, bool)
+        found[[i for i in ids if i < self._size]] = True
+        return np.packbits(found, bitorder="little").view(np.int32)
+
+    def _completing(self, word: bytes, given: int) -> np.ndarray:
+        """Return the mask of tokens that complete a word where a text ends in its first `given` bytes."""
+        rest = word[given:]
+        if not given:  # the token has it all
+            return self.bits(i for piece, i in self._sorted if word in piece)
+        begin, end = (bisect_left(self._sorted, (key,)) for key in (rest, rest + PAST))
+        return self.bits(i for _, i in self._sorted[begin:end])
+
+
+class LimitGuide:
+    """A guide that masks stop ids and words, and what an `inner` one of a grammar does, if there is one.
+
+    at_least: the number of tokens before which no stop id may come.
+    """
+
+    def __init__(
+        self, pieces: Pieces, stop_ids: Collection[int], at_least: float, words: Iterable[str],
+        inner=None,
+    ):
+        self._pieces, self._at_least, self._inner = pieces, at_least, inner
+        self._stops, self._words = pieces.bits(stop_ids), [word.encode() for word in words]
+        self._longest = max(map(len, self._words), default=1)
+        self._end = 0, b""  # number of tokens, and the last bytes
+
+    @property
+    def error(self) -> str | None:
+        """As `tokens.grammar: Guide.error`."""
+        return self._inner and self._inner.error
+
+    def _after(self, end: tuple[int, bytes], token: int) -> tuple[int, bytes]:
+        return end[0] + 1, (end[1] + self._pieces.piece(token))[-self._longest :]
+
+    def take(self, ids: Iterable[int]) -> None:
+        """As `tokens.grammar: Guide.take`."""
+        for token in ids:
+            self._end = self._after(self._end, token)
+        if self._inner:
+            self._inner.take(ids)
+
+    def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
+        """As `tokens.grammar: Guide.mask`. A grammar wins where nothing else could come."""
+        into[: len(tokens)] = -1
+        if self._inner:
+            self._inner.mask(tokens, parent, into)
+        ends = [self._end]
+        for node, row in enumerate(into[: len(tokens)]):
+            if node:
+                ends.append(self._after(ends[parent[node]], tokens[node]))
+            count, text = ends[node]
+            left = row & ~self._stops if count < self._at_least else row
+            for word in self._words:
+                for given in range(len(word)):
+                    if text.endswith(word[:given]):
+                        left = left & ~self._pieces.completing(word, given)
+            if left.any():
+                row[:] = left
