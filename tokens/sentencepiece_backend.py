@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from common.errors import library_errors
 from common.files import check_file
 from tokens.files import listed_tokens, special_tokens_map
-from tokens.tokenizer import piece_bytes
+from tokens.tokenizer import Finder, piece_bytes
 
 
 class SentencePieceBackend:
@@ -40,10 +40,15 @@ class SentencePieceBackend:
         given |= dict(enumerate(new, max([pieces - 1, *given]) + 1))
         self.ids = range(pieces)
         self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
-        self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):
                 self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
+        added = {i: token for i, token in self.added.items() if token.content}
+        # Of all tokens the leftmost and longest wins. The library finds no token after its pieces.
+        self.control = {token.content: i for i, token in added.items() if token.special}
+        text = {token.content: i for i, token in added.items() if not token.special}
+        self.finder = Finder(added.values(), self.control | text)
+        self._text_finder = Finder(map(added.get, text.values()), text)
         self.id_of = (known | {token.content: i for i, token in self.added.items()}).get
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
@@ -51,15 +56,19 @@ class SentencePieceBackend:
         self.adds_bos = self.bos_id is not None
         self.special_tokens_map = {name: self._model.id_to_piece(i) for name, i in ends.items() if i >= 0}
 
-    def encode(self, parts: list[str | int]) -> list[int]:
+    def encode(self, text: str, parse_special: bool) -> list[int]:
         """As `JsonBackend.encode`."""
-        ids = []
-        for n, part in enumerate(parts):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                bare = n and part.startswith(self._no_prefix_before)
+        return self.encode_at(text, (self.finder if parse_special else self._text_finder).find(text))
+
+    def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
+        """As `JsonBackend.encode_at`."""
+        ids, start = [], 0
+        for begin, end, token in (*spans, (len(text), len(text), None)):
+            if part := text[start:begin]:
+                bare = start and part.startswith(self._no_prefix_before)
                 ids += (self._model_without_prefix if bare else self._model).encode(part)
+            ids += [token] if token is not None else []
+            start = end
         return ids
 
     def bytes_of(self, i: int) -> bytes:

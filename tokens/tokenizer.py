@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Control tokens never come out of messages of a chat. The library is set not to search for them. In a rendered
-chat template, or a raw prompt, they are found here; `tokens.templates.ControlTokenMask` hides those that the
-messages contain.
+Control tokens never come out of messages of a chat. `tokens.templates.ControlTokenMask` hides those that the
+messages spell, and they are searched for a second time without the mask: if there are others then, ids are
+put in for those of the template alone.
 
 Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
 and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from common.errors import InputError, library_errors
 from extensions import CHAT_TEMPLATES, STOP_TEXTS, TOKENIZER_FILES, load
@@ -61,45 +61,76 @@ def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
     return piece.replace(files.SPACE, " ").encode()
 
 
+class Finder:
+    """Finds added tokens in a text as the library does. ids: text -> id of those that count."""
+
+    def __init__(self, tokens: Iterable[AddedToken], ids: dict[str, int], normalizer=None):
+        # The text between two added tokens is one unknown token.
+        self._model = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        self._model.normalizer = normalizer
+        self._model.add_tokens([*tokens])
+        known = {i: token.content for i, token in self._model.get_added_tokens_decoder().items()}
+        self._found = {i: (content, ids[content]) for i, content in known.items() if content in ids}
+
+    def find(self, text: str, normalized: bool = True) -> list[tuple[int, int, int]]:
+        """Return the tokens: where they and the white space that they strip begin and end, and their ids.
+
+        normalized: also those that the text spells in another way, which the normalizer brings to theirs.
+        """
+        found = self._model.encode(text)
+        spans = ((*span, *self._found[i]) for span, i in zip(found.offsets, found.ids) if i in self._found)
+        return [(a, b, i) for a, b, content, i in spans if normalized or content in text[a:b]]
+
+
 class JsonBackend:
-    """A tokenizer of the `tokenizers` library. It gets a text cut into plain text and ids of control tokens.
+    """A tokenizer of the `tokenizers` library.
 
     size: one more than the highest id
     ids: the ids of the vocabulary
     added: id -> `AddedToken`, tokens beside the vocabulary; those with `special` are control tokens
-    unmatched: added tokens that the library does not find in a text
     special_tokens_map: "bos_token" -> "<s>", ..., for names that the settings lack
     bos_id, adds_bos: the id of BOS, None without one; whether a text starts with it by default
     strips_space: see `tokens.files.Decoder`
     id_of: token -> its id, None if there is no such token
 
-    The library is set to take control tokens in a text for plain text. A control token that is meant goes
-    in as a stand-in, a string that no text contains. So the library treats the text around it as it does
-    with the original.
+    control: text -> id of every control token; finder: of these
     """
 
     def __init__(self, path: Path, settings: dict, model: tokenizers.Tokenizer | None = None):
-        self._model = model = model or tokenizers.Tokenizer.from_file(str(path))
+        self._plain = model = model or tokenizers.Tokenizer.from_file(str(path))
         self._tokens, self.added = files.add_tokens(model, settings, path)
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
-        model.encode_special_tokens = True
         probe, nonce = model.encode("a"), secrets.token_hex(8)
         self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._byte_level, self._byte_fallback, self.strips_space = files.decoder_of(model, path)
-        self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
+        self._rendered = rendered = tokenizers.Tokenizer(model.model)  # both share the vocabulary
+        rendered.normalizer, rendered.pre_tokenizer = model.normalizer, model.pre_tokenizer
+        rendered.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
+        model.encode_special_tokens = True
+        self.control = {t.content: i for i, t in self.added.items() if t.special and t.content}
+        self.finder = Finder(self.added.values(), self.control, model.normalizer)
+        self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i in self.control.values()}
         model.add_tokens([AddedToken(text, normalized=False) for text in self._stand_ins.values()])
         self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
         self.ids, self.size, self.id_of = self._tokens.keys(), 1 + max(self._tokens), model.token_to_id
-        self.unmatched, self.special_tokens_map = frozenset(), {}
+        self.special_tokens_map = {}
 
-    def encode(self, parts: list[str | int]) -> list[int]:
-        """Return the ids of a text whose control tokens are ids already."""
-        text = "".join(self._stand_ins[p] if isinstance(p, int) else p for p in parts)
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Return the ids of a text. parse_special: see `Tokenizer.encode`."""
         # The fast form makes no offsets, which cost as much as the rest and 40 bytes per byte of text.
-        ids = self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return [self._originals.get(i, i) for i in ids]
+        model = self._rendered if parse_special else self._plain
+        return model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
+        """Return the ids of a text whose control tokens are these of `Finder.find`; it may spell others.
+
+        The library gets a stand-in for each of them, a string that no text contains.
+        """
+        starts = [0, *(end for _, end, _ in spans)]
+        cut = [text[start:begin] + self._stand_ins[i] for start, (begin, _, i) in zip(starts, spans)]
+        return [self._originals.get(i, i) for i in self.encode("".join(cut) + text[starts[-1] :], False)]
 
     def bytes_of(self, i: int) -> bytes:
         """Return the bytes that an id of the vocabulary stands for, b"" for other ids."""
@@ -144,17 +175,9 @@ class Tokenizer:
         self.vocab_size = backend.size
         self.piece = cache(self._bytes_of)
 
-        added = {i: token for i, token in backend.added.items() if token.content}
-        self.control = {token.content: i for i, token in added.items() if token.special}
+        self.control = backend.control
         self.stop_ids = files.stop_ids(self.special_tokens_map.get("eos_token"), self.control)
         self._names = {i: text.encode() for text, i in self.control.items()}
-        # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
-        # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
-        # kind. The backend itself finds those without an id here.
-        unmatched = {token.content: i for i, token in added.items() if i in backend.unmatched}
-        self._lstrip = {token.content for token in added.values() if token.lstrip}
-        self._cut_rendered = _pattern(added.values()), self.control | unmatched
-        self._cut_plain = _pattern(t for t in added.values() if t.content in unmatched), unmatched
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
@@ -181,7 +204,9 @@ class Tokenizer:
         library fails.
         """
         self._check_size(text, at_most)
-        ids = self._encode_parts(self._cut(text, parse_special))
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
+        with library_errors(f"{self._file}: cannot encode this text"):
+            ids = self._backend.encode(text, parse_special)
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
 
     def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
@@ -194,10 +219,14 @@ class Tokenizer:
         it refuses the messages, or a content is no text.
         """
         (hidden, more), originals = self._mask.hide((load(CHAT_TEMPLATES).ready(messages), variables))
-        rendered = self.render(hidden, **more)
+        rendered = self.render(hidden, **more).encode("utf-8", "replace").decode()
         self._check_size(rendered, at_most)
-        parts = self._cut(rendered, parse_special=True)
-        return self._encode_parts([p if isinstance(p, int) else p.translate(originals) for p in parts])
+        text, find = rendered.translate(originals), self._backend.finder.find
+        with library_errors(f"{self._file}: cannot encode this text"):
+            spans = find(rendered, normalized=False)
+            if {*find(text)} <= {*spans}:
+                return self._backend.encode(text, parse_special=True)
+            return self._backend.encode_at(text, spans)  # messages spell control tokens
 
     def render(self, messages: list[dict], **variables) -> str:
         """Return the text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
@@ -209,24 +238,6 @@ class Tokenizer:
     @cached_property
     def _mask(self):
         return load(CHAT_TEMPLATES).ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
-
-    def _encode_parts(self, parts: list[str | int]) -> list[int]:
-        with library_errors(f"{self._file}: cannot encode this text"):
-            return self._backend.encode(parts)
-
-    def _cut(self, text: str, parse_special: bool) -> list[str | int]:
-        """Cut a text at the tokens that we match ourselves, into text between them (str) and ids (int)."""
-        # Lone surrogates, from a terminal or from JSON, have no bytes.
-        text = text.encode("utf-8", "replace").decode()
-        pattern, ids = self._cut_rendered if parse_special else self._cut_plain
-        parts, start = [], 0
-        for m in pattern.finditer(text):
-            content = m[0] if m[0] in ids else m[0].rstrip()  # the pattern takes in the spaces of rstrip
-            if (token := ids.get(content)) is not None:
-                before = text[start : m.start()]
-                parts += [before.rstrip() if content in self._lstrip else before, token]
-                start = m.end()
-        return [p for p in (*parts, text[start:]) if p != ""]
 
     def _check_size(self, text: str, at_most: int | None) -> None:
         """Raise TooLong if a text has certainly more than `at_most` tokens.
@@ -329,13 +340,3 @@ def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
 
 def _visible(data: bytes) -> int:
     return len(data) - len(data.translate(None, VISIBLE))
-
-
-def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern:
-    """Return a pattern for any of these tokens, the longest first; it matches nothing if there are none."""
-    def pattern_of(token: AddedToken) -> str:
-        text = re.escape(token.content)
-        word = rf"(?<!\w){text}(?!\w)" if token.single_word else text
-        return word + r"\s*" * token.rstrip  # spaces before it are looked for backwards, where there is one
-    longest_first = sorted(tokens, key=lambda token: -len(token.content))
-    return re.compile("|".join(map(pattern_of, longest_first)) or r"(?!)")

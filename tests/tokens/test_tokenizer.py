@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import tokenizers
 from helpers.tokenizers import CORPUS, json_library, sentencepiece_library
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokens.convert import copy_files
 from tokens.tokenizer import Tokenizer, TooLong
@@ -36,9 +36,7 @@ def test_json_equals_the_library(bpe):
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_json_of_sentencepiece_kind_equals_the_library(tmp_path, scheme):
-    """Metaspace treats the first piece of a text and those after control tokens differently, and flags of
-    added tokens eat spaces.
-    """
+    """Metaspace treats the first piece of a text and those after control tokens differently."""
     model = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -51,16 +49,42 @@ def test_json_of_sentencepiece_kind_equals_the_library(tmp_path, scheme):
     spec = json.loads(model.to_str())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["content"].startswith("<0x")]
     model = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    model.add_special_tokens([AddedToken("<|r|>", rstrip=True), AddedToken("<|l|>", lstrip=True)])
-    model.add_special_tokens([AddedToken("word", single_word=True), "<|r|>>"])
     model.save(str(tmp_path / "tokenizer.json"))
-    tok = Tokenizer.load(tmp_path)
-    for text in ("<s>The fox</s> dog<s> x", "a <|r|>  b  <|l|> c", "word sword word", "a<|r|>>b<|r|> >"):
-        ids = model.encode(text, add_special_tokens=False).ids
-        assert tok.encode(text, bos=False, parse_special=True) == ids
+    tok, text = Tokenizer.load(tmp_path), "<s>The fox</s> dog<s> x"
+    assert tok.encode(text, bos=False, parse_special=True) == model.encode(text, add_special_tokens=False).ids
     for text in CORPUS:
         ids = tok.encode(text)
         assert ids == model.encode(text).ids and tok.decode(ids) == text == model.decode(ids)
+
+
+FLAGS = "special", "lstrip", "rstrip", "single_word", "normalized"
+NORMALIZERS = None, normalizers.NFC(), normalizers.Lowercase(), normalizers.Sequence(
+    [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flags_of_added_tokens_mean_what_they_mean_to_the_library(seed, tmp_path):
+    """Tokens that overlap, with random flags, in prompts, in texts and in a template around a message."""
+    rng, folder = random.Random(seed), tmp_path
+    vocab = {t: i for i, t in enumerate(("<unk>", "▁", *(f"<0x{b:02X}>" for b in range(256)), *"<>|adorwy"))}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    library.normalizer, library.decoder = NORMALIZERS[seed % 4], decoders.Replace("▁", " ")
+    contents = ["<s>", "<s>>", "<<s>", "<S>", "s>", "<|a|>", "<|a|>\n", " <s>", "|a|", "word", "wordy", "or"]
+    added = [AddedToken(text, **{flag: rng.random() < 0.4 for flag in FLAGS})
+             for text in rng.sample(contents, 6)]
+    library.add_special_tokens([AddedToken("<e>"), *(token for token in added if token.special)])
+    library.add_tokens([token for token in added if not token.special])
+    library.save(str(folder / "tokenizer.json"))
+    content = "".join(rng.choices(contents, k=2)).replace("{", "")
+    (folder / "chat_template.jinja").write_text(f"{content} {{{{ messages[0].content }}}} {content}<e>w")
+    tok = Tokenizer.load(folder)
+    for _ in range(20):
+        text = "".join(rng.choices([*contents, " ", "\n", "q", "e\u0301", "_", "\u0301", "\u3000"], k=6))
+        for library.encode_special_tokens in (True, False):
+            ids = library.encode(text, add_special_tokens=False).ids
+            assert tok.encode(text, bos=False, parse_special=not library.encode_special_tokens) == ids
+        chat = [{"role": "user", "content": "".join(rng.choices("q9\n w", k=3))}]
+        assert tok.chat(chat) == library.encode(tok.render(chat), add_special_tokens=False).ids
 
 
 def test_sentencepiece_equals_the_library(sp, byte_tokenizer):
