@@ -19,7 +19,6 @@ from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
 from checkpoint.source import Entry, Source, unique_ids
 from common.errors import InputError
-from common.threads import parallel_map
 from tokens.gguf_tokenizer import rebuild
 
 BLOCK = 1 << 17  # numbers per dequantised block: it stays in a processor's cache, and malloc keeps its memory
@@ -227,7 +226,10 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
     def read_all() -> Tensor:
         if len(shape) == 1:
             return read(slice(None))
-        slices = (slice(start, start + step) for start in range(0, shape[0], step))
-        return torch.cat([*parallel_map(read, slices)])
+        result = torch.empty(shape, dtype=dtype)
+        for start in range(0, shape[0], step):
+            rows = slice(start, start + step)
+            result[rows] = read(rows)
+        return result
 
     return Entry(shape, dtype, read_all)

@@ -1,6 +1,6 @@
 """Quantise a converted checkpoint, and compare it with the original on a text.
 
-One tensor is in memory at a time, beside the layers that were calibrated: int4 weights that are chosen by
+A few tensors are in memory at a time, beside the layers that were calibrated: int4 weights that are chosen by
 what they compute on a text, which runs through the target layer by layer. `quantize.py` is the command.
 """
 from __future__ import annotations
@@ -26,7 +26,6 @@ from checkpoint.weights import STORED_DTYPES, count_nonfinite, listed, opened
 from checkpoint.writer import Planned, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.schema import named
-from common.threads import parallel_map
 from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import (
     MXFP4,
@@ -90,13 +89,11 @@ class _LayerWriter:
 
     def read_scale(self) -> Tensor:
         if self.scale is None:
-            def read(rows: Tensor) -> tuple[Tensor, int]:
-                return scales(rows, self.layer.mode, self.layer.group), count_nonfinite(rows)
-
-            found, bad = zip(*parallel_map(read, chunks(self.read_exact())))
-            if sum(bad):
-                judge_nonfinite(self.where, sum(bad), self.allow_nonfinite)
-            self.scale = torch.cat(found)
+            exact = self.read_exact()
+            if bad := count_nonfinite(exact):
+                judge_nonfinite(self.where, bad, self.allow_nonfinite)
+            mode, group = self.layer.mode, self.layer.group
+            self.scale = torch.cat([scales(rows, mode, group) for rows in chunks(exact)])
         return self.scale
 
     def read_weight(self) -> Tensor:
@@ -104,14 +101,13 @@ class _LayerWriter:
         scale = self.read_scale().split(len(exact[0]))
         weight = torch.empty_like(self.layer.weight, device="cpu")
 
-        def write(rows: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float]:
-            exact, scale, stored = rows[0].float(), *rows[1:]
-            stored.copy_(to_stored(exact, scale, self.layer.mode))
-            error = dequantize(stored, scale, torch.float32).sub_(exact)
-            return float(error.norm()) ** 2, float(exact.norm()) ** 2
-
-        errors, norms = zip(*parallel_map(write, zip(exact, scale, chunks(weight, len(exact[0])))))
-        self.error = (sum(errors) / max(sum(norms), 1e-60)) ** 0.5
+        errors = norms = 0.0
+        for rows, unit, stored in zip(exact, scale, chunks(weight, len(exact[0]))):
+            rows = rows.float()
+            stored.copy_(to_stored(rows, unit, self.layer.mode))
+            norms += float(rows.norm()) ** 2
+            errors += float(dequantize(stored, unit, torch.float32).sub_(rows).norm()) ** 2
+        self.error = (errors / max(norms, 1e-60)) ** 0.5
         return weight
 
 

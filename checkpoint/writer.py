@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES, count_nonfinite
 from common.errors import InputError
 from common.schema import named
+from common.threads import parallel_map
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
@@ -60,7 +62,7 @@ def fill(
 def _write_safetensors(
     path: Path, plan: list[Planned], progress: Callable[[int], object], allow_nonfinite: bool, where: str
 ) -> str:
-    """Write the planned tensors one at a time -> the file's sha256.
+    """Write the planned tensors -> the file's sha256. Threads read a few ahead of the one that is written.
 
     safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
     header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
@@ -83,16 +85,19 @@ def _write_safetensors(
             digest.update(data)
             file.write(data)
 
+        def ready(item: tuple[Planned, Entry, str]) -> np.ndarray:
+            """Read a part in the tensor's dtype, as bytes."""
+            (t, part, _), what = item, f"{where}: tensor {item[2]}"
+            tensor = part.read()
+            if bad := count_nonfinite(tensor):
+                judge_nonfinite(what, bad, allow_nonfinite)
+            return _cast(what, tensor, t.dtype).contiguous().flatten().view(torch.uint8).numpy()
+
         write(len(text).to_bytes(8, "little") + text)
-        for t in plan:
-            for part, name in zip(t.parts, t.sources or (t.name,) * len(t.parts)):
-                tensor = part.read()
-                if bad := count_nonfinite(tensor):
-                    judge_nonfinite(f"{where}: tensor {name}", bad, allow_nonfinite)
-                cast = _cast(f"{where}: tensor {name}", tensor, t.dtype)
-                data = cast.contiguous().flatten().view(torch.uint8).numpy()
-                write(data)
-                progress(data.nbytes)
+        for data in parallel_map(ready, ((t, *part) for t in plan for part in zip(
+                t.parts, t.sources or (t.name,) * len(t.parts)))):
+            write(data)
+            progress(data.nbytes)
     return digest.hexdigest()
 
 

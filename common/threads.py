@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
+MAX_WORKERS = 8  # of `parallel_map`: each holds a result, such as a tensor
 _is_set = False  # whether `use_threads` was called
 
 
@@ -63,19 +64,20 @@ def use_threads(count: int | None = None, log: Callable[[str], None] = lambda li
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield function(item) for each item in order, computed by as many threads as PyTorch has.
+    """Yield function(item) for each item in order, computed by PyTorch's number of threads or MAX_WORKERS.
 
-    Few results wait at a time. PyTorch computes each call, and the caller's work in between, with one thread.
+    One more result waits. PyTorch computes each call, and the caller's work in between, with one thread.
     """
     import torch
 
     count, waiting = torch.get_num_threads(), deque[Future[Result]]()
+    workers = min(count, MAX_WORKERS)
     torch.set_num_threads(1)
     try:
-        with ThreadPoolExecutor(count) as pool:
+        with ThreadPoolExecutor(workers) as pool:
             for item in items:
                 waiting.append(pool.submit(function, item))
-                if len(waiting) > 2 * count:
+                if len(waiting) > workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -37,7 +37,7 @@ INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
 # int4: the steps that a group's extreme may be. It gets the longer side, -8, beyond which it is cut.
 EXTREME_STEPS = (-8.6, -8.0, -7.4, -6.8, -6.2)
-CHUNK = 1 << 17  # numbers rounded together: they stay in a core's cache, and malloc keeps their memory
+CHUNK = 1 << 16  # numbers rounded together: with their results they stay in a core's cache
 
 
 @dataclass(frozen=True)
