@@ -153,7 +153,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
         load(TRACE).check(o.trace, len(prompts) * o.num_samples)
     if o.json_schema or o.json_object:
         o.json_schema = load(JSON_SCHEMA).read_schema(o.json_schema)
-    sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
+    sampling = Sampling(**{field.name: getattr(o, field.name, None) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 

@@ -130,9 +130,8 @@ class Engine:
         size = self.target.args.vocab_size
         check_prompt(prompt, name, self.max_seq_len, size)
         if sampling.is_guided and self.guide is None:
-            raise ValueError("a JSON schema, grammar or bad words need a tokenizer and an end token; this"
-                             " checkpoint lacks one")
-        if (sampling.stop or sampling.stop_token_ids) and self.tokenizer is None:
+            raise ValueError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
+        if sampling.stop and self.tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
         for token, _ in sampling.logit_bias:
             if token >= size:
@@ -155,8 +154,7 @@ class Engine:
         self.check(prompt, sampling)
         if sampling.is_guided and guide is None:
             guide = self.guide(sampling)
-        ends = sampling.stop, sampling.stop_token_ids, sampling.min_tokens
-        stream = self.tokenizer and self.tokenizer.output(*ends, shown, continues)
+        stream = self.tokenizer and self.tokenizer.output(sampling, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         request.place, same = self._place_for(prompt)
         # One token back: the drafter's last row was read together with the token that followed it then.
@@ -557,9 +555,7 @@ class Engine:
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
             for sampling in samplings or (Sampling(),):
-                sampling = replace(
-                    sampling, stop=(), json_schema=None, grammar=None, bad_words=(), min_tokens=0,
-                    ignore_eos=False)
+                sampling = replace(sampling, stop=(), json_schema=None, limits=None)
                 repeated = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a draft there
                 for prompt in ([0], repeated) if self.drafter.may_pass else ([0],):
                     self.generate([prompt], replace(sampling, max_new_tokens=2))

@@ -19,7 +19,6 @@ from engine.runtime import Runtime
 from engine.step import TORCH, Step, step_of
 from head import Head
 from model import Transformer
-from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
 MAX_CACHE_FRACTION = 0.25  # of the free memory, for caches, unless --max-seq-len is given
@@ -179,7 +178,7 @@ class Target:
         grammars = extensions.load(extensions.JSON_SCHEMA).Grammars
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
-    def guide(self, sampling: Sampling):
+    def guide(self, sampling):
         """Make the guide of these options. Raises InputError if their schema or grammar cannot be used."""
         return self._grammars.guide_of(sampling)
 

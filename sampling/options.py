@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, get_type_hints
 
@@ -32,10 +32,9 @@ class Sampling:
 
     stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
     token, and of the top ones, this many, as the target has them before any of the above; None: none.
-    json_schema: what the output is to fit, as JSON or a dictionary; grammar: the same as a grammar in GBNF or
-    in llguidance's form of Lark. Tokens that break it are masked before all that, as are stop tokens with
-    `ignore_eos` or before `min_tokens` tokens, and tokens that complete one of `bad_words`. stop_token_ids:
-    they end the output too. Numbers may be numpy's.
+    json_schema: what the output is to fit, as JSON or a dictionary. limits: `tokens.limits: Limits`, such as
+    a grammar or words that must not come. Tokens that break them are masked before all that. Numbers may be
+    numpy's.
     Raises ValueError on values that cannot be.
     """
 
@@ -52,26 +51,16 @@ class Sampling:
     stop: Stop | Stops = ()  # one text is taken too
     logprobs: whole(0, MAX_LOGPROBS) | None = None
     json_schema: Text | dict | None = None
-    grammar: Text | None = None
-    stop_token_ids: tuple[TokenId, ...] = ()
-    bad_words: Stops = ()
-    min_tokens: whole() = 0
-    ignore_eos: bool = False
+    limits: object = None
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
             vars(self)["logit_bias"] = list(self.logit_bias.items())
         found = FIELDS.check({name: as_python(value) for name, value in vars(self).items()})
         stop, schema = found["stop"], found["json_schema"]
-        vars(self).update(
-            found, logit_bias=tuple(sorted(found["logit_bias"])),
-            stop=(stop,) if isinstance(stop, str) else stop,
-            json_schema=json.dumps(schema) if isinstance(schema, dict) else schema,
-        )
-        if self.min_tokens > self.max_new_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens}: at most {self.max_new_tokens} may come")
-        if None not in (self.json_schema, self.grammar):
-            raise ValueError("json_schema and grammar: give one of them")
+        found["json_schema"] = json.dumps(schema) if isinstance(schema, dict) else schema
+        found["stop"] = (stop,) if isinstance(stop, str) else stop
+        vars(self).update(found, logit_bias=tuple(sorted(found["logit_bias"])))
 
     @property
     def restricts(self) -> bool:
@@ -86,8 +75,7 @@ class Sampling:
     @property
     def is_guided(self) -> bool:
         """True if a guide on the host masks tokens."""
-        shaped = (self.json_schema, self.grammar) != (None, None)
-        return bool(shaped or self.bad_words or self.min_tokens or self.ignore_eos)
+        return (self.json_schema, self.limits) != (None, None)
 
 
 FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True)))
@@ -109,11 +97,10 @@ class Modes(NamedTuple):
         return any(self[1:])
 
     @classmethod
-    def of(cls, samplings: Iterable[Sampling], few: bool = False) -> Modes:
+    def of(cls, samplings: Sequence[Sampling], few: bool = False) -> Modes:
         """Return the modes for these requests. few: switch all rare modes on if any is, as where each
         combination has to be compiled.
         """
-        samplings = list(samplings)
         noisy = any(s.temperature > 0 for s in samplings)
         modes = cls(
             noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),

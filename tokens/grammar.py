@@ -6,7 +6,6 @@ down and back up.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -144,14 +143,18 @@ class Grammars:
 
     def guide_of(self, sampling: Sampling) -> Guide | LimitGuide:
         """Return the guide of a request's options. Raises InputError if no text can follow it."""
-        kind = SCHEMA if sampling.grammar is None else GRAMMAR
-        text = sampling.json_schema if sampling.grammar is None else sampling.grammar
-        guide = None if text is None else self.guide(text, kind)
-        if not (sampling.bad_words or sampling.min_tokens or sampling.ignore_eos):
+        schema, limits, guide = sampling.json_schema, sampling.limits, None
+        if schema is not None:
+            guide = self.guide(schema)
+        if limits is None:
             return guide
-        at_least = math.inf if sampling.ignore_eos else sampling.min_tokens
-        stop_ids = {*self._stop_ids, *sampling.stop_token_ids}
-        return LimitGuide(self._pieces, stop_ids, at_least, sampling.bad_words, guide)
+        if limits.min_tokens > sampling.max_new_tokens:
+            raise InputError(f"min_tokens {limits.min_tokens}: at most {sampling.max_new_tokens} may come")
+        if limits.grammar is not None:
+            if guide:
+                raise InputError("a JSON schema and a grammar: give one of them")
+            guide = self.guide(limits.grammar, GRAMMAR)
+        return LimitGuide(self._pieces, self._stop_ids, limits, guide)
 
     def guide(self, text: str, kind: str = SCHEMA) -> Guide:
         """Return a guide for a text that fits a JSON schema or grammar. Raises InputError if no text can."""

@@ -1,8 +1,10 @@
 """Limits of an output that are masks over tokens: words that must not come, and ends that come too early."""
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +12,22 @@ import numpy as np
 from tokens.tokenizer import Tokenizer
 
 PAST = b"\xff"  # sorts after all bytes of UTF-8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Further limits of an output.
+
+    grammar: what it has to fit, in GBNF or in llguidance's form of Lark. stop_token_ids: they end it, too.
+    bad_words: texts that must not come. min_tokens: the number of tokens before which nothing ends it.
+    ignore_eos: no end token comes.
+    """
+
+    grammar: str | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
 
 
 class Pieces:
@@ -36,17 +54,13 @@ class Pieces:
 
 
 class LimitGuide:
-    """A guide that masks stop ids and words, and what an `inner` one of a grammar does, if there is one.
+    """A guide that masks stop ids and words, and what an `inner` one of a grammar does, if there is one."""
 
-    at_least: the number of tokens before which no stop id may come.
-    """
-
-    def __init__(
-        self, pieces: Pieces, stop_ids: Collection[int], at_least: float, words: Iterable[str],
-        inner=None,
-    ):
-        self._pieces, self._at_least, self._inner = pieces, at_least, inner
-        self._stops, self._words = pieces.bits(stop_ids), [word.encode() for word in words]
+    def __init__(self, pieces: Pieces, stop_ids: Collection[int], limits: Limits, inner=None):
+        self._pieces, self._inner = pieces, inner
+        self._at_least = math.inf if limits.ignore_eos else limits.min_tokens
+        self._stops = pieces.bits({*stop_ids, *limits.stop_token_ids})
+        self._words = [word.encode() for word in limits.bad_words]
         self._longest = max(map(len, self._words), default=1)
         self._end = 0, b""  # number of tokens, and the last bytes
 

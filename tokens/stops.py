@@ -18,13 +18,11 @@ class StopStream:
 
     Text that may be the start of a stop text is held back until it is certain. If one token completes two
     stop texts, the one that starts first counts, then the longer one. A control token has no text, but it
-    matches its name in a stop text. stops: without empty texts. stop_ids: tokens that end the output too, and
-    have no text. at_least: the number of tokens before which nothing ends it.
+    matches its name in a stop text. stops: without empty texts. limits: `tokens.limits: Limits`, with stop
+    ids, which have no text, and the number of tokens before which nothing ends the output.
     """
 
-    def __init__(
-        self, stream: TextStream, stops: tuple[str, ...], stop_ids: Collection[int] = (), at_least: int = 0
-    ):
+    def __init__(self, stream: TextStream, stops: tuple[str, ...], limits=None):
         named = {name: i for name, i in stream.control.items() if any(name in stop for stop in stops)}
         # Lone surrogates stand for control tokens: decoded text has none.
         marks = {name: chr(0xD800 + n) for n, name in enumerate(sorted(named, key=len, reverse=True))}
@@ -34,7 +32,7 @@ class StopStream:
         self._marks = {i: marks[name] for name, i in named.items()}
         self._texts = {ord(mark): stream.piece(i).decode() for i, mark in self._marks.items()}
         self._stream, self._held = stream, ""
-        self._stop_ids, self._left = stop_ids, at_least
+        self._stop_ids, self._left = (limits.stop_token_ids, limits.min_tokens) if limits else ((), 0)
 
     def emit(self, ids: list[int]) -> Emission:
         """Return what these ids give. Push nothing after a stop."""

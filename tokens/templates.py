@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
@@ -24,9 +24,8 @@ PLAIN, ROLES = {"role", "content"}, ("system", "user", "assistant")
 JOINED = 64  # longest control token, in characters, whose end is searched for at the start of a text
 
 
-def ready(messages: Iterable[dict]) -> list[dict]:
+def ready(messages: list[dict]) -> list[dict]:
     """Return messages as chat templates take them; see `tokens.messages`, which plain ones do not need."""
-    messages = [*messages]
     if all(m.keys() == PLAIN and m["role"] in ROLES and type(m["content"]) is str for m in messages):
         return messages
     return importlib.import_module("tokens.messages").ready(messages)

@@ -270,13 +270,10 @@ class Tokenizer:
         """Return a decoder that takes ids as they come. See `TextStream`."""
         return TextStream(self, shown, continues)
 
-    def output(
-        self, stops: tuple[str, ...], stop_ids: tuple[int, ...] = (), at_least: int = 0,
-        shown: Collection[int] = (), continues: bool = False,
-    ):
+    def output(self, sampling, shown: Collection[int] = (), continues: bool = False):
         """Return a `TextStream`, or the `tokens.stops.StopStream` of an output that stop texts may end."""
-        stream = self.stream(shown, continues)
-        return load(STOP_TEXTS).StopStream(stream, stops, stop_ids, at_least) if stops or stop_ids else stream
+        stream, stops, limits = self.stream(shown, continues), sampling.stop, sampling.limits
+        return load(STOP_TEXTS).StopStream(stream, stops, limits) if stops or limits else stream
 
     def spelled(self, i: int) -> bytes:
         """Return the bytes of an id; of a control token, its name."""

@@ -7,6 +7,7 @@ from helpers.decoding import load, plain, prompts, speculative
 
 from common.errors import InputError
 from sampling.options import Sampling
+from tokens.limits import Limits
 from tree import TreeShape
 
 SHAPE = TreeShape(12, 3, 3)
@@ -56,14 +57,14 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert again.ids == whole.ids and again.stop is None
 
 
-WORDS = {"grammar": 'root ::= ("yes" | "no") "!"?'}, r"(yes|no)!?"
-LIMITS = (  # options, and what the text matches then
-    WORDS, ({**WORDS[0], "min_tokens": 24, "ignore_eos": True}, WORDS[1]),  # a grammar counts more
-    ({"grammar": "start: /a[0-9]{3}/"}, "a[0-9]{3}"),
-    ({"bad_words": ("e", "ab", "o t", " s")}, "((?!e|ab|o t| s).)*"),
-    ({"min_tokens": 20, "logit_bias": {257: 100}}, "(?s:.{19,20})"), ({"ignore_eos": True}, "(?s:.{20,})"),
-    ({"stop_token_ids": (ord("a"), ord("e")), "stop": "abc"}, "[^ae]*"),
-    ({"stop_token_ids": (ord("a"), ord(" ")), "min_tokens": 20}, "(?s:.{19,20})"),
+WORDS = 'root ::= ("yes" | "no") "!"?'
+LIMITS = (  # of the output, other options, and what the text matches then
+    ({"grammar": WORDS}, {}, "(yes|no)!?"), ({"grammar": "start: /a[0-9]{3}/"}, {}, "a[0-9]{3}"),
+    ({"grammar": WORDS, "min_tokens": 24, "ignore_eos": True}, {}, "(yes|no)!?"),  # a grammar counts more
+    ({"bad_words": ("e", "ab", "o t", " s")}, {}, "((?!e|ab|o t| s).)*"),
+    ({"min_tokens": 20}, {"logit_bias": {257: 100}}, ".{,20}"), ({"ignore_eos": True}, {}, ".{,24}"),
+    ({"stop_token_ids": (ord("a"), ord("e"))}, {"stop": "abc"}, "[^ae]*"),
+    ({"stop_token_ids": (ord("a"), ord(" ")), "min_tokens": 20}, {}, ".{,24}"),
 )
 
 
@@ -71,11 +72,14 @@ LIMITS = (  # options, and what the text matches then
 def test_limits_of_an_output(golden, temperature):
     """Masks and stops, the same with drafts and without."""
     llms = [load(golden, method, compile=False) for method in ("eagle3", "none")]
-    for options, pattern in LIMITS:
-        more = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True, **options}
-        drafted, alone = (llm.generate("hello there", **more) for llm in llms)
+    for options, more, pattern in LIMITS:
+        more = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True, **more}
+        drafted, alone = (llm.generate("hello there", limits=Limits(**options), **more) for llm in llms)
         assert drafted.ids == alone.ids and drafted.stop == alone.stop, options
+        least = 24 if "ignore_eos" in options else options.get("min_tokens", 0)
+        assert len(drafted.ids) >= least or "grammar" in options
         assert re.fullmatch(pattern, drafted.text, re.DOTALL), (options, drafted.text)
-    for options in ({"min_tokens": 25}, {"grammar": "x", "json_schema": "{}"}, {"grammar": "root ::= x"}):
-        with pytest.raises((ValueError, InputError)):
-            llms[1].generate("hello there", max_new_tokens=24, **options)
+    two = {"grammar": WORDS}, {"json_schema": "{}"}
+    for options, more in ({"min_tokens": 25}, {}), two, ({"grammar": "x"}, {}):
+        with pytest.raises(InputError):
+            llms[1].generate("hello there", max_new_tokens=24, limits=Limits(**options), **more)
