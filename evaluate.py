@@ -27,7 +27,8 @@ from tqdm import tqdm
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, command, is_first, positive, seed, within
 from common.files import check_folder
-from drafters import METHODS, add_flags
+from engine.drafting import add_method_flags
+from extensions import METHODS
 
 
 def parser() -> Options:
@@ -44,7 +45,7 @@ def parser() -> Options:
     ):
         metavar = f"[METHOD=]{value}"
         g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
-    add_flags(g)
+    add_method_flags(g)
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")

@@ -5,8 +5,64 @@ The core imports nothing of it before the name is used. A new entry is a line he
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
+
+class Method(NamedTuple):
+    """A method of --speculate.
+
+    module: function that builds its drafter from an `engine.drafting.Setup`; "" without one of its own.
+    draft: the kind of checkpoint that --draft names; None: it takes neither --draft nor --tree. grows: its
+    head grows trees of any size, and takes --draft-window.
+    """
+
+    module: str
+    what: str
+    draft: str | None = None
+    grows: bool = False
+
+
+class MethodFlag(NamedTuple):
+    """An option of one method. default: None for a file, which must be given. minimum: of a number."""
+
+    method: str
+    default: int | None
+    what: str
+    minimum: int = 1
+
+
+METHODS = {
+    "none": Method("", "plain decoding"),
+    "eagle": Method("drafters.static:build", "EAGLE-1: a head on a static tree", "eagle", True),
+    "eagle2": Method("engine.draft:build", "EAGLE-2: the same head on a dynamic tree", "eagle", True),
+    "eagle3": Method("engine.draft:build", "EAGLE-3: a head that reads three target layers", "eagle3", True),
+    "p-eagle": Method("drafters.block:build", "P-EAGLE: EAGLE-3, all levels in one pass", "p-eagle", True),
+    "dflash": Method("drafters.block:build", "DFlash: a head that drafts a block a pass", "dflash", True),
+    "dspark": Method("drafters.block:build", "DSpark: the same with a Markov head", "dspark", True),
+    "medusa": Method("drafters.medusa:build", "Medusa heads: each predicts one of the next tokens", "medusa"),
+    "hydra": Method("drafters.medusa:build", "Hydra heads: each conditioned on the tokens before", "hydra"),
+    "mtp": Method("engine.draft:build", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
+    "draft-model": Method("drafters.draft_model:build", "a smaller model of that vocabulary (SpS)", "target"),
+    "lookahead": Method("drafters.lookahead:build", "n-grams that the target predicts while verifying"),
+    "lookup": Method("drafters.ngram:build",
+                     "what followed the same tokens earlier in the text (prompt lookup)"),
+    "suffix": Method("drafters.ngram:build", "the same, also in earlier requests (suffix decoding)"),
+    "rest": Method("drafters.ngram:build", "the same, also in a file of tokens (REST)"),
+    "auto": Method("drafters.auto", "the best head in the checkpoint's folder, joined with prompt lookup",
+                   "auto", True),
+}
+METHOD_FLAGS = {
+    "window": MethodFlag("lookahead", 7, "columns drafted in parallel"),
+    "level": MethodFlag("lookahead", 5, "tokens of an n-gram", 3),
+    "guess-set": MethodFlag("lookahead", 7, "n-grams tried at a time"),
+    "datastore": MethodFlag("rest", None, "file that python -m drafters.ngram made"),
+}
+# Checks of those flags; "auto"; the heads that plain decoding does not use; two drafters on one tree; static
+# trees from a file.
+CHECK_METHOD_FLAGS, CHOOSE_DRAFTER, UNUSED_HEADS = (
+    "drafters.options:check", "drafters.auto:choose", "drafters.auto:name_unused")
+JOIN, TREE_FILES, STATIC_HEAD = (
+    "drafters.mixed:Mixed", "drafters.static:read_paths", "drafters.static:StaticHeadDrafter")
 # Fields of a target's config.json that a dense LLaMA or Qwen leaves out: the class of target that has them.
 # The first field that is set decides, so a family stands above those that share its fields.
 TARGETS = {

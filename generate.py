@@ -16,7 +16,7 @@ from common import STARTED
 from common.cli import Options, command, note, positive, seed, several, within
 from common.errors import InputError
 from common.files import read_text
-from drafters import MAX_TREE_NODES, Drafting, add_drafting, default_tree, with_numbers
+from engine.drafting import MAX_TREE_NODES, Drafting, add_drafting
 from extensions import INTERACTIVE, JSON_SCHEMA, OUTPUT, PROMPT_ROWS, TRACE, load
 from sampling.options import Sampling
 
@@ -36,7 +36,7 @@ def parser() -> Options:
     add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="nodes of the draft tree, root included")
     add("--tree-depth", type=within(0, MAX_TREE_NODES), help="expansions after the first level")
     add("--tree-width", type=within(1, MAX_TREE_NODES), help="nodes expanded per level")
-    p.refuse(lambda o: o.tree and tree_numbers(o) != [None] * 3,
+    p.refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     p.add_runtime().add_argument("--autotune", action="store_true",
         help="torch.compile times several kernels per product; for a GPU")
@@ -119,11 +119,6 @@ def add_output(p: Options) -> None:
              lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
 
 
-def tree_numbers(o) -> list[int | None]:
-    """Return nodes, depth and width of the tree, None if not given."""
-    return [o.tree_nodes, o.tree_depth, o.tree_width]
-
-
 def ids(text: str) -> list[int]:
     """An argparse type: token ids with commas between them."""
     return [int(i) for i in text.split(",")]
@@ -160,17 +155,11 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 
 def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
     """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
-    from checkpoint.load import known_config
     from llm import LLM
 
     began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
-    drafting = Drafting.of(o)
-    if tree_numbers(o) != [None] * 3:
-        quantized = "quantization" in known_config(o.checkpoint)
-        default = default_tree(runtime.device_name, quantized, runtime.isa_name, batch)
-        drafting = replace(drafting, tree=with_numbers(*tree_numbers(o), default))
-    llm = LLM(o.checkpoint, drafting, batch_size=batch, max_seq_len=o.max_seq_len, log=note, ranks=ranks,
-              verify=o.verify, **vars(runtime))
+    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
+              ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
          f" {engine.slots} slots: at most {engine.cache_bytes / 1e9:.2f} GB")

@@ -19,8 +19,9 @@ from pathlib import Path
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
+import extensions
 from common.schema import Schema, as_python, whole, with_options
-from drafters import AUTO, Drafting
+from engine.drafting import AUTO, Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
@@ -68,7 +69,8 @@ class LLM:
             from checkpoint.folder import verify_weights
 
             verify_weights(folder, drafting.draft, bool(verify), log)
-        drafting.name_unused(folder, log)
+        if drafting.method == "none":
+            extensions.load(extensions.UNUSED_HEADS)(folder, log)
         self.target: Target = load_target(folder, where, log, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len, serves=serves)

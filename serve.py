@@ -15,7 +15,7 @@ import time
 from common import STARTED
 from common.cli import Options, command, is_first, note, several, within
 from common.errors import InputError
-from drafters import AUTO, Drafting, add_drafting
+from engine.drafting import AUTO, Drafting, add_drafting
 
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
@@ -120,7 +120,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
             return
         engine = Leader(engine, channel)
     names = tuple(o.model_name) or (checkpoint.resolve().name,)
-    worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
+    worker = Worker(engine, Metrics(names[0], batch, engine.max_commit), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
     server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics)

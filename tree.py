@@ -2,55 +2,81 @@
 
 Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1
 nodes are drafted. Everything is batched over B sequences, and the loops of a step run over levels, not over
-nodes. Unless `Prices` cut a tree, every shape depends on `TreeShape` alone, and nothing reads a value back to
-the host.
+nodes. Every shape depends on `TreeShape` alone and nothing reads a value back to the host, unless a scheduler
+limits the tree by `costs` (`engine.scheduler.Choice`).
 """
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from common.tree_shapes import PAPER_TREE, AnyTree, Level, PathTree, TreeShape, chains
 
-__all__ = ["PAPER_TREE", "AnyTree", "Level", "PathTree", "TreeShape", "chains"]  # known by these names, too
+@dataclass(frozen=True)
+class TreeShape:
+    """Size of a tree, in the terms of EAGLE-2/3: `nodes` T (root included), `depth` D, `width` k.
 
-
-def likely_tree(nodes: int, levels: int) -> PathTree:
-    """Return a static tree of the nodes that are accepted most often, root included.
-
-    Assumed: the best child is right six times in ten at the first level and a tenth less often a level
-    further down; the n-th best is right 0.25/n as often as the best. Raises ValueError if there is nothing to
-    draft.
+    `depth` is the number of expansions after the first level (the reference's `depth`), so a path holds up to
+    D+1 drafted tokens. The paper's tree is 60/7/10 (SafeAILab/EAGLE ea_model.py). `TreeShape(1, 0, 0)` is
+    plain decoding.
     """
-    if nodes < 2 or levels < 1:
-        raise ValueError(f"tree: {nodes} nodes on {levels} levels draft nothing")
 
-    def share(path: tuple[int, ...]) -> float:
-        return math.prod(0.6 * 0.9**depth * (0.25 / rank if rank else 1) for depth, rank in enumerate(path))
+    nodes: int
+    depth: int
+    width: int
 
-    paths: list[tuple[int, ...]] = []
-    open_ends = [(0,)]  # of every node taken, the next sibling and the first child
-    while len(paths) < nodes - 1:
-        best = max(open_ends, key=share)
-        open_ends.remove(best)
-        paths.append(best)
-        open_ends.append((*best[:-1], best[-1] + 1))
-        if len(best) < levels:
-            open_ends.append((*best, 0))
-    return PathTree(tuple(paths))
+    def __post_init__(self):
+        if self.nodes == 1 and not (self.depth or self.width):
+            return
+        if self.nodes == 1:
+            raise ValueError("tree: one node, the root, drafts nothing: give at least 2, or decode plainly")
+        if self.nodes < 2 or self.depth < 0 or self.width < 1:
+            raise ValueError(
+                f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive"
+                " (depth may be 0)"
+            )
+        if self.nodes - 1 > self.candidates:
+            raise ValueError(
+                f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft"
+                f" {self.candidates} + the root"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        """Parse "nodes,depth,width" or a `name`. Raises ValueError on anything else."""
+        numbers = text.replace("/", ",").split(",")
+        if len(numbers) != 3:
+            raise ValueError(f"tree: {text!r} is not nodes,depth,width")
+        return cls(*map(int, numbers))
+
+    @property
+    def name(self) -> str:
+        """T/D/k, as the documentation writes it."""
+        return "plain" if self.nodes == 1 else f"{self.nodes}/{self.depth}/{self.width}"
+
+    def limited(self, nodes: int, levels: int) -> TreeShape:
+        """Return the shape of a tree with fewer nodes and with `levels` expansions."""
+        return TreeShape(nodes, levels, self.width) if nodes > 1 else TreeShape(1, 0, 0)
+
+    @property
+    def candidates(self) -> int:
+        """The number of drafted nodes before pruning: k on the first level, k*k on each further one."""
+        return self.width + self.depth * self.width**2
+
+    @property
+    def max_commit(self) -> int:
+        """W, the most tokens one step can commit: the root and a full path."""
+        return 1 if self.nodes == 1 else self.depth + 2
+
+    @property
+    def extra_slots(self) -> int:
+        """Cache slots a step may touch beyond the committed ones, in the target's cache and in the head's."""
+        return max(self.nodes, self.max_commit + self.width * self.depth)
 
 
-# EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on
-# average.
-EAGLE1_TREE = PathTree((
-    (0,), (1,), (2,), (3,),
-    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
-    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
-    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
-))
+PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 
 class Tree(NamedTuple):
@@ -62,47 +88,6 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
-
-
-class Prices(NamedTuple):
-    """The costs of drafts, in tokens that decoding would emit in the same time. A level or a node with less
-    expected gain is not drafted.
-
-    A node gains confidence * exp(score) tokens, at most 1: its probability to be accepted. The n-th best
-    nodes of all sequences share a price. Values are read back to the host, so this is for CPUs.
-
-    level: of one more level. nodes [T-1]: of the first drafted node, of the second, and so on. confidence
-    [B]: accepted drafts / sum of exp(score) over the drafts; 0 for an idle slot.
-    """
-
-    level: float
-    nodes: Tensor
-    confidence: Tensor
-
-    def _chances(self, scores: Tensor) -> Tensor:
-        """Return what the best nodes of all texts bring, the second best, and so on [n]. scores [B, n]."""
-        ranked = scores.sort(descending=True).values.exp()
-        return (self.confidence[:, None] * ranked).clamp(max=1).sum(0)
-
-    def rows(self, scores: Tensor, most: int) -> int:
-        """Return how many of the newest nodes [B, n] to expand, at most `most`; 0: no further level pays.
-
-        A node must bring twice what one costs, as its children bring less. They are taken to bring half of
-        what it does.
-        """
-        expanded = self._chances(scores)[:most]
-        expanded = expanded[expanded >= 2 * self.nodes[0]]
-        return len(expanded) if float(expanded.sum()) / 2 >= self.level else 0
-
-    def worth(self, scores: Tensor) -> int:
-        """Return how many of the best candidates [B, C] to keep: together they bring most beyond their price.
-        """
-        brings = self._chances(scores)[: len(self.nodes)]
-        gains = (brings - self.nodes[: len(brings)]).cumsum(0).tolist()
-        return max(range(len(gains) + 1), key=lambda n: gains[n - 1] if n else 0.0)
-
-
-FREE = 0.0, None, None  # no prices, for operators
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -184,26 +169,27 @@ class Growth:
         self.beam_tokens, self.beam_scores = self.beam_tokens[:, :rows], self.beam_scores[:, :rows]
         self.beam_flat, self.beam_sees = self.beam_flat[:, :rows], self.beam_sees[:, :rows, :seen]
 
-    def prune(self, root: Tensor, prices: Prices | None = None) -> Tree:
-        """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B], or those of
-        them that are worth their prices.
+    def prune(self, root: Tensor, costs=None) -> Tree:
+        """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B].
+
+        costs: keep fewer, those whose expected gain exceeds their cost.
         """
-        return best_below(root, *self.candidates, self.shape.nodes, self.shape.depth + 1, prices)
+        return best_below(root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs)
 
 
 def best_below(
     root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
-    prices: Prices | None = None,
+    costs=None,
 ) -> Tree:
-    """The tree of the nodes - 1 most likely of C candidates below root [B], or of those worth their prices.
+    """Return the tree of the nodes - 1 most probable of C candidates below root [B], fewer with `costs`.
 
     scores, tokens, parents [B, C]: see `Growth.candidates`; parents come before their children. levels: the
     most levels below the root.
     """
     # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps
     # the smaller index, the parent, first: the kept set always contains the ancestors of its members.
-    if prices is not None:
-        nodes = min(nodes, prices.worth(scores) + 1)
+    if costs is not None:
+        nodes = min(nodes, costs.keep(scores) + 1)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
     keep = best.sort(dim=-1).values
     above = parents.gather(1, keep).contiguous()
@@ -214,32 +200,6 @@ def best_below(
     tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
     scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), dim=1)
     return Tree(tokens, parent, *link(parent, levels), scores)
-
-
-def join(one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
-    """The `nodes` most likely nodes of two trees with one root, or those worth their prices, as a tree.
-
-    A path that both have counts once, with the better score. levels: the most levels below the root. A child
-    never outscores its parent; of equals the parent comes first, and stays with its child.
-    """
-    first = one.tokens.shape[1]
-    # Which nodes of the other stand where a node of the one stands [B, T2, T1].
-    alike = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
-    same = torch.zeros_like(alike)
-    same[:, 0, 0] = True
-    roots = (one.depth == 0)[:, None] | (other.depth == 0)[..., None]
-    for _ in range(levels):
-        above = same.gather(1, other.parent[..., None].expand_as(same))
-        above = above.gather(2, one.parent[:, None].expand_as(same))
-        same = same | (alike & above & ~roots)
-    known, match = same.any(-1), same.long().argmax(-1)
-    lowest = float("-inf")
-    better = torch.where(same, other.scores[..., None], lowest).amax(1)
-    scores = torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)
-    joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
-    parents = one.parent - 1, joined.gather(1, other.parent) - 1
-    below = (torch.cat([x[:, 1:] for x in both], 1) for both in (scores, (one.tokens, other.tokens), parents))
-    return best_below(one.tokens[:, 0], *below, nodes, levels, prices)
 
 
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
@@ -255,25 +215,21 @@ def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
     return (offset < 0)[:, None] | (inside[:, None] & local.gather(2, index))
 
 
-def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The deepest path on which the target agrees.
+def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]:
+    """Return the deepest path on which the target agrees: node indices [B, W], root first, then zeros; and
+    its length [B] >= 1.
 
-    Returns path [B, W], node indices, root first, then zeros; and count [B] >= 1.
-    chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token
-    drawn at its parent and its parent is accepted. With distinct tokens of siblings the accepted nodes
-    form one path; of equal paths side by side, as drafters that repeat themselves have them, the one to the
-    first deepest node is taken. The step emits chosen[path[:count]]: the accepted tokens and, last, one more
-    that becomes the next root. Because proposals are a deterministic set this is exactly sampling from the
-    target (the reference's try-reject-renormalise loop with q=1).
+    chosen [B, T]: the one token that the target draws at every node. A node is accepted if it carries the
+    token drawn at its parent and its parent is accepted. Siblings with distinct tokens give one path. Of
+    equal paths, as drafters that repeat themselves have them, the one to the first deepest node is taken. The
+    step emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root.
+    Because proposals are a deterministic set, this is exactly sampling from the target (the reference's
+    try-reject-renormalize loop with q=1).
     """
-    return deepest(tree, tree.tokens == chosen.gather(1, tree.parent), window)
-
-
-def deepest(tree: Tree, agrees: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Return `accept` where `agrees` [B, T] marks the nodes that continue their parents."""
-    nodes = torch.arange(tree.tokens.shape[1], device=agrees.device)
-    accepted = ~(tree.ancestors & ~(agrees | (nodes == 0))[:, None]).any(-1)
-    at_depth = tree.depth[:, None] == torch.arange(window, device=agrees.device)[:, None]  # [B, W, T]
+    nodes = torch.arange(tree.tokens.shape[1], device=chosen.device)
+    agrees = (tree.tokens == chosen.gather(1, tree.parent)) | (nodes == 0)
+    accepted = ~(tree.ancestors & ~agrees[:, None]).any(-1)
+    at_depth = tree.depth[:, None] == torch.arange(max_commit, device=chosen.device)[:, None]  # [B, W, T]
     depth = torch.where(accepted, tree.depth, -1)
     last = depth.argmax(-1, keepdim=True)  # [B, 1]
     taken = pick(tree.ancestors, last) & at_depth  # [B, W, T]

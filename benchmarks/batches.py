@@ -28,7 +28,7 @@ from ours import Sampling
 
 from common.cli import note
 from common.errors import InputError
-from drafters import METHODS
+from extensions import METHODS
 from tokens.dataset import read_prompts
 from tree import TreeShape
 

@@ -16,8 +16,8 @@ from bench import Decoded, settle
 from shapes import random_models
 
 from common.cli import note
-from drafters import Drafting
 from engine.draft import Drafter, HeadDrafter
+from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.graphs import CapturedCalls
 from engine.prompt import encode
@@ -52,8 +52,8 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
             size * (chosen if OF_EXPERTS.search(n) else 1) for n, size in read if not n.startswith(skip)
         ))
 
-    alone = drafter.parts or (drafter,)
-    networks = sum((part.shape.window - 1) * size(part.network) for part in alone if part.network is not None)
+    alone = getattr(drafter, "parts", (drafter,))
+    networks = sum((part.shape.max_commit - 1) * size(part.network) for part in alone if part.network)
     return size(target, drafter.shape.nodes) + networks
 
 

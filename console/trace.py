@@ -11,7 +11,7 @@ from safetensors.torch import save
 from common.errors import InputError
 from common.files import atomic_path
 from engine.request import Event, Request
-from tree import AnyTree, PathTree, TreeShape, link
+from tree import TreeShape, link
 
 
 def check(path: str, sequences: int) -> None:
@@ -30,7 +30,7 @@ class Trace:
     all, `prompt` [P] and `output_ids` [P + new].
     """
 
-    def __init__(self, prompt: list[int], shape: TreeShape | PathTree | AnyTree):
+    def __init__(self, prompt: list[int], shape: TreeShape):
         self.shape, self.tensors, self.steps, self.known = shape, {}, 0, list(prompt)
 
     def watch(self, events: Iterable[Event]) -> Iterator[Event]:
@@ -52,7 +52,7 @@ class Trace:
     def save(self, path: str, request: Request) -> None:
         """Write the safetensors file, under a temporary name first. Raises InputError."""
         # Passes of a head, as EAGLE counts.
-        meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.window - 2))}
+        meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.max_commit - 2))}
         if self.shape.width is not None:
             meta["top_k"] = str(self.shape.width)
         ends = {"prompt": torch.tensor(request.prompt), "output_ids": torch.tensor(request.tokens)}

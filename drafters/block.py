@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.setup import Setup
 from engine.draft import HeadDrafter, catch_up_count, newest, once
+from engine.drafting import Setup
 from head import Head
 from networks.block import BlockHead
 from networks.p_eagle import PEagleHead
-from tree import Growth, PathTree, TreeShape, pick
+from tree import Growth, TreeShape, pick
 
 
 class BlockDrafter(HeadDrafter):
@@ -44,7 +44,7 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def extra_slots(self) -> int:
-        return max(self.shape.nodes, self.shape.window + self.block_rows)
+        return max(self.shape.nodes, self.shape.max_commit + self.block_rows)
 
     def catch_up(self, step, state, slots: Tensor) -> Tensor:
         """Read up to W rows, the first n_new of them real, and draft: the rows of all levels [B, L, H].
@@ -85,7 +85,7 @@ class BlockDrafter(HeadDrafter):
         nodes).
         """
         head, shape = self.head, self.shape
-        k, levels = shape.width, shape.window - 1
+        k, levels = shape.width, shape.max_commit - 1
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels: the lm_head is read once
         if not head.args.markov_rank:
@@ -110,7 +110,9 @@ class BlockDrafter(HeadDrafter):
         scores, tokens = children(0, state.root)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, levels):
-            step.extend(grown, *children(level, grown.beam_tokens), more=level + 1 < levels)
+            grown.extend(*children(level, grown.beam_tokens))
+            if level + 1 < levels:
+                step.call(Growth.advance, grown)
         return grown
 
 
@@ -121,7 +123,7 @@ class PEagle(BlockDrafter):
 
     @property
     def block_rows(self) -> int:
-        return self.shape.window - 2
+        return self.shape.max_commit - 2
 
     def _draft(
         self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
@@ -143,8 +145,8 @@ def block_drafter(head: Head) -> type[BlockDrafter] | None:
 
 def build(setup: Setup) -> BlockDrafter:
     """Load the head. Raises InputError if it does not fit or the tree is static, ValueError on deep trees."""
-    tree = setup.grown_tree
-    if isinstance(tree, PathTree):
+    tree = setup.tree
+    if not isinstance(tree, TreeShape):
         raise InputError(f"--speculate {setup.method}: grows its tree: --tree T,D,K, or a chain of n tokens"
                          " as --tree n+1,n-1,1")
     head = setup.load_head()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from checkpoint.load import load_model, read_config
 from common.errors import InputError
-from drafters.setup import Setup
 from engine.draft import NetworkDrafter, catch_up_tokens, newest
+from engine.drafting import Setup
 from model import KVCaches, Transformer
 from tokens.tokenizer import Tokenizer
-from tree import PathTree, TreeShape, pick
+from tree import TreeShape, pick
 
 
 class DraftModel(NetworkDrafter):
@@ -63,7 +63,7 @@ def build(setup: Setup) -> DraftModel:
     Raises InputError if it has another vocabulary or is too short, ValueError if the tree does not fit.
     """
     folder, target, drafting = setup.folder, setup.target, setup.drafting
-    if isinstance(drafting.tree, PathTree) or drafting.tree == "auto":
+    if drafting.tree == "auto" or not isinstance(setup.tree, TreeShape):
         raise InputError("--speculate draft-model: takes --tree paper or nodes,depth,width only")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
     if own["vocab_size"] != vocab_size:
@@ -79,4 +79,4 @@ def build(setup: Setup) -> DraftModel:
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)
-    return DraftModel(model, setup.grown_tree, drafting.coupled)
+    return DraftModel(model, setup.tree, drafting.coupled)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.setup import Setup
-from engine.draft import Drafter, constants
-from tree import PathTree, Tree
+from drafters.static import PathTree, StaticDrafter, constants
+from engine.drafting import Setup
+from tree import Tree
 
 MAX_NODES = 1024  # of a tree: masks grow with the square
 EMPTY = -1
 
 
-class Lookahead(Drafter):
+class Lookahead(StaticDrafter):
     """Propose the n-grams that the target predicted before.
 
     columns: W of the window. level: N, tokens of an n-gram. guesses: G, n-grams kept of each first token, the

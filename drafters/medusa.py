@@ -22,11 +22,11 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.schema import Flag, whole
-from drafters.setup import Setup
-from engine.draft import HeadDrafter
+from drafters.static import PathTree, StaticHeadDrafter, likely_tree
+from engine.drafting import Setup
 from head import Head, HeadArgs
 from model import KVCaches, Linear, Pass, RMSNorm, TargetBlock, project
-from tree import PAPER_TREE, PathTree, Tree, likely_tree
+from tree import PAPER_TREE, Tree
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
 
@@ -150,10 +150,8 @@ class HydraHeads(MultiTokenHeads):
         return torch.cat((p.expand(-1, paths.shape[1], -1), self.embed(paths).flatten(-2)), -1)
 
 
-class MultiToken(HeadDrafter):
+class MultiToken(StaticHeadDrafter):
     """Drafts a static tree level after level with `MultiTokenHeads`."""
-
-    grows = False
 
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(step, state, slots)  # [B, 1, H]

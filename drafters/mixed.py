@@ -1,19 +1,78 @@
 """Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
 
-`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. A score is the logarithm of how
+`--speculate lookup+eagle3`: matches in the text beside a head's draft tokens. A score is the logarithm of how
 often a node is accepted: a head takes its softmax for that, lookup the length of a match.
 """
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 from engine.draft import Drafter
-from tree import AnyTree, Tree, TreeShape
+from tree import Tree, TreeShape, best_below
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
+
+
+@dataclass(frozen=True)
+class AnyTree:
+    """Size of trees whose form changes from step to step and that are not grown (joint ones).
+
+    It has `nodes` T, root included, on at most `levels` levels below the root.
+    """
+
+    nodes: int
+    levels: int
+    width: None = None  # it has none
+
+    @property
+    def max_commit(self) -> int:
+        """W, the most tokens one step can commit: the root and a full path."""
+        return self.levels + 1
+
+    @property
+    def extra_slots(self) -> int:
+        """As `TreeShape.extra_slots`."""
+        return max(self.nodes, self.max_commit)
+
+    @property
+    def name(self) -> str:
+        """The name in records."""
+        return "plain" if self.nodes == 1 else f"{self.nodes} nodes"
+
+    def limited(self, nodes: int, levels: int) -> AnyTree:
+        """Return the shape of a tree with fewer nodes."""
+        return replace(self, nodes=nodes)
+
+
+def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
+    """The `nodes` most probable nodes of two trees with one root, fewer with `costs`, as a tree.
+
+    A path that both have counts once, with the better score. levels: the most levels below the root. A child
+    never outscores its parent; of equals the parent comes first, and stays with its child.
+    """
+    first = one.tokens.shape[1]
+    # Which nodes of the other stand where a node of the one stands [B, T2, T1].
+    alike = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
+    same = torch.zeros_like(alike)
+    same[:, 0, 0] = True
+    roots = (one.depth == 0)[:, None] | (other.depth == 0)[..., None]
+    for _ in range(levels):
+        above = same.gather(1, other.parent[..., None].expand_as(same))
+        above = above.gather(2, one.parent[:, None].expand_as(same))
+        same = same | (alike & above & ~roots)
+    known, match = same.any(-1), same.long().argmax(-1)
+    lowest = float("-inf")
+    better = torch.where(same, other.scores[..., None], lowest).amax(1)
+    scores = torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)
+    joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
+    parents = one.parent - 1, joined.gather(1, other.parent) - 1
+    below = (torch.cat([x[:, 1:] for x in both], 1) for both in (scores, (one.tokens, other.tokens), parents))
+    return best_below(one.tokens[:, 0], *below, nodes, levels, costs)
 
 
 class Mixed(Drafter):
@@ -28,9 +87,10 @@ class Mixed(Drafter):
         grown = next((part for part in parts if part.grows), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
         # A path of all nodes is the longest. But a network draws with noise at every level of its own tree.
-        drawn = max((part.shape.window for part in parts if part.network is not None), default=0)
-        levels = max(min(max(part.shape.window for part in parts), nodes), drawn) - 1
-        super().__init__(AnyTree(nodes, levels), *parts)
+        drawn = max((part.shape.max_commit for part in parts if part.network is not None), default=0)
+        levels = max(min(max(part.shape.max_commit for part in parts), nodes), drawn) - 1
+        super().__init__(AnyTree(nodes, levels))
+        self.parts = nn.ModuleList(parts)
         self.method = "+".join(part.method for part in parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         for part in parts:
@@ -38,6 +98,10 @@ class Mixed(Drafter):
         self.fingerprint = " ".join(part.fingerprint for part in parts)
         self.reads = any(part.reads for part in parts)
         self.may_pass = all(part.may_pass for part in parts)
+
+    @property
+    def grown(self) -> Drafter | None:
+        return next((part for part in self.parts if part.grows), None)
 
     @property
     def headless(self) -> Drafter | None:
@@ -56,18 +120,48 @@ class Mixed(Drafter):
     @property
     def extra_slots(self) -> int:
         # A head's own tokens stand behind the tokens of the longest commit.
-        return max(self.shape.nodes, *(p.extra_slots_after(self.shape.window) for p in self.parts))
+        return max(self.shape.nodes, *(p.extra_slots_after(self.shape.max_commit) for p in self.parts))
+
+    def allocate(self, *sizes) -> None:
+        for part in self.parts:
+            part.allocate(*sizes)
+
+    def memory(self, *sizes) -> int:
+        return sum(part.memory(*sizes) for part in self.parts)
+
+    def rows(self, first: int, count: int) -> Drafter:
+        some = super().rows(first, count)
+        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
+        return some
+
+    def sequence(self, slot: int, length: int) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part.sequence(slot, length)]
+
+    def reset(self, slot: int, prompt: list[int]) -> None:
+        for part in self.parts:
+            part.reset(slot, prompt)
+
+    def finish(self, tokens: list[int]) -> None:
+        for part in self.parts:
+            part.finish(tokens)
+
+    def has_draft(self, step, state, slots: Tensor) -> bool:
+        return any(part.has_draft(step, state, slots) for part in self.parts)
+
+    def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+        for part in self.parts:
+            part.prefill(state, features, positions, visible)
 
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        prices, temperature = state.prices, state.temperature.clamp(0, 1)[:, None]
+        costs, temperature = state.costs, state.temperature.clamp(0, 1)[:, None]
         trees, levels = [], 0
         for part in self.parts:
-            if prices is not None:  # a compiled graph must change nothing but tensors
-                state.prices = prices if part is self.grown else None
+            if costs is not None:  # a compiled graph must change nothing but tensors
+                state.costs = costs if part is self.grown else None
             tree = step.draft(part, state, slots, noise)
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
             levels = state.levels if part is self.grown else levels
-        if prices is not None:
-            state.prices, state.levels = prices, levels
-        return step.join(*trees, self.shape.nodes, self.shape.levels, prices)
+        if costs is not None:
+            state.costs, state.levels = costs, levels
+        return step.call(join, *trees, self.shape.nodes, self.shape.levels, costs)

@@ -32,11 +32,11 @@ from checkpoint.load import read_config
 from common.cli import Options, command
 from common.errors import InputError, counted
 from common.files import atomic_path, check_file, read_text
-from drafters.setup import Setup
-from engine.draft import Drafter, constants
+from drafters.static import StaticDrafter, chains, constants
+from engine.drafting import Setup
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
-from tree import Tree, chains
+from tree import Tree
 
 CHAINS = (7, 3, 1)  # lengths of the continuations, best match first: 12 nodes with the root
 MAX_MATCH = 4  # tokens of context that are compared, the root included
@@ -103,7 +103,7 @@ class TokenFile(nn.Module):
         return F.pad(ordered, (0, 1), value=SEPARATOR).flatten(1)
 
 
-class NGram(Drafter):
+class NGram(StaticDrafter):
     """Drafts continuations of the last n-gram, of `shortest` to `longest` tokens.
 
     lengths: tokens of each chain of the tree. history: tokens of finished requests that are kept.
@@ -151,7 +151,7 @@ class NGram(Drafter):
 
     def has_draft(self, step, state, slots: Tensor) -> bool:
         """Return whether any active sequence has a match that is likely enough for a tree."""
-        _, log_probabilities = step.follow(self, *self.sources(state, slots))
+        _, log_probabilities = step.call(NGram.follow, self, *self.sources(state, slots))
         rows = zip(log_probabilities[:, 1].tolist(), state.temperature.tolist(), state.done.tolist())
         return any(
             first * (1 + (SAMPLED - 1) * min(temperature, 1)) > MIN_LOG_PROBABILITY and not done
@@ -159,7 +159,7 @@ class NGram(Drafter):
         )
 
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        return self.static.of(*step.follow(self, *self.sources(state, slots)))
+        return self.static.of(*step.call(NGram.follow, self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:
         """Count the tokens up to each of the first `count` places that equal those up to `length` [B].

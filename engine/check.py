@@ -65,12 +65,12 @@ def filled(passes: Passes) -> Iterator[Callable[[], None]]:
     """Fill the batch with random requests in this context. Yields a function that resets them."""
     state, B, draw = passes.state, passes.batch, torch.Generator(passes.device).manual_seed(0)
     before = {name: x.clone() for name, x in state.named_buffers()}
-    longest = min(MAX_TOKENS, passes.slots - passes.extra - state.window - 2)
+    longest = min(MAX_TOKENS, passes.slots - passes.extra - state.max_commit - 2)
     state.length.copy_(torch.linspace(longest, min(63, longest), B).long())
     state.tokens.random_(passes.target.args.vocab_size, generator=draw)
     state.root.copy_(state.tokens.gather(1, state.length[:, None]))
     state.features.normal_(generator=draw)
-    state.limit.copy_(state.length + state.window + 1)
+    state.limit.copy_(state.length + state.max_commit + 1)
     for name, value in {"n_new": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
         state.get_buffer(name).fill_(value)
     at = torch.arange(min(longest + passes.extra + 64, passes.slots), device=passes.device).expand(B, -1)
@@ -130,7 +130,7 @@ def step_difference(
     passes: Passes, step: Callable, reset: Callable, span: Tensor, modes: Modes, limit: float
 ) -> Difference:
     """Run a step, then its definition on the tree that it drafted. Return the largest difference."""
-    state, target, drafter, W = passes.state, passes.target, passes.drafter, passes.drafter.shape.window
+    state, target, drafter, W = passes.state, passes.target, passes.drafter, passes.drafter.shape.max_commit
     reset()
     length = state.length.clone()
     drafted, path = step()

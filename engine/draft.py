@@ -14,15 +14,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from engine.drafting import Setup
+from extensions import STATIC_HEAD, load
 from model import KVCaches, buffer_bytes
-from tree import Growth, Level, PathTree, Tree, TreeShape, link, pick
+from tree import Growth, Tree, TreeShape, pick
 
 
 class Drafter(nn.Module):
     """Proposes a tree for each step. This base class proposes the root alone: plain decoding.
 
-    shape: of its trees; the largest one where a scheduler cuts them. static: the tree itself, if only its
-    tokens change. parts: drafters whose proposals it joins.
+    shape: of its trees; the largest one where a scheduler limits them.
     """
 
     method = "none"  # name in --speculate
@@ -36,10 +37,9 @@ class Drafter(nn.Module):
     headless: Drafter | None = None  # what drafts while the head is off
     may_pass = False  # it may have no draft, see `has_draft`
 
-    def __init__(self, shape: TreeShape | PathTree = TreeShape(1, 0, 0), *parts: Drafter):
+    def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
-        self.shape, self.parts = shape, nn.ModuleList(parts)
-        self.static = StaticTree(shape) if isinstance(shape, PathTree) else None
+        self.shape = shape
         self.caches: KVCaches | None = None
 
     @property
@@ -49,8 +49,8 @@ class Drafter(nn.Module):
 
     @property
     def grown(self) -> Drafter | None:
-        """This drafter or the part of it that `grows`, if any."""
-        return next((one for one in (self, *self.parts) if one.grows), None)
+        """This drafter if it `grows`, else None. Of several drafters in one, that which grows."""
+        return self if self.grows else None
 
     def new_caches(
         self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
@@ -61,14 +61,11 @@ class Drafter(nn.Module):
         """Move to the device and allocate all state. Called once."""
         self.to(device)
         self.caches = self.new_caches(batch, slots, dtype, device)
-        for part in self.parts:
-            part.allocate(batch, slots, dtype, device)
 
     def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
         """Return the bytes that `allocate` takes."""
         caches = self.new_caches(batch, slots, dtype, "meta")
-        own = 0 if caches is None else buffer_bytes(caches)
-        return own + sum(part.memory(batch, slots, dtype) for part in self.parts)
+        return 0 if caches is None else buffer_bytes(caches)
 
     @property
     def extra_slots(self) -> int:
@@ -77,7 +74,7 @@ class Drafter(nn.Module):
 
     def extra_slots_after(self, max_commit: int) -> int:
         """Return `extra_slots` after a step of another drafter that commits up to `max_commit` tokens."""
-        return self.extra_slots - self.shape.window + max_commit
+        return self.extra_slots - self.shape.max_commit + max_commit
 
     def rows(self, first: int, count: int) -> Drafter:
         """Return this drafter for batch slots first ... first + count - 1: same weights, views of the rest.
@@ -86,7 +83,6 @@ class Drafter(nn.Module):
         some._buffers, some._modules = dict(self._buffers), dict(self._modules)
         for name in self.buffers_by_slot:
             some._buffers[name] = self._buffers[name].narrow(0, first, count)
-        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
         if self.caches is not None:
             some.caches = self.caches.rows(first, count)
         return some
@@ -94,23 +90,17 @@ class Drafter(nn.Module):
     def sequence(self, slot: int, length: int) -> list[Tensor]:
         """Return views of all state of a batch slot, in the first `length` cache slots."""
         own = [self._buffers[name][slot] for name in self.buffers_by_slot]
-        own += [tensor for part in self.parts for tensor in part.sequence(slot, length)]
         return own if self.caches is None else own + self.caches.sequence(slot, length)
 
     def reset(self, slot: int, prompt: list[int]) -> None:
         """Forget the last request of a batch slot. Called between steps, when a request is added."""
-        for part in self.parts:
-            part.reset(slot, prompt)
 
     def finish(self, tokens: list[int]) -> None:
         """Learn from a finished request: its prompt and output. Called between steps."""
-        for part in self.parts:
-            part.finish(tokens)
 
     def has_draft(self, step, state, slots: Tensor) -> bool:
-        """Return whether there is anything to propose, for a drafter that `may_pass`. Host checks on a CPU.
-        """
-        return any(part.has_draft(step, state, slots) for part in self.parts)
+        """Return whether there is anything to propose, for a drafter that `may_pass`."""
+        return True
 
     def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Run over a chunk of the prompt: tokens of `state` at positions [B, C], their features [B, C, F].
@@ -118,8 +108,6 @@ class Drafter(nn.Module):
         The token after the prompt's last one is not known yet: a drafter that needs it runs over that row
         again in its first `propose`.
         """
-        for part in self.parts:
-            part.prefill(state, features, positions, visible)
 
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         """Draft a tree below the root.
@@ -134,50 +122,6 @@ class Drafter(nn.Module):
         """Learn from the target's logits at the nodes that were proposed [B, T, V], see `Step.logits`."""
 
 
-# -- static trees ----------------------------------------------------------------------------------
-
-
-def constants(module: nn.Module, **values) -> None:
-    """Register lists or tensors as buffers of a module: they move to a device with it and are not saved."""
-    for name, value in values.items():
-        module.register_buffer(name, torch.as_tensor(value), persistent=False)
-
-
-class StaticLevel(nn.Module):
-    """The indices of one level of a static tree, see `tree.Level`."""
-
-    def __init__(self, level: Level):
-        super().__init__()
-        constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
-        for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
-            constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
-
-
-class StaticTree(nn.Module):
-    """A tree whose shape is fixed: only its tokens change."""
-
-    def __init__(self, shape: PathTree):
-        super().__init__()
-        parent = torch.tensor(shape.parent)
-        depth, ancestors = link(parent[None], shape.window - 1)
-        constants(self, parent=parent, depth=depth[0], ancestors=ancestors[0])
-        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
-
-    def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
-        """Return the tree with these tokens [B, T], root first.
-
-        scores [B, T]: the log-probability of each node given its parent, if the drafter has one.
-        """
-        B = tokens.shape[0]
-        ancestors = self.ancestors.expand(B, -1, -1)
-        # Selected, not multiplied: a score may be -inf.
-        paths = None if scores is None else torch.where(self.ancestors, scores[:, None], 0).sum(-1)
-        return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
-
-
-# -- networks --------------------------------------------------------------------------------------
-
-
 def once(x: Tensor) -> Tensor:
     """Return x, computed once for all kernels that read it.
 
@@ -189,7 +133,7 @@ def once(x: Tensor) -> Tensor:
 
 def catch_up_count(step, state) -> int:
     """Return R, the tokens of a catch-up: W, or, where shapes may depend on values, the largest n_new."""
-    return state.window if step.static_shapes else min(max(int(state.n_new.max()), 1), state.window)
+    return state.max_commit if step.static_shapes else min(max(int(state.n_new.max()), 1), state.max_commit)
 
 
 def catch_up_tokens(step, state, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
@@ -222,10 +166,10 @@ class NetworkDrafter(Drafter):
     read_ahead = 0  # tokens in its cache beyond those of the target's: 1 if it has read the root
 
     def __init__(
-        self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True, drafts: int | None = None
+        self, shape: TreeShape, vocabulary: int, coupled: bool = True, drafts: int | None = None
     ):
         super().__init__(shape)
-        levels = shape.window - 1
+        levels = shape.max_commit - 1
         if shape.width > vocabulary:
             raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
         if drafts is not None and levels > drafts:
@@ -236,9 +180,9 @@ class NetworkDrafter(Drafter):
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         last = self.catch_up(step, state, slots)
         growth = self.grow(step, last, state, slots, self.draft_noise(noise))
-        if state.prices is not None:  # a compiled graph must change nothing but tensors
+        if state.costs is not None:  # a compiled graph must change nothing but tensors
             state.levels = len(growth.scores) - 1
-        return step.prune(growth, state.root[:, 0], state.prices)
+        return step.call(Growth.prune, growth, state.root[:, 0], state.costs)
 
     def grow(self, step, last: Tensor, state, slots: Tensor, noise: Tensor | None) -> Growth:
         """Return all candidates below the root.
@@ -251,8 +195,8 @@ class NetworkDrafter(Drafter):
         feature = last.expand(-1, k, -1)
         row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
         for level in range(shape.depth):
-            if state.prices is not None:
-                rows = state.prices.rows(growth.beam_scores, k)
+            if state.costs is not None:
+                rows = state.costs.expand(growth.beam_scores, k)
                 if not rows:
                     break
                 growth.narrow(rows)
@@ -262,11 +206,9 @@ class NetworkDrafter(Drafter):
             own_slots = row_slots[:, :rows] + drafted
             feature = self._forward(growth.beam_tokens, feature, positions, own_slots, visible)
             drafted += rows
-            children = self._best(step, feature, noise, level + 1, k)
-            more = level + 1 < shape.depth
-            came_from = step.extend(growth, *children, more=more)
-            if more:
-                feature = pick(feature, came_from)
+            growth.extend(*self._best(step, feature, noise, level + 1, k))
+            if level + 1 < shape.depth:
+                feature = pick(feature, step.call(Growth.advance, growth))
         return growth
 
     def _best(
@@ -280,7 +222,7 @@ class NetworkDrafter(Drafter):
         """Return the target's noise [B, W, V] at the network's ids [B, levels, Vd]; None if not coupled."""
         if noise is None or not self.coupled:
             return None
-        noise = noise[:, : self.shape.window - 1]  # a joint tree may have more levels
+        noise = noise[:, : self.shape.max_commit - 1]  # a joint tree may have more levels
         return noise if self._ids is None else noise[..., self._ids]
 
     def catch_up(self, step, state, slots: Tensor) -> Tensor:
@@ -305,7 +247,7 @@ class HeadDrafter(NetworkDrafter):
 
     grows = True
 
-    def __init__(self, head, shape: TreeShape | PathTree, coupled: bool = True):
+    def __init__(self, head, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, head.args.draft_vocab_size, coupled, head.args.drafts)
         self.head, self.aux_layers = head, head.args.aux_layers
 
@@ -351,29 +293,12 @@ class HeadDrafter(NetworkDrafter):
         return self.head.draft_ids
 
 
-class StaticHeadDrafter(HeadDrafter):
-    """A drafter with a head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
+def build(setup: Setup) -> HeadDrafter:
+    """Build the drafter of a head that grows trees: EAGLE-2, EAGLE-3 or MTP.
 
-    The expanded ranks are fixed: every index is known beforehand and kept on the device.
+    Raises InputError if the head does not fit, ValueError if the tree does not.
     """
-
-    grows = False
-
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        noise, B, k = self.draft_noise(noise), state.length.shape[0], self.shape.width
-        h = self.catch_up(step, state, slots)
-        tokens, scores, used = [state.root], [], 0
-        for i, level in enumerate(self.static.levels):
-            if i:  # expand nodes of the level above
-                count = len(level.rows)
-                own = state.length[:, None] + used + torch.arange(count, device=slots.device)
-                positions = (state.length + i - 1)[:, None].expand(-1, count)
-                visible = step.mask(slots, state.length, level.sees.expand(B, -1, -1))
-                expanded, feature = tokens[-1][:, level.rows], h[:, level.came_from]
-                h = self._forward(expanded, feature, positions, own, visible)
-                used += count
-            level_scores, ranked = (x.flatten(1) for x in self._best(step, h, noise, i, k))
-            tokens.append(ranked[:, level.nodes])  # of [B, rows * k]
-            scores.append(level_scores[:, level.nodes])
-        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent
-        return self.static.of(torch.cat(tokens, dim=1), scores)
+    head = setup.load_head()
+    if not isinstance(setup.tree, TreeShape):
+        return load(STATIC_HEAD)(head, setup.tree, setup.drafting.coupled)
+    return HeadDrafter(head, setup.tree, setup.drafting.coupled)

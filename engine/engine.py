@@ -36,7 +36,7 @@ from model import Transformer
 from sampling.adjust import log_probabilities
 from sampling.options import MAX_LOGPROBS, Modes, Sampling
 from tokens.tokenizer import Tokenizer, common_prefix
-from tree import AnyTree, PathTree, TreeShape
+from tree import TreeShape
 
 DRAFTED, PLAIN, READING = range(3)  # groups: decoding with drafts, decoding without as asked for, reading
 WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
@@ -47,7 +47,7 @@ class Pending(NamedTuple):
 
     requests: list[Request | None]  # by row; None: of no interest
     emission: Emission
-    shape: TreeShape | PathTree | AnyTree | None = None  # None: a pass over prompts
+    shape: TreeShape | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
     head: bool = False  # the scheduler chose a step with the head
     record: object = None  # of the scheduler, see `Scheduler.launched`
@@ -91,7 +91,7 @@ class Engine:
             variants=self.scheduler.variants(self.drafter),
         )
         self.state, self.device, self.slots = self.passes.state, self.passes.device, self.passes.slots
-        self.window, self.cache_bytes = self.passes.window, self.passes.cache_bytes
+        self.max_commit, self.cache_bytes = self.passes.max_commit, self.passes.cache_bytes
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.scheduler.attach(self.passes, self.lag == 0)
         # A step may not touch a text whose prompt is still read, if a target keeps a state of it.
@@ -279,7 +279,7 @@ class Engine:
     def _live(self, place: int) -> int:
         """Return an upper bound on the slots in use in a place."""
         if request := self._requests[place]:
-            return min(request.length + (self.lag + 1) * self.window, self.slots)
+            return min(request.length + (self.lag + 1) * self.max_commit, self.slots)
         return len(self._kept[place])
 
     def _sequence(self, place: int, slots: int) -> list[torch.Tensor]:
@@ -420,14 +420,14 @@ class Engine:
         rows = self.passes.rows(min(first - before, self.batch - count), count)
         offset = first - rows.first  # of the group's requests in those rows
         context = max(r.length for r in requests)
-        span = self.passes.span(context + len(self._pending) * self.window + self.passes.extra)
+        span = self.passes.span(context + len(self._pending) * self.max_commit + self.passes.extra)
         if self._modes[group] is None:
             self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
         modes = self._modes[group]
         choice = Choice(self.passes.plain) if group == PLAIN else self.scheduler.next(requests, rows, span)
         if self.passes.unread:
             self._keep_up(rows, span, choice.drafter, requests)
-        rows.state.prices = choice.prices
+        rows.state.costs = choice.costs
         guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
         with self._held_still(rows, group):
             tree, path = self.passes.step(rows, span, choice.drafter, modes, guides)
@@ -439,8 +439,8 @@ class Engine:
             drafts = [Draft(*x) for x in zip(*parts, scored)]
         emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
         shape, record = choice.drafter.shape, None
-        if choice.prices:
-            shape = cut(shape, tree.tokens.shape[1], rows.state.levels)
+        if choice.costs:
+            shape = shape.limited(tree.tokens.shape[1], rows.state.levels)
         if group == DRAFTED:
             record = self.scheduler.launched(choice, requests, rows, offset, tree, modes.noisy)
         self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
@@ -469,14 +469,14 @@ class Engine:
         """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
         call costs little, it reads no more than that.
         """
-        passes, alone, committed = self.passes, self.device.type == "cpu", drafter.shape.window
+        passes, alone, committed = self.passes, self.device.type == "cpu", drafter.shape.max_commit
         for some in [[r] for r in requests] if alone else [requests]:
             unread = max(r.unread for r in some)
-            if unread > self.window if drafter.reads else unread + committed > passes.unread:
+            if unread > self.max_commit if drafter.reads else unread + committed > passes.unread:
                 passes.read_behind(passes.rows(some[0].place, 1) if alone else rows, span, unread)
                 unread = 1
             for r in some:
-                r.unread = self.window if drafter.reads else unread + committed
+                r.unread = self.max_commit if drafter.reads else unread + committed
 
     def _read(self, keep: int) -> list[Event]:
         """Read what passes have emitted, oldest first, until only `keep` are unread."""
@@ -504,7 +504,7 @@ class Engine:
         request.first, request.last = request.first or now, now
         if shape:
             request.accept_lengths.append(count)
-            request.trees[name_of(shape)] += 1
+            request.trees[shape.name] += 1
             request.spent["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
         request.finish = self._finish(request, emitted)
         if request.finish:
@@ -611,17 +611,3 @@ class Engine:
                             x = passes.prefill(passes.rows(first, count), span, size, rare)
                             if (first, count) == (0, 1):  # as `_score_prompt`
                                 passes.logits(x)
-
-
-def cut(largest: TreeShape | AnyTree, nodes: int, levels: int) -> TreeShape | AnyTree:
-    """Return the shape of a tree that prices have cut to this size. levels: grown after the first."""
-    if isinstance(largest, TreeShape) and nodes > 1:
-        return TreeShape(nodes, levels, largest.width)
-    return AnyTree(nodes, largest.window - 1)
-
-
-def name_of(shape: TreeShape | PathTree | AnyTree) -> str:
-    """Name a tree as results do: T/D/k, the nodes of a static tree, or "plain"."""
-    if shape.nodes == 1:
-        return "plain"
-    return shape.name if isinstance(shape, TreeShape) else f"{shape.nodes} nodes"

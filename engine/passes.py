@@ -106,11 +106,11 @@ class Passes:
         # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
         # many rows as the widest window has.
         self._drafters = drafters
-        self.window = max(one.shape.window for one in drafters)
-        self.extra = max(one.extra_slots_after(self.window) for one in drafters)
+        self.max_commit = max(one.shape.max_commit for one in drafters)
+        self.extra = max(one.extra_slots_after(self.max_commit) for one in drafters)
         self.slots = round_up(max_seq_len + max(self.extra, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
-        self.unread = max(min(UNREAD, self.slots), self.window) if self.follows else 0
+        self.unread = max(min(UNREAD, self.slots), self.max_commit) if self.follows else 0
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SLOT_STEP if self.compiled else 0)
@@ -119,7 +119,7 @@ class Passes:
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, dtype, self.device)
         self.state = State(
-            batch, self.slots + self.chunks[-1] + 2, self.window, feature_width=width, stop_ids=stop_ids,
+            batch, self.slots + self.chunks[-1] + 2, self.max_commit, feature_width=width, stop_ids=stop_ids,
             dtype=dtype, device=self.device, room=self.unread, vocabulary=target.args.vocab_size,
             nodes=max(one.shape.nodes for one in drafters), aligned=not self.device_step.batch_invariant,
         )
@@ -181,7 +181,7 @@ class Passes:
         """Raise ValueError if the target does not take a tree of such a size."""
         rows, levels = self.target.most_rows, self.target.most_levels
         for one in drafters if rows else ():
-            nodes, deep = one.shape.nodes, one.shape.window - 1
+            nodes, deep = one.shape.nodes, one.shape.max_commit - 1
             if nodes > rows or deep > levels:
                 raise ValueError(
                     f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"
@@ -210,9 +210,10 @@ class Passes:
         Captured `verify` keeps its logits and noise, greedy and not, for each number of sequences.
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
-        step = self.batch * (24 * max(shape.nodes for shape in shapes) + 4 * self.window) * args.vocab_size
+        step = self.batch * (24 * max(shape.nodes for shape in shapes) + 4 * self.max_commit)
+        step *= args.vocab_size
         counts = sum(step_counts(self.batch, few=True))
-        kept = 4 * counts * sum(2 * shape.nodes + shape.window for shape in shapes) * args.vocab_size
+        kept = 4 * counts * sum(2 * shape.nodes + shape.max_commit for shape in shapes) * args.vocab_size
         activations = 4 * self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
         return step + kept + activations + 2 * CUBLAS_WORKSPACE + TRITON_BUFFER
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.draft import Drafter
 from engine.request import Request
-from tree import Prices, Tree
+from tree import Tree
 
 if TYPE_CHECKING:
     from engine.passes import Passes, Rows
@@ -22,7 +22,9 @@ class Choice(NamedTuple):
     """What a step drafts."""
 
     drafter: Drafter
-    prices: Prices | None = None  # cut its tree to what reduces latency; None: draft all of it
+    # Limit its tree to what reduces latency; None: draft all of it. `expand(scores, limit)` and
+    # `keep(scores)` # return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
+    costs: Any = None
     head: bool = False  # the draft head runs by the scheduler's choice
 
 

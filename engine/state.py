@@ -12,7 +12,7 @@ from model import rows_of
 from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
 from sampling.options import MAX_LOGPROBS, Sampling
-from tree import Prices, pick
+from tree import pick
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 
@@ -39,22 +39,23 @@ class State(nn.Module):
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
 
-    prices: of the next step's drafts; None: its tree is not cut. levels: those that the head has grown after
-    the first, if it was. noise: what `Step.gumbel` keeps for its next call; all rows share it.
+    costs: limit the next tree, see `engine.scheduler.Choice`; None: no limit. levels: those that the head has
+    grown after the first, if it was. noise: what `Step.gumbel` keeps for its next call; all rows share it.
     """
 
     def __init__(
-        self, batch: int, slots: int, window: int, *, feature_width: int = 0, stop_ids: Iterable[int] = (),
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", room: int = 0,
-        vocabulary: int = 1, nodes: int = 1, aligned: bool = True,
+        self, batch: int, slots: int, max_commit: int, *, feature_width: int = 0,
+        stop_ids: Iterable[int] = (), dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu", room: int = 0, vocabulary: int = 1, nodes: int = 1,
+        aligned: bool = True,
     ):
-        """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
+        """max_commit: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
         vocabulary: V. nodes: T of the largest tree. aligned: rows of several numbers start at multiples of 16
         bytes, so that a graph compiled for one slot serves all.
         """
         super().__init__()
-        self.window = window
-        self.prices: Prices | None = None
+        self.max_commit = max_commit
+        self.costs = None
         self.levels, self.noise = 0, []
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
@@ -73,8 +74,8 @@ class State(nn.Module):
         buffer("root", batch, 1)
         buffer("done", batch, dtype=torch.bool, fill=True)
         buffer("reading", batch, dtype=torch.bool)
-        buffer("features", batch, max(window, room), feature_width, dtype=dtype)
-        buffer("out", batch, window + 3 + (window + 1) % 2)  # kernels take it to be contiguous
+        buffer("features", batch, max(max_commit, room), feature_width, dtype=dtype)
+        buffer("out", batch, max_commit + 3 + (max_commit + 1) % 2)  # kernels take it to be contiguous
         buffer("zero", batch, 1)
         buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)
@@ -83,12 +84,12 @@ class State(nn.Module):
         buffer("bias", batch, vocabulary, dtype=torch.float32)
         buffer("allowed", batch, nodes, -(-vocabulary // 32), dtype=torch.int32, fill=-1)
         top = min(MAX_LOGPROBS, vocabulary)
-        buffer("logprob", batch, window, dtype=torch.float32)
-        buffer("top_logprobs", batch, window, top, dtype=torch.float32)
-        buffer("top_ids", batch, window, top)
+        buffer("logprob", batch, max_commit, dtype=torch.float32)
+        buffer("top_logprobs", batch, max_commit, top, dtype=torch.float32)
+        buffer("top_ids", batch, max_commit, top)
         stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
-        self.register_buffer("ahead", torch.arange(1, window + 1, device=device), persistent=False)
+        self.register_buffer("ahead", torch.arange(1, max_commit + 1, device=device), persistent=False)
 
     def rows(self, first: int, count: int) -> State:
         """Return the same buffers of the sequences first ... first + count - 1."""

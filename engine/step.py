@@ -12,6 +12,7 @@ B sequences, T tree nodes, W the most tokens that a step commits, S cache slots,
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,10 @@ from model import KVCaches, Transformer
 from sampling import noise as sampling_noise
 from sampling.adjust import adjust, allow, floor, restrict
 from sampling.options import Modes
-from tree import Growth, Prices, Tree, pick
+from tree import Tree, TreeShape, pick
+
+MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
+GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
 
 
 class Step:
@@ -63,6 +67,17 @@ class Step:
         """Return a context for passes, with the number of threads that they need."""
         return contextlib.nullcontext()
 
+    def default_tree(self, device: torch.device, quantized: bool, batch: int) -> TreeShape:
+        """Return the tree drafted for up to `batch` requests where none is given.
+
+        A GPU takes the largest of GPU_TREES with which all requests together verify at most MAX_GPU_TOKENS.
+        On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a pass of the
+        head.
+        """
+        if device.type == "cuda":
+            return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
+        return TreeShape(8, 2, 4) if quantized else TreeShape(12, 3, 4)
+
     # -- draft ----------------------------------------------------------------------------------
 
     def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
@@ -93,26 +108,9 @@ class Step:
         top, index = logits.topk(k, dim=-1)
         return top - logits.logsumexp(-1, keepdim=True), index if ids is None else ids[index]
 
-    def advance(self, growth: Growth) -> Tensor:
-        """Run `Growth.advance`."""
-        return growth.advance()
-
-    def extend(self, growth: Growth, scores: Tensor, tokens: Tensor, more: bool) -> Tensor | None:
-        """Run `Growth.extend` and, if there are `more` levels, `Growth.advance`."""
-        growth.extend(scores, tokens)
-        return self.advance(growth) if more else None
-
-    def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
-        """Run `Growth.prune`."""
-        return growth.prune(root, prices)
-
-    def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
-        """Run `tree.join`."""
-        return tree.join(one, other, nodes, levels, prices)
-
-    def follow(self, matcher: Drafter, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Run `NGram.follow` of `drafters.ngram`."""
-        return matcher.follow(tokens, length, count)
+    def call(self, operation: Callable, *arguments):
+        """Run an operation on trees, or this step's method of the same name if it has one."""
+        return getattr(self, operation.__name__, operation)(*arguments)
 
     # -- verify ---------------------------------------------------------------------------------
 
@@ -244,7 +242,7 @@ def draft_and_verify(
     slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's extra slots. noisy: a request
     samples. Plain decoding has a tree of one node.
     """
-    noise = step.noise(state, drafter.shape.window, target.args.vocab_size) if noisy else None
+    noise = step.noise(state, drafter.shape.max_commit, target.args.vocab_size) if noisy else None
     drafted = step.draft(drafter, state, slots, noise)
     logits, features = step.verify(target, drafted, state, slots, caches, drafter.aux_layers)
     return Verified(drafted, logits, features, noise)
@@ -264,7 +262,7 @@ def accept_and_commit(
     shaped = shape_logits(step, raw, state, modes, drafted.tokens, drafted.ancestors)
     drafter.observe(step, state, shaped)
     chosen = step.draw(shaped, noise, drafted.depth)
-    path, count, tokens = step.accept(drafted, chosen, drafter.shape.window)
+    path, count, tokens = step.accept(drafted, chosen, drafter.shape.max_commit)
     if modes.scored:
         state.score(pick(raw, path), tokens)
     moved = caches if drafted.tokens.shape[1] > 1 else None  # a root alone is in its slot already

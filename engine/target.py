@@ -11,8 +11,8 @@ import torch
 import extensions
 from checkpoint.load import check_length, is_converted, load_model, read_config
 from common.errors import InputError
-from drafters import AUTO, Drafting, build_drafter, default_tree, methods_of
 from engine.draft import Drafter
+from engine.drafting import AUTO, Drafting, build_drafter, methods_of
 from engine.engine import Engine
 from engine.memory import free_memory
 from engine.runtime import Runtime
@@ -88,7 +88,7 @@ def converted(
     if drafting.draft:
         of = None if drafting.names_model else folder
         drafting = replace(drafting, draft=_converted_folder(drafting.draft, log, of))
-    return folder, drafting.at(folder, log)
+    return folder, drafting.resolve(folder, log)
 
 
 def _converted_folder(checkpoint: str | Path, log: Callable[[str], None], of: Path | None = None) -> str:
@@ -126,7 +126,7 @@ class Target:
             raise ValueError(f"batch {batch}: must be at least 1")
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
-        drafting = drafting.at(self.checkpoint, self.log)
+        drafting = drafting.resolve(self.checkpoint, self.log)
         max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
         scheduler = None
@@ -196,9 +196,8 @@ class Target:
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
-        default = default_tree(
-            self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
-        )
+        device = self.model.embed.weight.device
+        default = self.backend.default_tree(device, "quantization" in self.config, batch)
         build = partial(
             build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
             tokenizer=self.tokenizer, default_tree=default,
@@ -207,7 +206,7 @@ class Target:
         try:
             return build(drafting)
         except InputError as e:
-            if not drafting.chosen:
+            if not drafting.optional:
                 raise
             self.log(f"--speculate auto: {e}; prompt lookup drafts alone")
             return build(Drafting("lookup"))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from checkpoint.folder import identity
 from common.errors import InputError
 from common.files import digest
-from drafters import Drafting, flags_of, given_flags, grows
+from drafters.options import flags_of, grows
+from engine.drafting import Drafting, given_flags
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.target import Target

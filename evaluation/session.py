@@ -15,7 +15,7 @@ from checkpoint.convert import converted_folder
 from checkpoint.load import known_config
 from common.errors import counted
 from common.files import digest, write_text
-from drafters import Drafting
+from engine.drafting import Drafting
 from engine.runtime import Runtime
 from engine.step import step_of
 from engine.target import check_draft, converted, load_target

@@ -20,7 +20,9 @@ from head import Eagle3Head
 from kernels import packed
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
-from tree import FREE, Growth, Prices, Tree
+from tree import Growth, Tree, TreeShape
+
+ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
 
 
 class Layout(NamedTuple):
@@ -93,6 +95,11 @@ class CpuStep(Step):
             torch.set_num_threads(count)
             self.ops.use_threads(0)
 
+    def default_tree(self, device: torch.device, quantized: bool, batch: int) -> TreeShape:
+        if self.name in ISAS_WITHOUT_AVX512:
+            return TreeShape(4, 2, 2)
+        return super().default_tree(device, quantized, batch)
+
     # -- the parts of a step ------------------------------------------------------------------
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
@@ -106,8 +113,8 @@ class CpuStep(Step):
     def advance(self, growth: Growth) -> Tensor:
         return growth.set_beam(*self.ops.advance(*growth.newest, growth.shape.width))
 
-    def prune(self, growth: Growth, root: Tensor, prices: Prices | None = None) -> Tree:
-        return Tree(*self.ops.prune(*growth.candidates, root, growth.shape.nodes, *prices or FREE))
+    def prune(self, growth: Growth, root: Tensor, costs=None) -> Tree:
+        return Tree(*self.ops.prune(*growth.candidates, root, growth.shape.nodes, *costs or packed.NO_COSTS))
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
@@ -124,9 +131,9 @@ class CpuStep(Step):
             return target.fused.verify(target, drafted, state.length, slots.shape[0], caches, aux_layers)
         return super().verify(target, drafted, state, slots, caches, aux_layers)
 
-    def join(self, one: Tree, other: Tree, nodes: int, levels: int, prices: Prices | None = None) -> Tree:
+    def join(self, one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
-        return Tree(*self.ops.join(*fields, nodes, *prices or FREE))
+        return Tree(*self.ops.join(*fields, nodes, *costs or packed.NO_COSTS))
 
     def follow(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
         tables = matcher.chain, matcher.ahead, matcher.first, matcher.further

@@ -34,8 +34,9 @@ from model import (
     Transformer,
     lazy_zeros,
 )
-from tree import FREE, Tree
+from tree import Tree
 
+NO_COSTS = 0.0, None, None  # of trees that are not limited, see `engine.scheduler.Choice`
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the others, by the activation of gates
 
@@ -303,12 +304,12 @@ class FusedEagle3Head:
         ops, fc = head.backend.ops, head.fc
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
         growing = (
-            state.root, state.length, *sizes, *(state.prices or FREE), *self.scoring,
+            state.root, state.length, *sizes, *(state.costs or NO_COSTS), *self.scoring,
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
             return ops.grow(drafter.catch_up(head.backend, state, slots), *growing)
-        unread = drafter.own_features(state.features), state.window, *fc.operands, fc.columns
+        unread = drafter.own_features(state.features), state.max_commit, *fc.operands, fc.columns
         return ops.draft(state.tokens, state.n_new, *unread, *growing)
 
 

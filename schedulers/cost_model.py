@@ -23,7 +23,8 @@ from engine.passes import Passes, Rows
 from engine.request import Request
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
-from tree import Prices, Tree, TreeShape
+from schedulers.marginal_costs import MarginalCosts
+from tree import Tree, TreeShape
 
 # Largest tree of a greedy step and of a sampled one. Sampling draws the noise of every level in advance.
 MAX_TREES = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
@@ -226,12 +227,13 @@ class Costs:
         """Predict the seconds of a step / the seconds of a plain step."""
         return self.seconds(size, head) / self.plain
 
-    def prices(self, speed: float, shape: TreeShape, confidence: list[float]) -> Prices:
-        """Return prices in tokens. speed: tokens emitted in the time of a plain step."""
+    def marginal(self, speed: float, shape: TreeShape, confidence: list[float]) -> MarginalCosts:
+        """Return costs in tokens. speed: tokens emitted in the time of a plain step."""
         rate = speed / self.plain
         nodes = [rate * self.node_load_factor * node for node in self.node_seconds[: shape.nodes - 1]]
         nodes += [math.inf] * (shape.nodes - 1 - len(nodes))
-        return Prices(rate * self.load_factor * self.level, torch.tensor(nodes), torch.tensor(confidence))
+        level = rate * self.load_factor * self.level
+        return MarginalCosts(level, torch.tensor(nodes), torch.tensor(confidence))
 
     def add(self, size: Size, head: bool, seconds: float) -> None:
         """Update the load factors, or `plain`, from a measured step."""
@@ -277,17 +279,17 @@ MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256
 
 
 class Plan(NamedTuple):
-    """The tree of a step. shape: its size, or its maximum size if `prices` cut it."""
+    """The tree of a step. shape: its size, or its maximum size if `costs` cut it."""
 
     shape: TreeShape
-    prices: Prices | None = None
+    costs: MarginalCosts | None = None
 
 
 class Tuner:
     """Chooses what each step drafts, None for a step without the head.
 
-    shapes: trees of greedy steps and of sampled steps. cuts: `Prices` cut them. The tuner holds the costs of
-    the machine and the acceptance of all requests. `Request.acceptance` holds that of one request.
+    shapes: trees of greedy steps and of sampled steps. cuts: `MarginalCosts` cut them. The tuner holds the
+    costs of the machine and the acceptance of all requests. `Request.acceptance` holds that of one request.
     """
 
     def __init__(self, shapes: tuple[TreeShape, TreeShape] = MAX_TREES, cuts: bool = True):
@@ -357,7 +359,7 @@ class Tuner:
                 count - len(requests)
             )
             speed = max(with_head, without_head) * len(requests)
-            self._choice = Plan(shape, self.costs(*key).prices(speed, shape, confidence))
+            self._choice = Plan(shape, self.costs(*key).marginal(speed, shape, confidence))
         return self._choice
 
     def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
@@ -367,7 +369,7 @@ class Tuner:
             return Plan(shape)
         nodes = torch.full((shape.nodes - 1,), math.inf)
         nodes[: max(trial.nodes - 1, 0)] = -1.0
-        return Plan(shape, Prices(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
+        return Plan(shape, MarginalCosts(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
 
     # -- learning -----------------------------------------------------------------------------
 
@@ -508,14 +510,14 @@ class CostScheduler(Scheduler):
         drafts = drafts and self.headless.has_draft(passes.device_step, rows.state, slots)
         if plan:
             trees = self.trees if drafts or not self.headless else self.trees_without_lookup
-            return Choice(trees[plan.shape], plan.prices, True)
+            return Choice(trees[plan.shape], plan.costs, True)
         return Choice(self.headless if drafts else passes.plain)
 
     def launched(
         self, choice: Choice, requests: list[Request], rows: Rows, first: int, tree: Tree, noisy: bool
     ) -> Record:
         size, expected = Size(tree.tokens.shape[1], 0), None
-        if choice.prices:
+        if choice.costs:
             size = size._replace(levels=rows.state.levels)
             scores = tree.scores.tolist()[first : first + len(requests)]
             expected = [sum(map(math.exp, path[1:])) for path in scores]

@@ -83,7 +83,7 @@ class Reply:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.tokens, self.jobs, self.body = model, tokens, jobs, body
         self._begun = [False] * len(jobs)
-        self.window: int | None = None  # most tokens of a step; None: `metrics` are not asked for
+        self.max_commit: int | None = None  # most tokens of a step; None: `metrics` are not asked for
 
     def whole(self) -> dict:
         """Return the reply, after all jobs have ended."""
@@ -120,9 +120,9 @@ class Reply:
 
     def metrics(self) -> dict:
         """Return figures of drafting as vLLM has them: under "metrics", of a single job."""
-        if self.window is None:
+        if self.max_commit is None:
             return {}
-        (job, *others), most = self.jobs, self.window - 1
+        (job, *others), most = self.jobs, self.max_commit - 1
         if others or not most:
             return {"metrics": None}
         steps, accepted = job.steps.total(), job.accepted

@@ -17,8 +17,7 @@ from tree import link
 CORE = (
     "checkpoint/__init__.py", "checkpoint/load.py", "checkpoint/weights.py", "common/__init__.py",
     "common/cli.py", "common/dtypes.py", "common/errors.py", "common/files.py", "common/schema.py",
-    "common/threads.py", "common/tree_shapes.py", "drafters/__init__.py", "drafters/eagle.py",
-    "drafters/setup.py", "engine/__init__.py", "engine/draft.py", "engine/engine.py", "engine/graphs.py",
+    "common/threads.py", "engine/__init__.py", "engine/draft.py", "engine/drafting.py", "engine/engine.py", "engine/graphs.py",
     "engine/memory.py", "engine/passes.py", "engine/prompt.py", "engine/request.py", "engine/runtime.py",
     "engine/scheduler.py", "engine/state.py", "engine/step.py", "engine/target.py", "extensions.py",
     "generate.py", "head.py", "llm.py", "model.py", "sampling/__init__.py", "sampling/adjust.py",

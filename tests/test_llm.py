@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.errors import InputError
-from drafters import Drafting
 from engine import target as targets
+from engine.drafting import Drafting
 from llm import LLM
 
 FEW = {"max_new_tokens": 4}

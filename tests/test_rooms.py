@@ -47,9 +47,9 @@ def imports_of(file: str, files: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
             assert not node.level, f"{file}: imports by its own place"
-        elif isinstance(node, ast.Call) and re.search(r"(import_module|Method)$", ast.unparse(node.func)):
+        elif isinstance(node, ast.Call) and re.search(r"import_module$", ast.unparse(node.func)):
             names += [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
-    for name in names:  # of a module, or of something in it; drafters are named by `Method`
+    for name in names:  # of a module, or of something in it
         places = [name.replace(".", "/"), name.rpartition(".")[0].replace(".", "/")]
         ends = [f"{folder}{place}{end}" for place in places for folder in FOLDERS
                 for end in (".py", "/__init__.py")]

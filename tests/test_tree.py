@@ -6,7 +6,9 @@ import pytest
 import torch
 from helpers.states import paths
 
-from tree import Growth, PathTree, Prices, TreeShape, best_below
+from drafters.static import PathTree
+from schedulers.marginal_costs import MarginalCosts
+from tree import Growth, TreeShape, best_below
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -71,17 +73,17 @@ def test_what_is_worth_its_price(seed):
     """The number of nodes that gains most is kept; those that bring twice their price are expanded."""
     draw = torch.Generator().manual_seed(seed)
     scores, nodes = -3 * torch.rand(2, 12, generator=draw), 0.3 * torch.rand(9, generator=draw)
-    prices = Prices(0.3, nodes, torch.tensor([1.5, 0.5]))
+    costs = MarginalCosts(0.3, nodes, torch.tensor([1.5, 0.5]))
     chances = [sorted((min(1.0, t * p) for p in row.exp().tolist()), reverse=True)
                for t, row in zip((1.5, 0.5), scores)]
     brings = [sum(each) for each in zip(*chances)]
     gains = [sum(brings[:n]) - float(nodes[:n].sum()) for n in range(10)]
-    assert gains[prices.worth(scores)] == pytest.approx(max(gains))
+    assert gains[costs.keep(scores)] == pytest.approx(max(gains))
     expanded = [x for x in brings[:4] if x >= 2 * nodes[0]]
-    assert prices.rows(scores, 4) == (len(expanded) if sum(expanded) / 2 >= 0.3 else 0)
+    assert costs.expand(scores, 4) == (len(expanded) if sum(expanded) / 2 >= 0.3 else 0)
     root, parents = torch.tensor([7, 8]), torch.full((2, 12), -1)
-    kept = best_below(root, scores, parents, parents, 10, 1, prices)
-    assert kept.tokens.shape[1] == prices.worth(scores) + 1
-    for beyond in Prices(9.0, nodes + 9, prices.confidence), prices._replace(confidence=torch.zeros(2)):
-        assert beyond.worth(scores) == beyond.rows(scores, 4) == 0
+    kept = best_below(root, scores, parents, parents, 10, 1, costs)
+    assert kept.tokens.shape[1] == costs.keep(scores) + 1
+    for beyond in MarginalCosts(9.0, nodes + 9, costs.confidence), costs._replace(confidence=torch.zeros(2)):
+        assert beyond.keep(scores) == beyond.expand(scores, 4) == 0
         assert best_below(root, scores, parents, parents, 10, 1, beyond).tokens.tolist() == [[7], [8]]

@@ -13,15 +13,16 @@ from helpers.heads import make_head, write_head
 from checkpoint.convert import convert, family_of
 from checkpoint.load import load_head, load_model
 from checkpoint.source import Source
-from drafters import Drafting
 from drafters.ngram import NGram
-from engine.draft import HeadDrafter, StaticHeadDrafter
+from drafters.static import EAGLE1_TREE, StaticHeadDrafter
+from engine.draft import HeadDrafter
+from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.choose import choose_backend
 from sampling.options import Sampling
-from tree import EAGLE1_TREE, TreeShape
+from tree import TreeShape
 
 
 def decoders_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:

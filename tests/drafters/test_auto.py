@@ -6,7 +6,7 @@ from helpers.decoding import load
 from helpers.refusals import refused
 
 from common.errors import InputError
-from drafters import Drafting
+from engine.drafting import Drafting
 from sampling.options import Sampling
 from schedulers.cost_model import Tuner
 
@@ -24,18 +24,18 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
     for kind in {"eagle3", "eagle"} - {*kept}:
         shutil.rmtree(folder / kind)
     said: list[str] = []
-    found = Drafting("auto").at(folder, said.append)
+    found = Drafting("auto").resolve(folder, said.append)
     assert found.method == means and len(said) == 1 and says in said[0]
-    assert found.at(folder, said.append) == found and len(said) == 1
+    assert found.resolve(folder, said.append) == found and len(said) == 1
 
 
 def test_a_head_elsewhere(folder, tmp_path):
     (folder / "eagle").rename(tmp_path / "mine")
-    found = Drafting("auto", draft=tmp_path / "mine").at(folder, lambda line: None)
+    found = Drafting("auto", draft=tmp_path / "mine").resolve(folder, lambda line: None)
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
     for other in tmp_path, folder:  # nothing; a target
         with refused(f"--speculate auto: --draft {other}: is no head; name one"):
-            Drafting("auto", draft=other).at(folder, lambda line: None)
+            Drafting("auto", draft=other).resolve(folder, lambda line: None)
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))

@@ -3,11 +3,11 @@ import pytest
 from helpers.decoding import drafts
 from helpers.states import paths, random_tree
 
-from drafters.mixed import Mixed
+from drafters.mixed import Mixed, join
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from sampling.options import Sampling
-from tree import Tree, TreeShape, join
+from tree import Tree, TreeShape
 
 
 def scored(tree: Tree, b: int) -> dict[tuple[int, ...], float]:

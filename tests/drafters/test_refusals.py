@@ -7,7 +7,7 @@ import torch
 from helpers import edit
 from helpers.refusals import refused
 
-from drafters import Drafting
+from engine.drafting import Drafting
 from tree import TreeShape
 
 TREE = TreeShape(8, 2, 3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.decoding import check_texts
 
-from drafters import Drafting
+from engine.drafting import Drafting
 from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import load_target

@@ -39,11 +39,11 @@ class Machine:
 
     def drafted(self, choice: Plan, chance: float) -> tuple[Size, list[float]]:
         """The size of the tree, and the chances of its first path: each node's best child is that likely."""
-        (shape, prices), k = choice, choice.shape.width
+        (shape, costs), k = choice, choice.shape.width
         scores = [torch.tensor([[chance, *((1 - chance) / 9 for _ in range(k - 1))]]).log()]
-        while len(scores) <= shape.depth and prices.rows(scores[-1], k):
+        while len(scores) <= shape.depth and costs.expand(scores[-1], k):
             scores.append(scores[-1][..., :1] + scores[0])
-        kept = prices.worth(torch.cat(scores, 1))
+        kept = costs.keep(torch.cat(scores, 1))
         best = sorted(((s, not n) for row in scores for n, s in enumerate(row[0].tolist())), reverse=True)
         return Size(kept + 1, len(scores) - 1), [chance] * sum(first for _, first in best[:kept])
 
@@ -109,10 +109,10 @@ def test_a_tree_is_as_large_as_pays():
     assert cheap > usual + 1 > dear + 1.5
     assert mean(1) > mean(1, level=2.0) + 1
     costs = rehearsed().tuner.costs(1, False)
-    hard, easy = (costs.prices(1.5, MAX_TREES[0], [confidence]) for confidence in (0.3, 1.0))
+    hard, easy = (costs.marginal(1.5, MAX_TREES[0], [confidence]) for confidence in (0.3, 1.0))
     scores = torch.tensor([[0.5, 0.2, 0.1, 0.04]]).log()
-    assert hard.worth(scores) < easy.worth(scores) and hard.rows(scores, 4) < easy.rows(scores, 4)
-    assert easy.worth(scores - 2) < easy.worth(scores)
+    assert hard.keep(scores) < easy.keep(scores) and hard.expand(scores, 4) < easy.expand(scores, 4)
+    assert easy.keep(scores - 2) < easy.keep(scores)
 
 
 def test_drafts_that_are_never_accepted_are_tried_ever_less():
@@ -179,7 +179,7 @@ def test_several_texts_pay_together():
     for request in requests:
         tuner.start(request)
     tuner._costs[3, False] = tuner.costs(1, False)
-    both, one = (tuner.next(some, 3).prices for some in (requests, requests[:1]))
+    both, one = (tuner.next(some, 3).costs for some in (requests, requests[:1]))
     assert both.nodes[:30].tolist() == pytest.approx((2 * one.nodes[:30]).tolist())
     assert one.confidence[0] > 0 and one.confidence.tolist()[1:] == [0, 0] and both.confidence[2] == 0
 
@@ -195,7 +195,7 @@ def test_large_trees_are_not_tried_where_they_cannot_pay():
 
 
 def test_a_compiled_tree_is_drafted_while_it_pays():
-    """One size, and no prices."""
+    """One size, and no costs."""
     shape = MAX_TREES[1]
     tuner, request = Tuner((shape, shape), cuts=False), Request([1] * 20, Sampling())
     kinds = []

@@ -3,7 +3,7 @@
 from helpers.refusals import refused
 
 from common.files import digest
-from drafters import Drafting
+from engine.drafting import Drafting
 from evaluate import parser
 from evaluation.answers import Answer, Book, Turn, read_sets
 from evaluation.methods import read_draftings

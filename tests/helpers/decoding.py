@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from drafters import Drafting
 from engine.draft import HeadDrafter
+from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.request import Draft
 from engine.runtime import Runtime

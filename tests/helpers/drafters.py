@@ -10,11 +10,12 @@ from drafters.lookahead import Lookahead
 from drafters.medusa import HydraHeads, MedusaHeads, MultiToken, MultiTokenArgs
 from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
-from engine.draft import Drafter, HeadDrafter, StaticHeadDrafter
+from drafters.static import EAGLE1_TREE, StaticHeadDrafter, likely_tree
+from engine.draft import Drafter, HeadDrafter
 from head import Head
 from model import ModelArgs, Transformer
 from training.heads import HeadShape, new_head
-from tree import EAGLE1_TREE, TreeShape, likely_tree
+from tree import TreeShape
 
 NAMES = (
     "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",

@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-from drafters import default_tree
 from engine.step import TORCH
 from kernels import choose, quantized
 from kernels.gpu import here
@@ -48,5 +47,5 @@ def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
 
 def test_trees_on_gpus():
     """A small GPU is compute-bound at about 70 tokens in bf16: with the paper's tree drafting can lose."""
-    trees = [default_tree("cuda", batch=batch) for batch in (1, 12, 16, 24, 64)]
+    trees = [TORCH.default_tree(torch.device("cuda"), False, batch) for batch in (1, 12, 16, 24, 64)]
     assert trees == [TreeShape(*s) for s in ((16, 4, 5), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2))]

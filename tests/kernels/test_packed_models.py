@@ -17,7 +17,8 @@ from kernels.choose import choose_backend
 from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
 from sampling.options import Sampling
-from tree import Prices, TreeShape
+from schedulers.marginal_costs import MarginalCosts
+from tree import TreeShape
 
 pytestmark = pytest.mark.kernels
 
@@ -185,12 +186,13 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     choose_backend("cpu").prepare(target, head)
     assert head.fused.grows == head.feeds_residual
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
-    state.window = 4
+    state.max_commit = 4
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
     state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
     noise = torch.randn(3, 5, 160) if sampled else None
     if price:
-        state.prices = Prices(2 * price, torch.linspace(price, 2 * price, 10), torch.tensor([2.0, 4.0, 0.0]))
+        nodes, confidence = torch.linspace(price, 2 * price, 10), torch.tensor([2.0, 4.0, 0.0])
+        state.costs = MarginalCosts(2 * price, nodes, confidence)
     found = []
     for draft in (target.backend.draft, partial(Step.draft, target.backend)):
         torch.manual_seed(0)

@@ -5,12 +5,14 @@ from helpers.kernels import draws, same
 from helpers.states import random_tree, state_of
 from torch import Tensor
 
+from drafters.mixed import join
 from drafters.ngram import NGram
 from engine.state import State
 from engine.step import TORCH
 from model import ModelArgs
 from sampling.noise import seed_keys
-from tree import Growth, Prices, Tree, TreeShape
+from schedulers.marginal_costs import MarginalCosts
+from tree import Growth, Tree, TreeShape
 
 pytestmark = pytest.mark.kernels
 
@@ -23,6 +25,10 @@ def both(each_isa):
 
 def call(part: str):
     return lambda backend, *arguments: getattr(backend, part)(*arguments)
+
+
+def operation(function):
+    return lambda backend, *arguments: backend.call(function, *arguments)
 
 
 def random(*shape, seed=0):
@@ -69,8 +75,9 @@ def test_extend(both, k):
         growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
         for level in range(3):
             children = random(3, k, k, seed=level + 1), integers(99, (3, k, k), level)
-            row = backend.extend(growth, *children, more=level < 2)
+            growth.extend(*children)
             if level < 2:
+                row = backend.call(Growth.advance, growth)
                 found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
             found += growth.candidates
         return found
@@ -106,11 +113,11 @@ def test_noise_that_is_copied_is_what_it_was(each_isa):
     assert (found[:, :2] == 3).all() and (found[:, 2] != 3).any()
 
 
-def prices(seed: int, nodes: int, texts: int) -> Prices:
+def random_costs(seed: int, nodes: int, texts: int) -> MarginalCosts:
     """Random ones: some below nothing, then some infinite. The first text decodes nothing."""
     each = random(nodes - 1, seed=seed).abs() / 4
     each[nodes // 2 :], each[: seed % 3] = float("inf"), -1.0
-    return Prices(0.1, each, torch.arange(texts) / 2)
+    return MarginalCosts(0.1, each, torch.arange(texts) / 2)
 
 
 @pytest.mark.parametrize("priced", (False, True))
@@ -128,10 +135,10 @@ def test_prune_and_accept(both, shape, priced):
             if level:
                 growth.advance()
             growth.extend(*children(B, k, k))
-        price = prices(seed, shape.nodes, B) if priced else None
-        drafted = backend.prune(growth, integers(6, (B,), next(draw)), price)
+        price = random_costs(seed, shape.nodes, B) if priced else None
+        drafted = backend.call(Growth.prune, growth, integers(6, (B,), next(draw)), price)
         chosen = integers(6, drafted.tokens.shape, next(draw))
-        return drafted, *backend.accept(drafted, chosen, shape.window)
+        return drafted, *backend.accept(drafted, chosen, shape.max_commit)
 
     for seed in range(8):
         (tree, *taken), (found, *found_taken) = both(grow, seed)
@@ -147,8 +154,8 @@ def test_join(both, nodes, priced):
         one = one._replace(scores=one.scores.mul(3).round())
         other = other._replace(scores=other.scores.mul(3).round())
         other.scores[other.scores < -4] = float("-inf")
-        price = prices(seed, nodes, len(one.tokens)) if priced else None
-        defined, found = both(call("join"), one, other, nodes, 4, price)
+        price = random_costs(seed, nodes, len(one.tokens)) if priced else None
+        defined, found = both(operation(join), one, other, nodes, 4, price)
         same(found, defined)
 
 
@@ -162,7 +169,7 @@ def test_follow(both, lengths, shortest):
         others = integers(4, (4, 50), seed) - 1  # of 0 to 2, with separators
         for before in (others[:, :0], torch.nn.functional.pad(others, (0, 1), value=-1)):
             tokens, count = torch.cat((before, state.tokens), 1), before.shape[1]
-            defined, found = both(call("follow"), matcher, tokens, state.length + count, count + 59)
+            defined, found = both(operation(NGram.follow), matcher, tokens, state.length + count, count + 59)
             same(found, defined)
 
 

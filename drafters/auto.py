@@ -1,0 +1,53 @@
+"""--speculate auto: the best head in the checkpoint's folder, joined with prompt lookup."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import InputError
+from engine.drafting import Drafting
+from extensions import METHODS
+
+# The first of these that the target has is used.
+PRIORITY = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
+
+
+def heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[str, Path]]:
+    """Yield the methods whose head is in a target's folder, or may be the one in `draft`, and where it is."""
+    for name in PRIORITY:
+        folder = Path(draft or checkpoint / METHODS[name].draft)
+        if (folder / "config.json").is_file():
+            yield name, folder
+
+
+def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
+    """Return the drafting that "auto" stands for: a head in the target's folder, or the one that --draft
+    names, joined with prompt lookup; without one prompt lookup.
+
+    log: called with a line about the choice. Raises InputError if --draft names no head.
+    """
+    for name, folder in heads(checkpoint, drafting.draft):
+        found = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)
+        try:
+            found.folders(checkpoint)
+        except InputError as e:
+            if not drafting.draft:  # else it is of another kind
+                log(f"--speculate auto: {e}")
+            continue
+        log(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
+        return found
+    if drafting.draft:
+        raise InputError(f"--speculate auto: --draft {drafting.draft}: is no head; name one, or"
+                         " --speculate draft-model for a smaller model")
+    given = (("--tree", drafting.tree), ("--draft-window", drafting.window))
+    unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
+    log(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"
+        f" (prompt lookup){unused}")
+    return replace(drafting, method="lookup", tree=None, window=None, optional=True)
+
+
+def name_unused(checkpoint: Path, log: Callable[[str], None]) -> None:
+    """Call `log` with a line about the heads in a target's folder, for plain decoding."""
+    if names := " or ".join(name for name, _ in heads(checkpoint)):
+        log(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")

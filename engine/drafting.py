@@ -1,0 +1,266 @@
+"""Options of drafting, and the drafter that they build. The methods are in `extensions.METHODS`.
+
+This file imports no torch, so that --help is quick.
+"""
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import extensions
+from common.cli import Options, several
+from common.errors import InputError, did_you_mean
+from extensions import METHODS, Method, load
+
+MAX_TREE_NODES = 1024  # masks and caches grow with the tree
+METHOD_OWNERS = {flag.method for flag in extensions.METHOD_FLAGS.values()}
+TARGET, AUTO = "target", "auto"  # the kind of a draft model's folder; the method that stands for another
+
+
+def methods_of(name: str) -> dict[str, Method]:
+    """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
+    """
+    parts = name.split("+")
+    if unknown := [part for part in parts if part not in METHODS]:
+        raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
+                         f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
+    if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
+        raise InputError(f"--speculate {name}: join two methods that draft, such as lookup+eagle3")
+    return {part: METHODS[part] for part in parts if METHODS[part].module}
+
+
+def add_method_flags(group) -> None:
+    """Add the flags that only some methods take, None where they are not given."""
+    for flag, (name, default, what, _) in extensions.METHOD_FLAGS.items():
+        kind, suffix = (str, "") if default is None else (int, f" (default {default})")
+        help = f"{name}: {what}{suffix}"
+        group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
+    group.add_argument("--draft-window", type=int, metavar="N",
+        help="the head attends to the last N tokens of a text only; 0: to all (default: as many as it was"
+             " trained on)")
+
+
+def given_flags(o: argparse.Namespace) -> dict:
+    """Return the flags of methods that a command line gives."""
+    found = {flag: getattr(o, flag.replace("-", "_")) for flag in extensions.METHOD_FLAGS}
+    return {flag: value for flag, value in found.items() if value is not None}
+
+
+def add_drafting(p: Options, default: str = "none"):
+    """Add the options of drafting, with their rules. Returns their group. default: the method."""
+    lines = [f"{name:12} {method.what}" for name, method in METHODS.items()]
+    methods = "\n".join(("METHOD is one of these, or two with a plus, such as lookup+eagle3:", *lines))
+    group = p.add_argument_group("drafting", methods)
+    add, on_off = group.add_argument, argparse.BooleanOptionalAction
+    add("--speculate", default=default, metavar="METHOD",
+        help=f"what drafts, such as auto, eagle3 or none (default {default}); see below for all")
+    add("--draft",
+        help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
+    add("--tree", metavar="SPEC",
+        help="auto (what reduces latency; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON"
+             " file of paths: a static tree")
+    add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
+    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantize a 16-bit head at loading")
+    add("--shard-head", action="store_true",
+        help="with torchrun: shard the head, or the draft model, over the ranks too; else each has it whole")
+    add_method_flags(group)
+    p.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
+             lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"
+                       " torchrun")
+    p.judge(Drafting.of)
+    return group
+
+
+def read_tree(text: str) -> Any:
+    """Parse --tree: "auto", "paper", T,D,K, or a JSON file with the paths of a static tree.
+
+    Names stay names: EAGLE and Medusa have papers of their own. Raises InputError.
+    """
+    if text in (AUTO, "paper"):
+        return text
+    if not re.fullmatch(r"[0-9]{1,9},[0-9]{1,9},[0-9]{1,9}", text):
+        return check_size(load(extensions.TREE_FILES)(text))
+    return tree_of([*map(int, text.split(","))])
+
+
+def tree_of(numbers: list[int]):
+    """Return the tree [T, D, K]. Raises InputError if it is impossible or too large."""
+    from tree import TreeShape  # imports torch
+
+    try:
+        return check_size(TreeShape(*numbers))
+    except ValueError as e:
+        raise InputError(f"--tree {','.join(map(str, numbers))}: {e}") from None
+
+
+def check_size(tree):
+    """Return the tree. Raises InputError if it has too many nodes or levels."""
+    if max(tree.nodes, tree.max_commit) > MAX_TREE_NODES:
+        size = f"{tree.nodes:,} nodes on {tree.max_commit - 1:,} levels"
+        raise InputError(f"--tree: {size}; at most {MAX_TREE_NODES:,}")
+    return tree
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Options of drafting. Raises InputError on values that cannot be.
+
+    method: a name in `extensions.METHODS`, or two with a plus; "none" is plain decoding.
+    draft: folder of the head (default CHECKPOINT/KIND) or of the draft model.
+    tree: a `TreeShape`, drafted dynamically; a static tree (`drafters.static`); "paper"; "auto", sized by the
+    scheduler; text as --tree takes it; or [T, D, K] with None for numbers of the default. None: the default.
+    coupled: draft with the target's sampling noise.
+    int8: on our kernels, quantize a 16-bit head while loading it: it is read several times a step.
+    flags: of the method (`extensions.METHOD_FLAGS`); others take their default.
+    window: the last tokens of a sequence that a head attends to; 0: all; None: see `Setup.load_head`.
+    optional: leave out what cannot be built, as for "auto".
+    """
+
+    method: str = "none"
+    draft: str | Path | None = None
+    tree: Any = None
+    coupled: bool = True
+    int8: bool = True
+    flags: dict = field(default_factory=dict)
+    window: int | None = None
+    optional: bool = False
+
+    def __post_init__(self):
+        methods = methods_of(self.method)
+        if isinstance(self.tree, str):
+            object.__setattr__(self, "tree", read_tree(self.tree))
+        elif isinstance(self.tree, list) and None not in self.tree:
+            object.__setattr__(self, "tree", tree_of(self.tree))
+        if not any(method.draft for method in methods.values()):
+            for option, value in (("draft", self.draft), ("tree", self.tree)):
+                if value:
+                    raise InputError(f"--speculate {self.method}: has no use for --{option}; leave it out or"
+                                     " name another method")
+        if self.flags or self.window is not None or METHOD_OWNERS & {*methods}:
+            object.__setattr__(self, "flags", load(extensions.CHECK_METHOD_FLAGS)(self, methods))
+
+    @classmethod
+    def of(cls, o: argparse.Namespace) -> Drafting:
+        """Return the drafting that a command's options ask for, see `add_drafting`."""
+        numbers = [getattr(o, f"tree_{name}", None) for name in ("nodes", "depth", "width")]
+        tree = numbers if any(number is not None for number in numbers) else o.tree
+        return cls(o.speculate, o.draft, tree, o.coupled, o.draft_int8, given_flags(o), o.draft_window)
+
+    def resolve(self, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
+        """Return what this means for the target in a folder; only "auto" stands for something else.
+
+        log: called with a line about the choice. Raises InputError as `folders` does.
+        """
+        if self.method == AUTO:
+            return load(extensions.CHOOSE_DRAFTER)(self, checkpoint, log)
+        self.folders(checkpoint)
+        return self
+
+    @property
+    def names_model(self) -> bool:
+        """True if `draft` is a draft model, not a head: it has no default."""
+        return TARGET in {method.draft for method in methods_of(self.method).values()}
+
+    def folders(self, checkpoint: Path) -> dict[str, Path | None]:
+        """Return the folder that each method drafts with, None for those without one.
+
+        If two methods draft with a checkpoint each, --draft names the draft model, which has no default, or
+        the head that both share. Raises InputError if a folder is missing or of another kind. Call it before
+        the target's weights are read: it is cheap.
+        """
+        from checkpoint.load import read_config  # imports torch
+
+        methods = methods_of(self.method)
+        kinds = {method.draft for method in methods.values()} - {None}
+        if self.draft and len(kinds) > 1 and TARGET not in kinds:
+            raise InputError(f"--speculate {self.method}: --draft {self.draft}: both take a head; convert"
+                             " them into the checkpoint's folder and leave it out")
+        found: dict[str, Path | None] = {}
+        for name, method in methods.items():
+            named = self.draft and (method.draft == TARGET or TARGET not in kinds)
+            found[name] = None
+            if method.draft == TARGET and not named:
+                raise InputError(f"--speculate {name}: name a smaller converted model of the same vocabulary"
+                                 " with --draft")
+            if method.draft:
+                folder = found[name] = Path(self.draft) if named else checkpoint / method.draft
+                if method.draft != TARGET and not folder.is_dir():
+                    raise InputError(f"{folder}: no {method.draft} head there; convert one into it, name it"
+                                     " with --draft, or use another --speculate")
+                read_config(folder, method.draft)
+        return found
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a drafter is built from: a target, and the method that drafts for it.
+
+    method: a name in `extensions.METHODS`. drafting: its options. kind: of the checkpoint in `folder`, the
+    head or draft model. max_seq_len: most tokens of a sequence. prepare(*models): puts models on the kernels,
+    where there are any.
+    """
+
+    method: str
+    drafting: Drafting
+    kind: str | None
+    folder: Path | None
+    default_tree: Any
+    target: Any
+    tokenizer: Any
+    max_seq_len: int
+    prepare: Callable[..., None]
+
+    @property
+    def tree(self) -> Any:
+        """The tree to draft: as --tree says, else the default. Raises InputError on impossible numbers."""
+        from tree import PAPER_TREE
+
+        tree, default = self.drafting.tree, self.default_tree
+        if isinstance(tree, list):
+            defaults = default.nodes, default.depth, default.width
+            return tree_of([b if a is None else a for a, b in zip(tree, defaults)])
+        return PAPER_TREE if tree == "paper" else default if tree in (None, AUTO) else tree
+
+    def load_head(self):
+        """Load the head and put it on the kernels.
+
+        By default it attends to as many tokens as it was trained on: it drafts worse on longer contexts.
+        Raises InputError if it is damaged or does not fit, or if it has a sliding window and --draft-window
+        is given.
+        """
+        from checkpoint.load import load_head
+
+        head, window = load_head(self.folder, self.target, self.kind), self.drafting.window
+        if any(head.args.windows):
+            if window is not None:
+                raise InputError(f"--draft-window {window}: the head in {self.folder} has windows of its own;"
+                                 " leave the option out")
+        else:
+            if window is None:
+                window = head.args.draft_window or head.args.max_seq_len
+            head.attend_to(window if window < self.max_seq_len else 0)
+        self.prepare(head)
+        return head
+
+
+def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shared):
+    """Build the `engine.draft.Drafter` of a target in `checkpoint`, None for plain decoding.
+
+    shared: further fields of `Setup`. Raises InputError if it cannot be built.
+    """
+    parts = []
+    for name, folder in drafting.folders(checkpoint).items():
+        setup = Setup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **shared)
+        try:
+            part = load(METHODS[name].module)(setup)
+        except ValueError as e:  # impossible sizes
+            raise InputError(str(e)) from None
+        part.method = name
+        parts.append(part)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return load(extensions.JOIN)(*parts)
