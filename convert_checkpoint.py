@@ -14,10 +14,9 @@ import sys
 
 from checkpoint.convert import convert
 from checkpoint.dense import HeadOptions
-from common.cli import Options, command, count
-from common.dtypes import DTYPES
+from common.cli import DTYPES, Options, command, count
 from common.errors import library_errors
-from common.threads import use_threads
+from common.machine import use_threads
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
 from common.cli import Options, command, is_first, positive, seed, within
-from common.files import check_folder
+from common.writing import check_folder
 from engine.drafting import add_method_flags
 from extensions import METHODS
 

@@ -98,8 +98,8 @@ QUANTIZE = "kernels.quantized:quantize_at_load"
 # The instruction set of CPU kernels, and the folder of compiled code.
 ISA, COMPILED = "kernels.isa:choose", "kernels.build:compiled_folder"
 # Tensor parallelism: the checks before loading, and what loads one shard of a module.
-CHECK_RANKS, RANKS_SHARING = "kernels.check_ranks:check_ranks", "kernels.check_ranks:ranks_sharing"
-SHARDED = "checkpoint.sharded:load_shard"
+CHECK_RANKS, RANKS_MEMORY = "kernels.check_ranks:check_ranks", "kernels.check_ranks:shared_memory"
+SHARDED, JOIN_RANKS = "checkpoint.sharded:load_shard", "engine.ranks:join_ranks"
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.
@@ -110,6 +110,8 @@ HEAD_READERS = {
     **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
     **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
 }
+# Converts what is named as a checkpoint and is no folder of ours.
+CONVERT = "engine.conversion:converted"
 # What `checkpoint/convert.py` does not read: other architectures, layouts of heads.
 FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 # Functions of gate and up projections, beside silu.

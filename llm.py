@@ -20,12 +20,13 @@ from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
 import extensions
+from checkpoint.load import is_converted
 from common.schema import Schema, as_python, whole, with_options
 from engine.drafting import AUTO, Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
-from engine.target import Target, converted, load_target
+from engine.target import Target, load_target
 from sampling.options import Sampling
 
 ARGUMENTS = {
@@ -64,7 +65,10 @@ class LLM:
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
         where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
-        folder, drafting = converted(checkpoint, drafting, log)
+        folder = Path(checkpoint)
+        if not all(is_converted(one) for one in filter(None, (checkpoint, drafting.draft))):
+            folder, drafting = extensions.load(extensions.CONVERT)(checkpoint, drafting, log)
+        drafting = drafting.resolve(folder, log)
         if verify is not False:
             from checkpoint.folder import verify_weights
 

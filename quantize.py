@@ -26,8 +26,9 @@ from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_conf
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from common.cli import Options, command, note
 from common.errors import InputError, counted
-from common.files import check_replaceable, read_text, staging
-from common.threads import use_threads
+from common.files import read_text
+from common.machine import use_threads
+from common.writing import check_replaceable, staging
 from engine.engine import Engine
 from engine.prompt import encode
 from extensions import HEADS

@@ -23,7 +23,7 @@ import sys
 import torch
 
 from common.cli import Options, command, count, positive, seed, several, within
-from common.files import check_replaceable
+from common.writing import check_replaceable
 from engine.runtime import Runtime
 from kernels.tp import joined, own_device
 from training.data import MIN_ANSWER_TOKENS

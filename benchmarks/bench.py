@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # the project, for this file and for those that i
 
 from common.cli import note, positive, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
-from common.threads import use_threads  # noqa: E402
+from common.machine import use_threads  # noqa: E402
 from evaluation.answers import rotated  # noqa: E402
 from kernels.cpu import CpuStep  # noqa: E402
 from kernels.isa import cpuinfo  # noqa: E402

@@ -15,7 +15,8 @@ from bench import Decoded
 
 from checkpoint.load import load_model
 from common.errors import InputError
-from common.files import read_json, staging
+from common.files import read_json
+from common.writing import staging
 from model import Transformer, blank
 from tokens.convert import copy_files
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from checkpoint.convert import convert  # noqa: E402
 from common.cli import Options, command, note  # noqa: E402
 from common.errors import InputError  # noqa: E402
-from common.threads import use_threads  # noqa: E402
+from common.machine import use_threads  # noqa: E402
 
 CACHE = ROOT / ".cache" / "models"
 

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.files import atomic_path
+from common.writing import atomic_path
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import bench  # first: it makes the modules below importable
 from bench import positive
 
 from common.errors import InputError
-from common.files import write_text
+from common.writing import write_text
 from llm import LLM
 
 PROMPT = "How does photosynthesis work? Explain it in simple words."

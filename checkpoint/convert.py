@@ -45,11 +45,10 @@ from checkpoint.load import (
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill
-from common.cli import note
-from common.dtypes import DTYPES, short_dtype
+from common.cli import DTYPES, note, short_dtype
 from common.errors import InputError, library_errors
-from common.files import staging
 from common.schema import named
+from common.writing import staging
 from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
 from tokens.tokenizer import Tokenizer

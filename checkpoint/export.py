@@ -24,7 +24,7 @@ from checkpoint.folder import check_exact
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model, read_config
 from common.cli import Options, command
 from common.errors import InputError
-from common.files import check_replaceable, staging
+from common.writing import check_replaceable, staging
 from extensions import HEAD_OPTIONS
 from head import Head
 

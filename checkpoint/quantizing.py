@@ -25,6 +25,7 @@ from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES, count_nonfinite, listed, opened
 from checkpoint.writer import Planned, fill, judge_nonfinite
 from common.errors import InputError, counted
+from common.parallel import parallel_map
 from common.schema import named
 from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import (

@@ -9,8 +9,8 @@ from importlib import import_module
 
 from common.cli import note
 from common.errors import counted
+from common.machine import peak_memory
 from engine.engine import Engine
-from engine.memory import peak_memory
 from engine.request import Request
 from llm import LLM, summary, together
 from sampling.options import Sampling

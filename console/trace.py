@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 from common.errors import InputError
-from common.files import atomic_path
+from common.writing import atomic_path
 from engine.request import Event, Request
 from tree import TreeShape, link
 

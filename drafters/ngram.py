@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from checkpoint.load import read_config
 from common.cli import Options, command
 from common.errors import InputError, counted
-from common.files import atomic_path, check_file, read_text
+from common.files import check_file, read_text
+from common.writing import atomic_path
 from drafters.static import StaticDrafter, chains, constants
 from engine.drafting import Setup
 from tokens.dataset import read_rows, row_texts

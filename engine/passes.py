@@ -15,9 +15,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.machine import free_memory
 from engine.draft import Drafter
 from engine.graphs import CapturedCalls, CompiledFunction, uncompiled
-from engine.memory import free_memory
 from engine.request import Guide, Score
 from engine.state import State
 from engine.step import Step, accept_and_commit, draft_and_verify, first_token, prefill, step_of

@@ -4,18 +4,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 
 import extensions
 from checkpoint.load import known_config
-from common.cli import note, several
-from common.dtypes import DTYPES, KV_DTYPES, short_dtype
+from common.cli import DTYPES, KV_DTYPES, note, several, short_dtype
 from common.errors import InputError, first_line
+from common.machine import use_threads
 from common.schema import Flag, schema_of
-from common.threads import use_threads
 
 DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 
@@ -29,7 +27,7 @@ class Runtime:
     """
 
     device: str | None = None  # None: cuda if there is one, else cpu
-    dtype: str | None = None  # a name of `common.dtypes`; None: as stored
+    dtype: str | None = None  # a name of `common.cli.DTYPES`; None: as stored
     compile: Flag = True  # run through torch.compile
     kernels: Flag = True  # when compiling: our own kernels, see kernels/
     autotune: Flag = False  # torch.compile times several kernels for every product; for the whole process
@@ -73,7 +71,7 @@ class Runtime:
     def prepare(self) -> None:
         """Check the device, and let torch.compile keep its results for the next process.
 
-        The number of threads is that of `common.threads.use_threads`. Raises InputError if something is
+        The number of threads is that of `common.machine.use_threads`. Raises InputError if something is
         missing.
         """
         schema_of(Runtime).check(vars(self))
@@ -111,29 +109,20 @@ class Runtime:
             raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
 
 
-@contextlib.contextmanager
-def started(o, *read: object) -> Iterator[tuple]:
-    """Prepare the runtime that a command's options ask for, and join the ranks that torchrun has started.
+def started(o, *read: object) -> contextlib.AbstractContextManager[tuple]:
+    """Return a context with the runtime that a command's options ask for, and the `kernels.tp.Ranks` that
+    torchrun has started, or None.
 
-    read: contents of files, on which all ranks have to agree as on the options. Yields the runtime, and the
-    `kernels.tp.Ranks` or None. Raises InputError, before a checkpoint is converted, on mistakes in options.
+    read: contents of files, on which all ranks have to agree as on the options. Raises InputError, before a
+    checkpoint is converted, on mistakes in options.
     """
     use_threads(o.threads, note)
+    if several():
+        return extensions.load(extensions.JOIN_RANKS)(o, *read)
     runtime = Runtime.of(o)
-    if not several():
-        runtime.prepare()
-        known_config(o.checkpoint, o.max_seq_len)
-        yield runtime, None
-        return
-    from common.torchrun import command_in_words
-    from kernels.tp import joined, own_device
-
-    runtime = replace(runtime, device=own_device(runtime.device_name))
     runtime.prepare()
     known_config(o.checkpoint, o.max_seq_len)
-    with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
-        ranks.agree(command_in_words(o, *read), runtime.device_name)
-        yield runtime, ranks
+    return contextlib.nullcontext((runtime, None))
 
 
 def check_device(device: str) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 import extensions
-from checkpoint.load import check_length, is_converted, load_model, read_config
+from checkpoint.load import check_length, load_model, read_config
 from common.errors import InputError
+from common.machine import free_memory
 from engine.draft import Drafter
-from engine.drafting import AUTO, Drafting, build_drafter, methods_of
+from engine.drafting import Drafting, build_drafter
 from engine.engine import Engine
-from engine.memory import free_memory
 from engine.runtime import Runtime
 from engine.step import TORCH, Step, step_of
 from head import Head
@@ -57,47 +57,6 @@ def load_target(
         )
     target.choose_caches()
     return target
-
-
-def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
-    """Raise InputError if what drafts for a checkpoint, converted or not, is not there.
-
-    For before a large target is converted. Its own MTP layer comes with it.
-    """
-    if is_converted(drafting.draft or checkpoint):
-        return
-    from checkpoint.convert import default_folder, resolve_source  # not needed to decode a converted folder
-
-    if drafting.draft:
-        resolve_source(drafting.draft)
-    elif not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
-        if Path(checkpoint).parent.is_dir():  # a name on the hub has nothing here yet
-            resolve_source(checkpoint)
-        drafting.folders(default_folder(checkpoint))
-
-
-def converted(
-    checkpoint: str | Path, drafting: Drafting, log: Callable[[str], None]
-) -> tuple[Path, Drafting]:
-    """Return the folder of a target, and what drafts for it; what is not ours is converted.
-
-    log: as for `load_target`. Raises InputError if one of them is missing or of another kind.
-    """
-    check_draft(checkpoint, drafting)
-    folder = Path(_converted_folder(checkpoint, log))
-    if drafting.draft:
-        of = None if drafting.names_model else folder
-        drafting = replace(drafting, draft=_converted_folder(drafting.draft, log, of))
-    return folder, drafting.resolve(folder, log)
-
-
-def _converted_folder(checkpoint: str | Path, log: Callable[[str], None], of: Path | None = None) -> str:
-    if is_converted(checkpoint):
-        read_config(checkpoint)
-        return str(checkpoint)
-    from checkpoint.convert import converted_folder
-
-    return converted_folder(checkpoint, log, of)
 
 
 @dataclass(frozen=True)
@@ -160,11 +119,10 @@ class Target:
         longest = int(min(args.max_seq_len, args.short_length))
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
-        sharing = 1 if self.model.ranks is None else extensions.load(extensions.RANKS_SHARING)(device)
-        most = MAX_CACHE_FRACTION * (free_memory(device) or 0) / sharing
-        fits = int(most / self.model.cache_bytes(batch, 1024) * 1024)
+        free = free_memory(device) or 0
         if self.model.ranks is not None:  # one length for all
-            fits = int(self.model.ranks.all_gather(torch.tensor([fits], device=device)).min())
+            free = extensions.load(extensions.RANKS_MEMORY)(self.model.ranks, device, free)
+        fits = int(MAX_CACHE_FRACTION * free / self.model.cache_bytes(batch, 1024) * 1024)
         return longest if fits >= longest else min(longest, max(1 << fits.bit_length() >> 1, 2048))
 
     @property

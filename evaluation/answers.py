@@ -10,8 +10,9 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
 from common.errors import InputError
-from common.files import digest, parse_json, read_json, write_text, writing
+from common.files import parse_json, read_json
 from common.schema import Name, Schema, Text, Whole, named, number, schema_of, text, whole
+from common.writing import digest, write_text, writing
 from tokens.dataset import read_questions
 
 OWN = Path(__file__).resolve().parent / "questions"

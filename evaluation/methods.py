@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from checkpoint.folder import identity
 from common.errors import InputError
-from common.files import digest
+from common.writing import digest
 from drafters.options import flags_of, grows
 from engine.drafting import Drafting, given_flags
 from engine.engine import Engine

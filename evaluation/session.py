@@ -14,11 +14,12 @@ from tqdm import tqdm
 from checkpoint.convert import converted_folder
 from checkpoint.load import known_config
 from common.errors import counted
-from common.files import digest, write_text
+from common.writing import digest, write_text
+from engine.conversion import check_draft, converted
 from engine.drafting import Drafting
 from engine.runtime import Runtime
 from engine.step import step_of
-from engine.target import check_draft, converted, load_target
+from engine.target import load_target
 from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
 from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
@@ -56,7 +57,9 @@ class Evaluation:
             "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
         }
         check_options(Path(o.out), options)
-        draftings = {name: converted(o.checkpoint, drafting, log)[1] for name, drafting in draftings.items()}
+        for name, drafting in draftings.items():
+            folder, drafting = converted(o.checkpoint, drafting, log)
+            draftings[name] = drafting.resolve(folder, log)
         target = load_target(o.checkpoint, runtime, log, ranks)
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
         weight, exact = target.model.embed.weight, step_of(target.model).batch_invariant

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError
-from common.files import atomic_path
+from common.writing import atomic_path
 from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")

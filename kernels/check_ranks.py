@@ -10,7 +10,7 @@ import torch
 from checkpoint.load import read_config
 from checkpoint.sharded import shard_bytes, shards_of
 from common.errors import InputError
-from engine.memory import free_memory
+from common.machine import free_memory
 from engine.runtime import Runtime
 from kernels.tp import Ranks
 
@@ -42,6 +42,11 @@ def check_ranks(checkpoint: Path, runtime: Runtime, log: Callable[[str], None], 
             " machines, or quantize"
         )
     log(line)
+
+
+def shared_memory(ranks: Ranks, device: torch.device, free: int) -> int:
+    """Return the least memory that a rank has for itself, in bytes. free: bytes that are free here."""
+    return int(ranks.all_gather(torch.tensor([free // ranks_sharing(device)], device=device)).min())
 
 
 def ranks_sharing(device: torch.device) -> int:

@@ -16,13 +16,13 @@ from tree import link
 # What one EAGLE request in PyTorch imports, and nothing else. Numbers may only fall.
 CORE = (
     "checkpoint/__init__.py", "checkpoint/load.py", "checkpoint/weights.py", "common/__init__.py",
-    "common/cli.py", "common/dtypes.py", "common/errors.py", "common/files.py", "common/schema.py",
-    "common/threads.py", "engine/__init__.py", "engine/draft.py", "engine/drafting.py", "engine/engine.py", "engine/graphs.py",
-    "engine/memory.py", "engine/passes.py", "engine/prompt.py", "engine/request.py", "engine/runtime.py",
-    "engine/scheduler.py", "engine/state.py", "engine/step.py", "engine/target.py", "extensions.py",
-    "generate.py", "head.py", "llm.py", "model.py", "sampling/__init__.py", "sampling/adjust.py",
-    "sampling/noise.py", "sampling/options.py", "tokens/__init__.py", "tokens/files.py",
-    "tokens/templates.py", "tokens/tokenizer.py", "tree.py",
+    "common/cli.py", "common/errors.py", "common/files.py", "common/machine.py", "common/schema.py",
+    "engine/__init__.py", "engine/draft.py", "engine/drafting.py", "engine/engine.py", "engine/graphs.py",
+    "engine/passes.py", "engine/prompt.py", "engine/request.py", "engine/runtime.py", "engine/scheduler.py",
+    "engine/state.py", "engine/step.py", "engine/target.py", "extensions.py", "generate.py", "head.py",
+    "llm.py", "model.py", "sampling/__init__.py", "sampling/adjust.py", "sampling/noise.py",
+    "sampling/options.py", "tokens/__init__.py", "tokens/files.py", "tokens/templates.py",
+    "tokens/tokenizer.py", "tree.py",
 )
 MAX_FILES, MAX_LINES = 37, 4_300  # with code; without blank lines, comments and docstrings
 REPLAY = """

@@ -37,7 +37,7 @@ MISTAKES = (
     (DECODING, "--speculate eagle --draft TARGET/eagle3", "TARGET/eagle3: is of kind eagle3, expected eagle"),
     (DECODING, "--kv int8 --no-kernels", "--kv int8: only our CPU kernels have an int8 cache"),
     ("serve evaluate", "--isa avx2 --no-kernels", "--isa avx2: is for the kernels; leave out --no-kernels"),
-    ("generate serve", "--shard-head", "--shard-head: shards the draft head among ranks; add --speculate, and"),
+    ("generate serve", "--shard-head", "--shard-head: shards the draft head among ranks; add --speculate"),
     ("generate", "-f FOLDER/x/yy", "--prompt-file FOLDER/x/yy: no such file"),
     ("generate", "--compare", "--compare: plain decoding would be compared with itself; add --speculate"),
     ("generate", "--prompt-ids 1,two", "argument --prompt-ids: invalid ids value: '1,two'"),

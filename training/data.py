@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from common.errors import InputError
-from common.files import digest, read_text
+from common.files import read_text
 from common.schema import Whole
+from common.writing import digest
 from tokens.tokenizer import common_prefix
 
 MIN_ANSWER_TOKENS = 3  # tokens of an answer: one from the target, one for the head to read, one to predict

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common.files import digest
+from common.writing import digest
 from kernels import isa
 from kernels.quantized import QuantizedLinear
 from model import Linear, Transformer

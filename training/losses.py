@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoint.folder import identity
-from common.files import digest
+from common.writing import digest
 from engine.graphs import compile_graph
 from head import Head
 from model import Transformer

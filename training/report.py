@@ -11,7 +11,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.errors import counted
-from common.files import read_text, write_text, writing
+from common.files import read_text
+from common.writing import write_text, writing
 
 
 def live_bar(**how) -> tqdm:

@@ -21,7 +21,7 @@ from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import note
 from common.errors import InputError, counted
-from common.files import staging
+from common.writing import staging
 from engine.engine import Engine
 from engine.step import TORCH
 from head import Head

@@ -12,7 +12,7 @@ import torch
 
 from checkpoint.folder import identity
 from common.errors import InputError, library_errors
-from common.files import atomic_path, digest
+from common.writing import atomic_path, digest
 from sampling.noise import seed_of
 from training.batches import batches
 from training.features import Features

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from common.errors import InputError, counted
-from common.files import digest, writing
+from common.writing import digest, writing
 from engine.engine import Engine
 from engine.request import Request
 from sampling.noise import seed_of

@@ -9,8 +9,9 @@ from helpers.refusals import refused
 from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
-from common.files import atomic_path, read_json, read_lines, read_text
+from common.files import read_json, read_lines, read_text
 from common.schema import Digits, Name, Schema, number, whole
+from common.writing import atomic_path
 
 
 def test_whole_or_not_at_all(tmp_path):

@@ -2,7 +2,7 @@
 
 from helpers.refusals import refused
 
-from common.files import digest
+from common.writing import digest
 from engine.drafting import Drafting
 from evaluate import parser
 from evaluation.answers import Answer, Book, Turn, read_sets

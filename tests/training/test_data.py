@@ -2,7 +2,7 @@
 import pytest
 
 from common.errors import InputError
-from common.files import digest
+from common.writing import digest
 from training import data
 
 

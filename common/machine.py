@@ -1,16 +1,12 @@
-"""Processors that this process may use, PyTorch's threads, and a parallel map."""
+"""Processors and memory that this process may use, and PyTorch's threads."""
 from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
-MAX_WORKERS = 8  # of `parallel_map`: each holds a result, such as a tensor
 _is_set = False  # whether `use_threads` was called
 
 
@@ -63,23 +59,41 @@ def use_threads(count: int | None = None, log: Callable[[str], None] = lambda li
         log(f"--threads {count}: this process may use fewer processors; it runs with {limit}")
 
 
-def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield function(item) for each item in order, computed by PyTorch's number of threads or MAX_WORKERS.
+def free_memory(device) -> int | None:
+    """Bytes that can still be allocated, from torch's own reserve too; None where the system does not say.
 
-    One more result waits. PyTorch computes each call, and the caller's work in between, with one thread.
+    On a CPU no more than this process's cgroups allow (a container's limit).
     """
-    import torch
+    if device.type == "cuda":
+        import torch
 
-    count, waiting = torch.get_num_threads(), deque[Future[Result]]()
-    workers = min(count, MAX_WORKERS)
-    torch.set_num_threads(1)
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
     try:
-        with ThreadPoolExecutor(workers) as pool:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-    finally:
-        torch.set_num_threads(count)
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return min([free, *(left for folder in cgroups() if (left := left_in(folder)) is not None)])
+
+
+def left_in(cgroup: Path) -> int | None:
+    """Bytes that a cgroup may still use, where pages of files give way; None without a limit."""
+    try:
+        most, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max"
+        return None
+    return max(0, most - used + int(stat["inactive_file"]))
+
+
+def peak_memory(device) -> int:
+    """Most bytes used so far: by the device's allocator on CUDA, by the process elsewhere."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

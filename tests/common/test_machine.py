@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from common import threads
+from common import machine
 
 
 @pytest.mark.parametrize("own, quotas, count", [
@@ -17,9 +17,9 @@ def test_quotas(monkeypatch, tmp_path, own, quotas, count):
     for group, processors in quotas.items():
         (tmp_path / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / group / "cpu.max").write_text(f"{processors}00000 100000\n")
-    assert threads.processors(tmp_path, tmp_path / "own") == count
+    assert machine.processors(tmp_path, tmp_path / "own") == count
     given = []
-    monkeypatch.setattr(threads, "processors", lambda: count)
+    monkeypatch.setattr(machine, "processors", lambda: count)
     monkeypatch.setattr("torch.set_num_threads", given.append)
-    threads.use_threads(5), threads.use_threads()  # the first call decides
+    machine.use_threads(5), machine.use_threads()  # the first call decides
     assert given == [min(count, 5)]

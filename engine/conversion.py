@@ -1,0 +1,47 @@
+"""Converting what is no folder of ours before it is loaded: a Hugging Face folder, hub id or .gguf file."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoint.convert import converted_folder, default_folder, resolve_source
+from checkpoint.load import is_converted, read_config
+from engine.drafting import AUTO, Drafting, methods_of
+
+
+def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
+    """Raise InputError if what drafts for a checkpoint, converted or not, is not there.
+
+    For before a large target is converted. Its own MTP layer comes with it.
+    """
+    if is_converted(drafting.draft or checkpoint):
+        return
+    if drafting.draft:
+        resolve_source(drafting.draft)
+    elif not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
+        if Path(checkpoint).parent.is_dir():  # a name on the hub has nothing here yet
+            resolve_source(checkpoint)
+        drafting.folders(default_folder(checkpoint))
+
+
+def converted(
+    checkpoint: str | Path, drafting: Drafting, log: Callable[[str], None]
+) -> tuple[Path, Drafting]:
+    """Return the folder of a target, and what drafts for it, after converting what is no folder of ours.
+
+    log: called with one line when something slow starts or ends. Raises InputError if one of them is missing
+    or of another kind.
+    """
+    def folder_of(name: str | Path, target: Path | None = None) -> str:
+        if not is_converted(name):
+            return converted_folder(name, log, target)
+        read_config(name)
+        return str(name)
+
+    check_draft(checkpoint, drafting)
+    folder = Path(folder_of(checkpoint))
+    if drafting.draft:
+        draft = folder_of(drafting.draft, None if drafting.names_model else folder)
+        drafting = replace(drafting, draft=draft)
+    return folder, drafting
