@@ -90,6 +90,8 @@ HEAD_OPTIONS = {
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
 }
+# A target's pass without a cache, for training and scoring.
+CAUSAL = "networks.causal:causal"
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
 CACHES = {"fp8": "kernels.float8:Float8Caches"}
 # The step of a device's kernels, the scheduler of drafts, and what quantizes a head when it is loaded.

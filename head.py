@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import Block, KVCaches, Linear, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer, blank, project
+from model import Block, KVCaches, Linear, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer, project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +84,6 @@ class Head(nn.Module):
         for block in self.modules():
             if isinstance(block, Block):
                 block.window = tokens
-
-    def own_state(self) -> dict[str, Tensor]:
-        """Return the state dict without what `use_target` shares."""
-        with blank():
-            names = type(self)(self.args).state_dict()
-        return {name: t for name, t in self.state_dict().items() if name in names}
-
-    def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
-        """Return a copy with weights of its own in this dtype, on the target's device, tied to the target."""
-        with blank():
-            head = type(self)(self.args)
-        device = target.embed.weight.device
-        cast = {
-            name: t.detach().to(device, dtype if t.is_floating_point() else None, copy=True)
-            for name, t in self.own_state().items()
-        }
-        head.load_state_dict(cast, assign=True)
-        head.inv_freq = self.inv_freq.to(device)
-        head.requires_grad_(False)
-        head.use_target(target)
-        return head
 
     def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCaches:
         """Allocate a KV cache for every layer of the head."""

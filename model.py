@@ -553,7 +553,7 @@ class Transformer(nn.Module):
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
             return _finish(layer, x, layer.attend(caches[i], _project(layer, x), shared))
 
-        return self._run_layers(tokens, aux_layers, apply)
+        return self.run_layers(tokens, aux_layers, apply)
 
     def for_length(self, length: int) -> Transformer:
         """Return the model with RoPE for `length` tokens (longrope changes at `short_length`)."""
@@ -564,7 +564,7 @@ class Transformer(nn.Module):
         other._buffers = self._buffers | {"inv_freq": inv_freq}
         return other
 
-    def _run_layers(
+    def run_layers(
         self, tokens: Tensor, aux_layers: tuple[int, ...], apply: Callable
     ) -> tuple[Tensor, Tensor | None]:
         """Embed tokens [B, T] and run x = apply(i, layer, x) over all layers; returns as `forward`."""
@@ -581,21 +581,7 @@ class Transformer(nn.Module):
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Run `forward` over complete sequences [B, T] without a cache, for training and scoring."""
-        T = tokens.shape[1]
-        at = torch.arange(T, device=tokens.device)
-        angles = rope_table(self.args, self.for_length(T).inv_freq, at[None])
-
-        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
-            heads = layer.heads(layer.project(x), *layer.layer_angles(angles))
-            q, k, v = (t.transpose(1, 2) for t in layer.split(heads))
-            groups, bias = q.shape[1] // k.shape[1], None
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            if 0 < layer.window < T:
-                near = (at <= at[:, None]) & (at > at[:, None] - layer.window)
-                bias = torch.zeros_like(near, dtype=q.dtype).masked_fill(~near, float("-inf"))
-            return layer.finish(x, layer.attention(q, k, v, bias).transpose(1, 2).flatten(2))
-
-        return self._run_layers(tokens, aux_layers, apply)
+        return extensions.load(extensions.CAUSAL)(self, tokens, aux_layers)
 
     @property
     def lm_rows(self) -> Tensor:

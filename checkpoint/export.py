@@ -27,6 +27,7 @@ from common.errors import InputError
 from common.writing import check_replaceable, staging
 from extensions import HEAD_OPTIONS
 from head import Head
+from networks.weights import own_state
 
 # Names of the class in config.json, by kind and layout.
 ARCHITECTURES = {
@@ -39,7 +40,7 @@ Published = tuple[dict, dict[str, Tensor]]  # a head as another program reads it
 def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
     """Return a head's own weights under published names. Raises InputError on weights without one."""
     tensors = {}
-    for name, tensor in head.own_state().items():
+    for name, tensor in own_state(head).items():
         if name == "draft_ids":
             continue
         try:

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from checkpoint.folder import check_exact
 from checkpoint.load import ADVICE, CONFIG, WEIGHTS, build_module, described, load_model, read_config
 from checkpoint.source import Entry
-from checkpoint.weights import STORED_DTYPES, count_nonfinite, listed, opened
-from checkpoint.writer import Planned, fill, judge_nonfinite
+from checkpoint.weights import STORED_DTYPES, listed, opened
+from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.parallel import parallel_map
 from common.schema import named

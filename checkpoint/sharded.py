@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import torch
 
 from checkpoint.load import ADVICE, WEIGHTS, build_module, check_config, load_weights
-from checkpoint.weights import bytes_of, listed
+from checkpoint.weights import Stored, listed
 from head import Head
 from kernels.quantized import Scheme
 from kernels.tp import Ranks, Shard, shard_module
@@ -54,3 +55,10 @@ def shard_bytes(folder: Path, dtype: torch.dtype | None, shards: list[Shard]) ->
         for rank, shard in enumerate(shards):
             held[rank] += math.prod(shard.shape(name, shape)) * size
     return total, max(held), whole
+
+
+def bytes_of(name: str, stored: Stored, dtype: torch.dtype | None) -> int:
+    """Return the bytes of one number of a tensor after loading it in this dtype; None: in the stored one."""
+    if dtype is not None and stored.dtype in ("F32", "BF16", "F16") and not name.endswith(".scale"):
+        return dtype.itemsize
+    return int(re.search(r"\d+", stored.dtype)[0]) // 8  # BF16, F8_E4M3

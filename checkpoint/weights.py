@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.files import check_file
@@ -47,13 +45,6 @@ def listed(path: Path, advice: str) -> dict[str, Stored]:
         return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 
-def bytes_of(name: str, stored: Stored, dtype: torch.dtype | None) -> int:
-    """Return the bytes of one number of a tensor after loading it in this dtype; None: in the stored one."""
-    if dtype is not None and stored.dtype in ("F32", "BF16", "F16") and not name.endswith(".scale"):
-        return dtype.itemsize
-    return int(re.search(r"\d+", stored.dtype)[0]) // 8  # BF16, F8_E4M3
-
-
 def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
     """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
     for name, shape in expected.items():
@@ -64,15 +55,3 @@ def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
     for name in shapes:
         if name not in expected:
             raise InputError(f"{where}: unexpected tensor {name!r} {list(shapes[name])}")
-
-
-def count_nonfinite(tensor: Tensor) -> int:
-    """Return the count of nan and infinite numbers."""
-    if not tensor.is_floating_point():
-        return 0
-    found = 0
-    for part in tensor.flatten().split(1 << 18):  # PyTorch sums bfloat16 by way of a copy in float32
-        part = part.float() if part.dtype.itemsize < 4 else part
-        # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
-        found += 0 if bool(part.sum().isfinite()) else int((~part.isfinite()).sum())
-    return found

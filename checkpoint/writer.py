@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from checkpoint.load import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
-from checkpoint.weights import STORED_DTYPES, count_nonfinite
+from checkpoint.weights import STORED_DTYPES
 from common.errors import InputError
 from common.schema import named
 from common.threads import parallel_map
@@ -114,3 +114,15 @@ def _cast(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != tensor.dtype and count_nonfinite(cast) > count_nonfinite(tensor):
         raise InputError(f"{what} overflows {str(dtype)[6:]}: choose another --dtype")
     return cast
+
+
+def count_nonfinite(tensor: Tensor) -> int:
+    """Return the count of nan and infinite numbers."""
+    if not tensor.is_floating_point():
+        return 0
+    found = 0
+    for part in tensor.flatten().split(1 << 18):  # PyTorch sums bfloat16 by way of a copy in float32
+        part = part.float() if part.dtype.itemsize < 4 else part
+        # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
+        found += 0 if bool(part.sum().isfinite()) else int((~part.isfinite()).sum())
+    return found

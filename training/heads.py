@@ -15,6 +15,7 @@ from model import ModelArgs, Transformer
 from networks.block import DSparkHead, spread_layers
 from networks.markov import MarkovArgs
 from networks.p_eagle import PEagleHead
+from networks.weights import own_state
 from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Objective, PEagleObjective
 
 DRAFTS = 7  # tokens that a block drafts
@@ -127,7 +128,7 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
 
 def own_weights(head: Head) -> dict[str, Tensor]:
     """Return the weights of a head that are its own, by name."""
-    return {name: tensor for name, tensor in head.own_state().items() if tensor.is_floating_point()}
+    return {name: tensor for name, tensor in own_state(head).items() if tensor.is_floating_point()}
 
 
 def new_head(

@@ -15,6 +15,7 @@ from engine.graphs import compile_graph
 from head import Head
 from model import Transformer
 from networks.p_eagle import PEagleHead
+from networks.weights import own_state, twin
 from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates
@@ -142,7 +143,7 @@ class Objective:
 
     def trained(self) -> Head:
         """Return a copy of the head that reads unscaled features, in float32."""
-        return self.head.twin(self.target, torch.float32)
+        return twin(self.head, self.target, torch.float32)
 
 
 class Eagle3Objective(Objective):
@@ -186,7 +187,7 @@ class Eagle3Objective(Objective):
         real = real.clone()
         real[:, 0] = False
         self.scale = states.features.float()[real].pow(2).mean(0).sqrt().clamp(min=1e-6)
-        begun = self.start.own_state() if self.start else ()
+        begun = own_state(self.start) if self.start else ()
         for name, p, factor in self._scaled(self.head):
             if name in begun:  # it is of a head that reads unscaled features
                 p.data *= factor

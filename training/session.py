@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.step import TORCH
 from head import Head
 from kernels.choose import choose_backend
+from networks.weights import own_state
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
@@ -200,7 +201,7 @@ class Session:
     def write(self, trainer: Trainer, head: Head, log: list[dict]) -> None:
         """Write the head in bfloat16 and its model card to OUT, a converted folder."""
         o, kind, plan = self.o, TRAINED[self.o.kind], []
-        for name, tensor in head.own_state().items():
+        for name, tensor in own_state(head).items():
             dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
             entry = Entry(tensor.shape, tensor.dtype, tensor.cpu)
             plan.append(Planned(name, tuple(tensor.shape), dtype, [entry]))

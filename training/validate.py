@@ -6,6 +6,7 @@ from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from head import Head
 from model import Transformer
+from networks.weights import twin
 from sampling.options import Sampling
 from tree import PAPER_TREE, TreeShape
 
@@ -42,6 +43,6 @@ class Validator:
         return sum(lengths) / len(lengths) if lengths else None
 
     def _twin(self, head: Head) -> Head:
-        twin = head.twin(self.target, self.target.embed.weight.dtype)
-        self.target.backend.prepare(twin)
-        return twin
+        copy = twin(head, self.target, self.target.embed.weight.dtype)
+        self.target.backend.prepare(copy)
+        return copy

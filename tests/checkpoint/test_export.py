@@ -13,6 +13,7 @@ from checkpoint.export import export, main
 from checkpoint.load import load_head, read_config
 from common.errors import InputError
 from head import Head
+from networks.weights import own_state, twin
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
 CHANGES = (  # of an EAGLE-3 head; files say the ids of inputs or of outputs, and most do not say which
@@ -29,13 +30,13 @@ THERE_AND_BACK = [
 def head_of(head: Head, target, changes: dict) -> Head:
     """A head whose weights bfloat16 holds, with changes of its shape."""
     if changes:
-        state, head = head.own_state(), model_of("eagle3", **dataclasses.asdict(head.args) | changes)
+        state, head = own_state(head), model_of("eagle3", **dataclasses.asdict(head.args) | changes)
         new = {name for name, tensor in head.named_parameters() if name not in state}
         for name in new:
             nn.init.normal_(head.get_parameter(name))
         head.load_state_dict(state, strict=not new)
         head.use_target(target)
-    return head.twin(target, torch.bfloat16).twin(target, torch.float32)
+    return twin(twin(head, target, torch.bfloat16), target, torch.float32)
 
 
 @pytest.mark.parametrize("kind, layout, changes", THERE_AND_BACK, ids=str)
@@ -51,7 +52,7 @@ def test_what_is_exported_comes_back(golden, models, models1, tmp_path, kind, la
     folder = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
     back = load_head(folder, target)
     assert back.args == head.args
-    torch.testing.assert_close(back.own_state(), head.own_state(), rtol=0, atol=0)
+    torch.testing.assert_close(own_state(back), own_state(head), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind, layout", (("eagle", "speculators"), ("dspark", "speculators")))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from head import Head
+from networks.weights import own_state
 from training.batches import Batch
 from training.features import Features, TargetStates
 from training.losses import Objective
@@ -33,7 +34,7 @@ def loss_on(
 def shaken(head: Head) -> Head:
     """Change every weight of a head's own at random: parts that begin as nothing count too."""
     torch.manual_seed(5)
-    for p in head.own_state().values():  # the table is the target's
+    for p in own_state(head).values():  # the table is the target's
         if p.is_floating_point():
             p.add_(0.05 * torch.randn_like(p))
     return head

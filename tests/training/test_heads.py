@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers.training import ROWS, loss_on, shaken
 
+from networks.weights import own_state
 from training.heads import TRAINED, HeadShape, new_head
 
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
@@ -40,8 +41,8 @@ def test_it_drafts_as_the_other_one(models, kind):
     assert torch.equal(same, right)
     assert not torch.equal(begun.fc.weight, head.fc.weight)
     trained = other.trained()
-    for name, tensor in head.own_state().items():
-        torch.testing.assert_close(trained.own_state()[name], tensor, rtol=1e-5, atol=1e-6)
+    for name, tensor in own_state(head).items():
+        torch.testing.assert_close(own_state(trained)[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

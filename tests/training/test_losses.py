@@ -8,6 +8,7 @@ from helpers.training import ROWS, loss_on, shaken
 
 from model import KVCache
 from networks.p_eagle import PEagleHead
+from networks.weights import twin
 from training.heads import TRAINED, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss
 
@@ -89,7 +90,7 @@ def test_losses_are_the_drafters_rows(models, models1, name):
         head = shaken(new_head(target, kind, torch.arange(0, 320, 2), SHAPES[name], 0))
         head.args = replace(head.args, causal=True) if variant == "causal" else head.args
     else:
-        head = head.twin(target, torch.float32)
+        head = twin(head, target, torch.float32)
     (head.layers[0] if kind in ("dflash", "dspark") else head.layer).window = 3 * (variant == "window")
     args, ids, lk = head.args, head.draft_ids, 0.7 * (name in SHAPES)
     objective = TRAINED[kind].objective(target, head, 4, lk=lk)

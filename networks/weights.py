@@ -1,0 +1,31 @@
+"""The weights of a draft head without those of its target, and copies of a head."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from head import Head
+from model import Transformer, blank
+
+
+def own_state(head: Head) -> dict[str, Tensor]:
+    """Return the state dict of a head without what `Head.use_target` shares."""
+    with blank():
+        names = type(head)(head.args).state_dict()
+    return {name: t for name, t in head.state_dict().items() if name in names}
+
+
+def twin(head: Head, target: Transformer, dtype: torch.dtype) -> Head:
+    """Return a copy with weights of its own in this dtype, on the target's device, tied to the target."""
+    with blank():
+        copy = type(head)(head.args)
+    device = target.embed.weight.device
+    cast = {
+        name: t.detach().to(device, dtype if t.is_floating_point() else None, copy=True)
+        for name, t in own_state(head).items()
+    }
+    copy.load_state_dict(cast, assign=True)
+    copy.inv_freq = head.inv_freq.to(device)
+    copy.requires_grad_(False)
+    copy.use_target(target)
+    return copy
