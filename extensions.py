@@ -126,6 +126,9 @@ TOKENIZER_FILES = {
     "vocab.json": "tokens.convert:open_vocab",
 }
 CHAT_TEMPLATES, STOP_TEXTS = "tokens.templates", "tokens.stops"
+# Logits processors; warmup of compiled passes; log-probabilities of a prompt.
+PROCESSORS, SCORES_OF = "engine.processors:Processors", "engine.processors:scores_of"
+LAUNCH_ALL, PROMPT_SCORES = "engine.warmup:launch_all", "engine.prompt_scores:score_prompt"
 # What options of `generate.py` need: --interactive, --trace, JSON or several prompts, .jsonl, --json-schema.
 INTERACTIVE, TRACE, OUTPUT = "console.chat", "console.trace", "console.output"
 PROMPT_ROWS, JSON_SCHEMA = "tokens.dataset", "tokens.grammar"

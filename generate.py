@@ -162,7 +162,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
               ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-         f" {engine.slots} slots: at most {engine.cache_bytes / 1e9:.2f} GB")
+         f" {engine.passes.slots} slots: at most {engine.passes.cache_bytes / 1e9:.2f} GB")
     encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"

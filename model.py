@@ -503,13 +503,12 @@ class Transformer(nn.Module):
     - backend: the `engine.step.Step` that it was prepared for, or None; whole: all of its layers run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
     - ranks, sharded: the processes that share it, and what makes their step (`kernels.tp`)
-    - most_rows, most_levels: limits of a pass and of a tree, None: unlimited
     - keeps_state: its cache holds a state beside keys and values, so a sequence must be read in order
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
     backend, whole, fused, ranks, sharded = None, False, None, None, None
-    most_rows, most_levels, keeps_state = None, None, False
+    keeps_state = False
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -523,6 +522,9 @@ class Transformer(nn.Module):
     def make_layer(self, layer: int) -> TargetBlock:
         """Make the layer of this number."""
         return self.Layer(self.args, layer)
+
+    def check_tree(self, shape) -> None:
+        """Raise ValueError if this target cannot verify trees of a `TreeShape`."""
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
         """Allocate a cache for every layer. device: of the weights if left out."""

@@ -107,8 +107,8 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     engine, checkpoint = llm.engine, llm.target.checkpoint
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
-    note(f"loaded {checkpoint}; caches of {batch} x {engine.slots} slots:"
-         f" up to {engine.cache_bytes / 1e9:.2f} GB")
+    note(f"loaded {checkpoint}; caches of {batch} x {engine.passes.slots} slots:"
+         f" up to {engine.passes.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
         if line := engine.explain(noisy):
@@ -120,7 +120,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
             return
         engine = Leader(engine, channel)
     names = tuple(o.model_name) or (checkpoint.resolve().name,)
-    worker = Worker(engine, Metrics(names[0], batch, engine.max_commit), o.queue)
+    worker = Worker(engine, Metrics(names[0], batch, engine.passes.max_commit), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
     server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics)

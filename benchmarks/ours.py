@@ -85,7 +85,7 @@ class Model:
         else:
             drafter = None if method == "none" else HeadDrafter(self.head, tree)
             engine = Engine(
-                self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, say=note,
+                self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=note,
                 compile=target.runtime.compile,
             )
         return Runner(engine)

@@ -20,7 +20,7 @@ from engine.step import accept_and_commit, draft_and_verify
 from kernels.float8 import from_bytes
 from kernels.gpu import parts
 from model import KVCache
-from sampling.adjust import restrict
+from sampling.noise import restrict
 from sampling.options import Modes
 from tree import Tree, pick
 

@@ -5,16 +5,17 @@
         for event in engine.step():
             print(event.text)
 
-A request is admitted between two steps into a free place of the batch. Its prompt is read in chunks; the
-others go on decoding between them. A request that ends leaves at once. Places are in groups: first the
-requests that decode, then those whose prompts are being read, then the free ones. So a step works on
-only the sequences that decode, and a scheduler may choose a smaller tree as they become more.
+A request is admitted between two steps into a free slot of the batch. Its prompt is read in chunks; other
+requests go on decoding between them. A request that finishes leaves at once. Slots are compact: those that
+decode come first, then those whose prompts are being read, then the free ones. So a step runs on the first
+slots only, and a scheduler may choose a smaller tree for more requests.
 
-A free place keeps its tokens. A request that begins like them, or like a running one, reads only the rest.
+A free slot keeps its tokens as a cached prefix. A request that shares a prefix with them, or with a running
+request, reads only the rest of its prompt.
 
-On CUDA a step reads nothing back to the host before it is launched, unless a grammar follows its text. The
-device decides where a text stops (stop ids, token limit) and cuts it exactly there. The host learns what was
-emitted from small buffers, on CUDA one step late.
+On CUDA a step reads nothing back to the host before it is launched, unless a grammar constrains a request.
+The device decides where a sequence stops (stop ids, token limit) and cuts it exactly there. The host learns
+what was emitted from small buffers, on CUDA one step late.
 """
 from __future__ import annotations
 
@@ -27,25 +28,24 @@ from typing import NamedTuple
 
 import torch
 
+import extensions
 from engine.draft import Drafter
-from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask, step_counts
+from engine.passes import Emission, Emitted, Passes, Rows, arrived, step_counts
 from engine.prompt import check_prompt
-from engine.request import Draft, Event, Finish, Guide, Request, Score
+from engine.request import Draft, Event, Finish, Guide, Request
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
-from sampling.adjust import log_probabilities
-from sampling.options import MAX_LOGPROBS, Modes, Sampling
+from sampling.options import Modes, Sampling
 from tokens.tokenizer import Tokenizer, common_prefix
 from tree import TreeShape
 
-DRAFTED, PLAIN, READING = range(3)  # groups: decoding with drafts, decoding without as asked for, reading
-WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
+MIN_COPIED_PREFIX = 32  # tokens of another slot, beyond the prefix in a free slot, that are worth a copy
 
 
 class Pending(NamedTuple):
     """A pass whose emission has not been read."""
 
-    requests: list[Request | None]  # by row; None: of no interest
+    requests: list[Request | None]  # by row; None: not in this pass
     emission: Emission
     shape: TreeShape | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
@@ -60,7 +60,7 @@ class Engine:
     - stop_ids: any of them ends a sequence
     - compile: run prefill and step through torch.compile, unless the target is on our CPU kernels. On CUDA
       they are also captured as graphs.
-    - say: called with one line when something slow, such as compilation, starts and ends
+    - log: called with one line when something slow, such as compilation, starts and ends
     - chunks: prompt tokens per prefill pass
     - lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere
     - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
@@ -76,7 +76,7 @@ class Engine:
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
-        stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
+        stop_ids: Iterable[int] = (), compile: bool = True, log: Callable[[str], None] = lambda line: None,
         chunks: tuple[int, ...] | None = None, lag: int | None = None, scheduler: Scheduler | None = None,
         counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
         guide: Callable[[Sampling], Guide] | None = None,
@@ -86,41 +86,39 @@ class Engine:
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
         self.passes = Passes(
-            target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile,
-            say=say or (lambda line: None), chunks=chunks,
-            variants=self.scheduler.variants(self.drafter),
+            target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile, log=log,
+            chunks=chunks, variants=self.scheduler.variants(self.drafter),
         )
-        self.state, self.device, self.slots = self.passes.state, self.passes.device, self.passes.slots
-        self.max_commit, self.cache_bytes = self.passes.max_commit, self.passes.cache_bytes
-        self.lag = int(self.device.type == "cuda") if lag is None else lag
-        self.scheduler.attach(self.passes, self.lag == 0)
-        # A step may not touch a text whose prompt is still read, if a target keeps a state of it.
-        few = self.device.type == "cuda"
-        self.step_counts = (not target.keeps_state and counts) or step_counts(batch, few)
-        self._requests: list[Request | None] = [None] * batch  # by place, as the next three
-        self._kept: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free place
+        self.state, self.device = self.passes.state, self.passes.device
+        on_cuda = self.device.type == "cuda"
+        self.lag = int(on_cuda) if lag is None else lag
+        # A step may not touch a sequence whose prompt is being read, if the target keeps a state of it.
+        self.step_counts = (not target.keeps_state and counts) or step_counts(batch, on_cuda)
+        self.scheduler.attach(self)
+        self._requests: list[Request | None] = [None] * batch  # by slot, as the next three
+        self._cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
         self._unread = [1] * batch  # how many of these the drafter has not read, at most
-        self._used = [0] * batch  # when a place was taken or left
-        self._sizes = [0, 0, 0]  # of the groups, which lie one after the other
-        self._serial = 0
+        self._used_at = [0] * batch  # when a slot was taken or left
+        self._decoding = self._reading = 0  # numbers of requests; their slots come first, in this order
+        self._clock = 0
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
-        self._modes: list[Modes | None] = [None, None]  # of DRAFTED, PLAIN; None: the group has changed
+        self._modes: dict[bool, Modes] = {}  # of the drafted and of the plain requests; empty: unknown
         self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
 
     @property
     def free(self) -> int:
         """Number of requests that could be admitted now."""
-        return self.batch - sum(self._sizes)
+        return self.batch - self._decoding - self._reading
 
     @property
     def busy(self) -> bool:
-        """True while requests are read or decoded."""
-        return any(self._sizes)
+        """True while prompts are read or requests decode."""
+        return self.free < self.batch
 
     @property
     def requests(self) -> list[Request]:
-        """The requests that hold a place."""
+        """The requests that hold a slot."""
         return [request for request in self._requests if request]
 
     # -- admit and leave ----------------------------------------------------------------------
@@ -142,149 +140,142 @@ class Engine:
         watch: bool = False, plain: bool = False, score_prompt: bool = False, shown: Collection[int] = (),
         continues: bool = False,
     ) -> Request:
-        """Give a request a free place.
+        """Give a request a free slot.
 
         guide: of its sampling options, if that has been made already. watch: its events carry the drafted
         trees. plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole
         prompt is read for that. shown, continues: of its `TextStream`. Raises ValueError, with the numbers,
-        if the request cannot be decoded; RuntimeError if no place is free.
+        if the request cannot be decoded; RuntimeError if no slot is free.
         """
         if not self.free:
-            raise RuntimeError(f"all {self.batch} places are taken")
+            raise RuntimeError(f"all {self.batch} slots are taken")
         self.check(prompt, sampling)
         if sampling.is_guided and guide is None:
             guide = self.guide(sampling)
         stream = self.tokenizer and self.tokenizer.output(sampling, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
-        request.place, same = self._place_for(prompt)
-        # One token back: the drafter's last row was read together with the token that followed it then.
-        request.cached = request.read = 0 if score_prompt else max(0, min(same, len(prompt)) - 1)
-        self._requests[request.place], self._kept[request.place] = request, []
-        self._sizes[READING] += 1
-        self._touch(request.place)
-        self.passes.caches.begin(request.place, request.cached)
+        request.slot, shared = self._take_slot(prompt)
+        # One token back: the drafter read its last row together with the token that followed it then.
+        request.cached = request.read = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
+        self._requests[request.slot], self._cached[request.slot] = request, []
+        self._reading += 1
+        self._touch(request.slot)
+        self.passes.caches.begin(request.slot, request.cached)
         try:
-            self.state.begin(request.place, prompt, sampling, self.max_seq_len)
-            self.state.done[request.place] = True  # held still until its prompt is read
-            self.drafter.reset(request.place, prompt)
+            self.state.begin(request.slot, prompt, sampling, self.max_seq_len, plain)
+            self.state.done[request.slot] = True  # frozen until its prompt is read
+            self.drafter.reset(request.slot, prompt)
             self.scheduler.add(request)
             if guide:
-                mask(self.state.allowed[request.place], guide, [0], [0])
+                self.state.processors.mask(request.slot, guide, [0], [0])
         except BaseException:
             self.leave(request)
             raise
         return request
 
-    def _touch(self, place: int) -> None:
-        self._serial += 1
-        self._used[place] = self._serial
+    def _touch(self, slot: int) -> None:
+        self._clock += 1
+        self._used_at[slot] = self._clock
 
-    def _place_for(self, prompt: list[int]) -> tuple[int, int]:
-        """Return the first free place, now with the longest known beginning of the prompt, and its length.
+    def _take_slot(self, prompt: list[int]) -> tuple[int, int]:
+        """Return the first free slot, now with the longest known prefix of the prompt, and its length.
 
-        A text that would be lost for a short beginning is copied from instead.
+        The prefix is copied if it belongs to a running request, or if its slot holds much more than it.
         """
-        first = sum(self._sizes)
+        first = self._decoding + self._reading
         free = range(first, self.batch)
-        held = {place: self._kept[place] for place in free}
-        held |= {request.place: self._held(request) for request in self.requests}
-        same = {
-            place: self.passes.caches.reusable(place, common_prefix(prompt, tokens))
-            for place, tokens in held.items()
+        held = {slot: self._cached[slot] for slot in free}
+        held |= {request.slot: self._held(request) for request in self.requests}
+        shared = {
+            slot: self.passes.caches.reusable(slot, common_prefix(prompt, tokens))
+            for slot, tokens in held.items()
         }
-        source = max(same, key=same.__getitem__)
-        target = min(free, key=self._used.__getitem__)  # whose text is missed least
-        lost = len(self._kept[source]) - same[source]
-        if source in free and (lost <= WORTH_COPYING or 2 * lost <= len(self._kept[target])):
-            target = source
-        elif same[source] < same[target] + WORTH_COPYING:
-            source = target
-        self._let_read(source, same[source])
-        self._exchange(target, first)
-        if source != target:
-            now = target if source == first else source
-            for here, there in zip(*(self._sequence(place, same[source]) for place in (first, now))):
-                here.copy_(there)
-        return first, same[source]
+        source = max(shared, key=shared.__getitem__)
+        taken = min(free, key=self._used_at.__getitem__)  # least recently used
+        lost = len(self._cached[source]) - shared[source]
+        if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self._cached[taken])):
+            taken = source
+        elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
+            source = taken
+        self._read_behind(source, shared[source])
+        self._swap(taken, first)
+        if source != taken:
+            now = taken if source == first else source
+            for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
+                target.copy_(origin)
+        return first, shared[source]
 
-    def _let_read(self, place: int, tokens: int) -> None:
-        """Let the drafter read what it has not of the first tokens in a place."""
-        request = self._requests[place]
-        held = self._held(request) if request else self._kept[place]
-        unread = request.unread if request else self._unread[place]
-        if not self.passes.unread or tokens <= max(0, len(held) + 1 - unread):
+    def _read_behind(self, slot: int, count: int) -> None:
+        """Let the drafter read what it has not read of the first `count` tokens in a slot."""
+        request = self._requests[slot]
+        held = self._held(request) if request else self._cached[slot]
+        unread = request.unread if request else self._unread[slot]
+        if not self.passes.unread or count <= max(0, len(held) + 1 - unread):
             return
-        span = self.passes.span(int(self.state.length[place]))
+        span = self.passes.span(int(self.state.length[slot]))
         with torch.no_grad():
-            self.passes.read_behind(self.passes.rows(place, 1), span, unread)
+            self.passes.read_behind(self.passes.rows(slot, 1), span, unread)
         if request:
             request.unread = 1
-        self._unread[place] = 1
+        self._unread[slot] = 1
 
     def _held(self, request: Request) -> list[int]:
-        """Tokens of a request in the target's caches, and, except the unread ones, in the drafter's."""
-        if self._group(request) == READING:
+        """Return the tokens of a request in the target's caches and, except the unread, in the drafter's."""
+        if request.slot >= self._decoding:
             return request.prompt[: request.read]
         return request.tokens[: max(0, request.length - 1)]
 
     def leave(self, request: Request) -> None:
-        """Free the place of a request, whether it has ended or not. The caches keep its tokens."""
-        place = request.place
+        """Free the slot of a request, whether it has finished or not. The caches keep its tokens."""
+        slot = request.slot
         if not request.here:
             return
-        group = self._group(request)
-        self._unread[place], self._kept[place] = request.unread, self._held(request)
-        request.here, self._requests[place] = False, None
-        self.state.done[place], self.state.reading[place] = True, False
-        if group != READING:
-            self._modes[group] = None
-        self._touch(place)
-        # The last of each group takes the place that becomes free before it.
-        for following in range(group, len(self._sizes)):
-            last = sum(self._sizes[: following + 1]) - 1
-            if following == group or self._sizes[following]:
-                self._exchange(place, last)
-                place = last
-        self._sizes[group] -= 1
-
-    def _group(self, request: Request) -> int:
-        return next(group for group in range(3) if request.place < sum(self._sizes[: group + 1]))
+        self._unread[slot], self._cached[slot] = request.unread, self._held(request)
+        request.here, self._requests[slot] = False, None
+        self.state.done[slot], self.state.reading[slot] = True, False
+        self._touch(slot)
+        if slot < self._decoding:
+            self._decoding -= 1
+            self._modes.clear()
+            self._swap(slot, self._decoding)
+            slot = self._decoding
+        else:
+            self._reading -= 1
+        self._swap(slot, self._decoding + self._reading)
 
     def _decode(self, request: Request) -> None:
-        """A request whose prompt has been read joins those that decode."""
-        self.passes.caches.keep(request.place)
-        group = PLAIN if request.plain else DRAFTED
-        for passed in range(READING, group, -1):
-            self._exchange(request.place, sum(self._sizes[:passed]))
-            self._sizes[passed] -= 1
-            self._sizes[passed - 1] += 1
-        self._modes[group] = None
+        """Let a request whose prompt has been read decode."""
+        self.passes.caches.keep(request.slot)
+        self._swap(request.slot, self._decoding)
+        self._decoding += 1
+        self._reading -= 1
+        self._modes.clear()
 
-    def _exchange(self, one: int, other: int) -> None:
-        """Exchange two places and all that is in them."""
+    def _swap(self, one: int, other: int) -> None:
+        """Swap two slots and all that is in them."""
         if one == other:
             return
-        if slots := max(self._live(one), self._live(other)):
-            for a, b in zip(self._sequence(one, slots), self._sequence(other, slots)):
-                kept = a.clone()  # of one layer at a time: all of a long text's would take gigabytes
+        if length := max(self._live(one), self._live(other)):
+            for a, b in zip(self._sequence(one, length), self._sequence(other, length)):
+                saved = a.clone()  # of one layer at a time: all of a long sequence's would take gigabytes
                 a.copy_(b)
-                b.copy_(kept)
-        self.state.exchange(one, other)
-        for of_place in (self._requests, self._kept, self._unread, self._used):
-            of_place[one], of_place[other] = of_place[other], of_place[one]
-        for place in (one, other):
-            if request := self._requests[place]:
-                request.place = place
+                b.copy_(saved)
+        self.state.swap(one, other)
+        for by_slot in (self._requests, self._cached, self._unread, self._used_at):
+            by_slot[one], by_slot[other] = by_slot[other], by_slot[one]
+        for slot in (one, other):
+            if request := self._requests[slot]:
+                request.slot = slot
 
-    def _live(self, place: int) -> int:
-        """Return an upper bound on the slots in use in a place."""
-        if request := self._requests[place]:
-            return min(request.length + (self.lag + 1) * self.max_commit, self.slots)
-        return len(self._kept[place])
+    def _live(self, slot: int) -> int:
+        """Return an upper bound on the cache slots in use in a batch slot."""
+        if request := self._requests[slot]:
+            return min(request.length + (self.lag + 1) * self.passes.max_commit, self.passes.slots)
+        return len(self._cached[slot])
 
-    def _sequence(self, place: int, slots: int) -> list[torch.Tensor]:
-        """Return views of all that is in the caches of a place."""
-        return self.passes.caches.sequence(place, slots) + self.drafter.sequence(place, slots)
+    def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
+        """Return views of the first `length` cache slots of a batch slot, and of its drafter's state."""
+        return self.passes.caches.sequence(slot, length) + self.drafter.sequence(slot, length)
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -294,23 +285,26 @@ class Engine:
 
         Returns what has been emitted; a request whose event has a `finish` has left.
         """
-        events: list[Event] = []
-        if self._sizes[READING]:
+        events, unread = [], 0
+        if self._reading:
             began = time.perf_counter()
             last = self._read_prompts()
             self.prompt_seconds += time.perf_counter() - began
             if last:
                 events += self._read(0)
-        keep = 0
-        for group in (DRAFTED, PLAIN):
-            if self._sizes[group]:
-                began = time.perf_counter()
-                record = self._launch(group)
-                keep = 0 if any(r.guide for r in self._members(group)) else self.lag
-                events += self._read(keep)
-                if record is not None and self.lag == 0:  # else the step is only launched by now
-                    self.scheduler.timed(record, time.perf_counter() - began)
-        return events if keep else events + self._read(0)
+        requests = self._requests[: self._decoding]
+        kinds = {request.plain for request in requests}
+        if len(kinds) > 1 and self.target.keeps_state:  # it cannot freeze a sequence
+            kinds = {True}
+        for plain in sorted(kinds):
+            members = requests if len(kinds) == 1 else [r if r.plain == plain else None for r in requests]
+            began = time.perf_counter()
+            record = self._launch(members, plain)
+            unread = 0 if any(r.guide for r in members if r) else self.lag
+            events += self._read(unread)
+            if record is not None and self.lag == 0:  # else the step is only launched by now
+                self.scheduler.timed(record, time.perf_counter() - began)
+        return events if unread else events + self._read(0)
 
     def run(
         self, prompts: list[list[int]], samplings: list[Sampling], requests: list[Request], **options
@@ -362,36 +356,37 @@ class Engine:
                 raise ValueError(event.request.error)
         return requests
 
-    def _members(self, group: int) -> list[Request]:
-        first = sum(self._sizes[:group])
-        return self._requests[first : first + self._sizes[group]]
+    def finish_prompts(self) -> None:
+        """Read all prompts to their end without decoding."""
+        while self._reading:
+            self._read_prompts()
+            self._read(0)
 
     def _read_prompts(self) -> bool:
         """Read one chunk: of all prompts while nothing decodes, else of the one that came first.
 
         Returns whether a prompt was read to its end; that request decodes from now on.
         """
-        reading, passes = self._members(READING), self.passes
-        alone = not (self._sizes[DRAFTED] or self._sizes[PLAIN])
-        if not alone or any(r.prompt_scores is not None for r in reading):
-            reading = [min(reading, key=lambda r: self._used[r.place])]
-        rows = passes.rows(reading[0].place, len(reading))
+        reading, passes = self._requests[self._decoding : self._decoding + self._reading], self.passes
+        if self._decoding or any(r.prompt_scores is not None for r in reading):
+            reading = [min(reading, key=lambda r: self._used_at[r.slot])]
+        rows = passes.rows(reading[0].slot, len(reading))
         if passes.prepared and len(reading) > 1:  # passes exist for one sequence and for all
             rows = passes.rows(0, self.batch)
         size = passes.chunk_size(max(len(r.prompt) - r.read for r in reading))
-        starts = [len(kept) for kept in self._kept]  # keep the tokens of a free place
+        starts = [len(tokens) for tokens in self._cached]  # do not overwrite the prefix in a free slot
         ending: list[Request | None] = [None] * rows.count
         for r in reading:
-            starts[r.place] = r.read
+            starts[r.slot] = r.read
             if len(r.prompt) - r.read <= size:
-                ending[r.place - rows.first] = r
-                self.state.done[r.place] = False
+                ending[r.slot - rows.first] = r
+                self.state.done[r.slot] = False
         starts = starts[rows.first : rows.first + rows.count]
         rows.chunk_start.copy_(torch.tensor(starts))
         modes = Modes.of([r.sampling for r in ending if r]) if any(ending) else None
         x = passes.prefill(rows, passes.span(max(starts) + size), size, modes)
         if reading[0].prompt_scores is not None:
-            self._score_prompt(reading[0], x)
+            extensions.load(extensions.PROMPT_SCORES)(passes, reading[0], x)
         for r in reading:
             r.read = min(r.read + size, len(r.prompt))
         if modes is None:
@@ -401,87 +396,70 @@ class Engine:
             self._decode(r)
         return True
 
-    def _score_prompt(self, request: Request, x: torch.Tensor) -> None:
-        """Score the prompt tokens after those of a chunk, whose last states are x [1, C, H]."""
-        after = request.prompt[request.read + 1 : request.read + 1 + x.shape[1]]
-        if not after:
-            return
-        logits = self.passes.logits(x)[:, : len(after)]
-        own, top, ids = log_probabilities(logits, torch.tensor([after], device=x.device), MAX_LOGPROBS)
-        found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
-        wanted = request.sampling.logprobs or 0
-        request.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
+    def _launch(self, members: list[Request | None], plain: bool) -> object:
+        """Launch one step of the requests that decode. Returns the scheduler's record of it, if any.
 
-    def _launch(self, group: int) -> object:
-        """Launch one step of a group that decodes. Return the scheduler's record of it, if any."""
-        requests, first = self._members(group), sum(self._sizes[:group])
-        before = first if self.passes.prepared else 0  # prepared steps begin with the batch's first row
-        count = next(c for c in self.step_counts if c >= before + len(requests))
-        rows = self.passes.rows(min(first - before, self.batch - count), count)
-        offset = first - rows.first  # of the group's requests in those rows
+        members: by slot; None: a request that stays frozen. plain: do not draft.
+        """
+        passes, requests = self.passes, [r for r in members if r]
+        rows = passes.rows(0, next(count for count in self.step_counts if count >= len(members)))
         context = max(r.length for r in requests)
-        span = self.passes.span(context + len(self._pending) * self.max_commit + self.passes.extra)
-        if self._modes[group] is None:
-            self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
-        modes = self._modes[group]
-        choice = Choice(self.passes.plain) if group == PLAIN else self.scheduler.next(requests, rows, span)
-        if self.passes.unread:
-            self._keep_up(rows, span, choice.drafter, requests)
+        span = passes.span(context + len(self._pending) * passes.max_commit + passes.extra)
+        if plain not in self._modes:
+            self._modes[plain] = Modes.of([r.sampling for r in requests], few=passes.compiled)
+        modes = self._modes[plain]
+        choice = Choice(passes.plain) if plain else self.scheduler.next(requests, rows, span)
+        if passes.unread:
+            self._catch_up(rows, span, choice.drafter, requests)
         rows.state.costs = choice.costs
-        guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide} or None
-        with self._held_still(rows, group):
-            tree, path = self.passes.step(rows, span, choice.drafter, modes, guides)
+        guides = {r.slot: r.guide for r in requests if r.guide} or None
+        with self._frozen(members, plain):
+            tree, path = passes.step(rows, span, choice.drafter, modes, guides)
         drafts = None
         if any(r.watch for r in requests):
-            score = tree.scores
-            parts = (x[offset:].tolist() for x in (tree.tokens, tree.parent, path))
-            scored = [None] * len(requests) if score is None else score[offset:].tolist()
-            drafts = [Draft(*x) for x in zip(*parts, scored)]
-        emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
+            parts = [x.tolist() for x in (tree.tokens, tree.parent, path)]
+            scores = [None] * len(parts[0]) if tree.scores is None else tree.scores.tolist()
+            drafts = [Draft(*x) for x in zip(*parts, scores)]
         shape, record = choice.drafter.shape, None
         if choice.costs:
             shape = shape.limited(tree.tokens.shape[1], rows.state.levels)
-        if group == DRAFTED:
-            record = self.scheduler.launched(choice, requests, rows, offset, tree, modes.noisy)
-        self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
+        if not plain:
+            record = self.scheduler.launched(choice, rows, tree, modes.noisy)
+        emission = passes.to_host(rows.state, modes.scored)
+        self._pending.append(Pending(members, emission, shape, drafts, choice.head, record))
         return record
 
     @contextlib.contextmanager
-    def _held_still(self, rows: Rows, group: int) -> Iterator[None]:
-        """Hold the requests of the other group still that are among these rows: steps exist for few numbers
-        of sequences only.
-        """
-        other = PLAIN if group == DRAFTED else DRAFTED
-        first = sum(self._sizes[:other])
-        places = range(max(first - rows.first, 0), min(first + self._sizes[other] - rows.first, rows.count))
-        if not places:
+    def _frozen(self, members: list[Request | None], plain: bool) -> Iterator[None]:
+        """Freeze the sequences that are not members of a step in this context, without an upload."""
+        if None not in members:
             yield
             return
-        done = rows.state.done[places.start : places.stop]
-        before = done.clone()
-        done.fill_(True)
+        done, is_plain = (x[: len(members)] for x in (self.state.done, self.state.plain))
+        before, frozen = done.clone(), ~is_plain if plain else is_plain
+        done.logical_or_(frozen)
         try:
             yield
         finally:
-            done.copy_(before)
+            done.copy_(torch.where(frozen, before, done))
 
-    def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
+    def _catch_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
         """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
         call costs little, it reads no more than that.
         """
         passes, alone, committed = self.passes, self.device.type == "cpu", drafter.shape.max_commit
         for some in [[r] for r in requests] if alone else [requests]:
             unread = max(r.unread for r in some)
-            if unread > self.max_commit if drafter.reads else unread + committed > passes.unread:
-                passes.read_behind(passes.rows(some[0].place, 1) if alone else rows, span, unread)
+            if unread > passes.max_commit if drafter.reads else unread + committed > passes.unread:
+                passes.read_behind(passes.rows(some[0].slot, 1) if alone else rows, span, unread)
                 unread = 1
             for r in some:
-                r.unread = self.max_commit if drafter.reads else unread + committed
+                r.unread = passes.max_commit if drafter.reads else unread + committed
 
-    def _read(self, keep: int) -> list[Event]:
-        """Read what passes have emitted, oldest first, until only `keep` are unread."""
+    def _read(self, unread: int) -> list[Event]:
+        """Read what passes have emitted, oldest first, until only `unread` passes are left."""
         events = []
-        while len(self._pending) > keep:
+        while len(self._pending) > unread:
             done = self._pending.popleft()
             logprobs = [r.sampling.logprobs if r else None for r in done.requests]
             for i, (request, emitted) in enumerate(zip(done.requests, arrived(done.emission, logprobs))):
@@ -518,7 +496,7 @@ class Engine:
         )
 
     def _finish(self, request: Request, emitted: Emitted) -> Finish | None:
-        """Return why a request has ended, None if it goes on."""
+        """Return why a request has finished, None if it goes on."""
         if request.error:
             return "error"
         if request.stop is not None:
@@ -529,24 +507,19 @@ class Engine:
             return "stop"
         return "cache" if len(request.tokens) >= self.max_seq_len else "length"
 
-    # -- warm-up ------------------------------------------------------------------------------
+    # -- warmup -------------------------------------------------------------------------------
 
     def explain(self, noisy: bool) -> str | None:
         """Return a line about what is drafted, if there is anything to say. noisy: at temperatures above 0.
         """
-        return self.scheduler.describe(self._rehearsed, noisy)
-
-    @property
-    def _rehearsed(self) -> list[int]:
-        """Numbers of sequences whose steps are rehearsed."""
-        return sorted({self.step_counts[0], self.batch})
+        return self.scheduler.describe(noisy)
 
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and let the scheduler time steps.
 
-        Default: greedy. every_length: also what prompts and texts of every length need, in every place, with
-        all other options: after that nothing is compiled or captured.
+        Default: greedy. every_length: also what prompts and sequences of every length need, in every slot,
+        with all other options: after that nothing is compiled or captured.
         """
         if check := self.self_check:
             self.self_check = None  # it overwrites the caches of all slots
@@ -559,55 +532,8 @@ class Engine:
                 repeated = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a draft there
                 for prompt in ([0], repeated) if self.drafter.may_pass else ([0],):
                     self.generate([prompt], replace(sampling, max_new_tokens=2))
-                self._rehearse(sampling)
+                self.scheduler.warm_up(self, sampling)
                 if self.passes.prepared:
-                    self._launch_all(Modes.of([sampling]), every_length)
+                    extensions.load(extensions.LAUNCH_ALL)(self, Modes.of([sampling]), every_length)
         finally:
             self.state.stop_ids.copy_(stop_ids)
-
-    def _rehearse(self, sampling: Sampling) -> None:
-        """Let the scheduler time steps, of one sequence and of the whole batch."""
-        long = replace(sampling, max_new_tokens=self.max_seq_len)
-        lag, self.lag = self.lag, 0
-
-        def run(count: int) -> None:
-            while len(self.requests) < count:
-                self.admit([0], long)
-            while self._sizes[READING]:
-                self._read_prompts()
-                self._read(0)
-            self.step()
-
-        try:
-            self.scheduler.warm_up(self._rehearsed, sampling.temperature > 0, run)
-        finally:
-            self.lag = lag
-            for request in self.requests:
-                self.leave(request)
-
-    def _launch_all(self, modes: Modes, every_length: bool) -> None:
-        """Launch a step of every kind for every number of sequences, which changes nothing."""
-        passes = self.passes
-        needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
-        spans = {span.shape[0]: span for span in map(passes.span, needs)}
-        kinds = dict.fromkeys((*self.scheduler.drafters, *((passes.plain,) if every_length else ())))
-        rare = Modes.every(modes.noisy)
-        with passes.still():
-            for number, span in enumerate(spans.values()):
-                for count in self.step_counts:
-                    rows = passes.rows(0, count)
-                    for drafter in kinds:
-                        passes.step(rows, span, drafter, modes)
-                        if every_length:
-                            passes.step(rows, span, drafter, rare)
-                            passes.step(rows, span, drafter, rare, {})
-                    for unread in passes.chunks if every_length and passes.unread else ():
-                        passes.read_behind(rows, span, min(unread, passes.unread))
-                # Prompts are read in each place alone, and in all of them together.
-                places = {(place, 1) for place in range(1 if number else self.batch)}
-                for size in passes.chunks if every_length else ():
-                    for first, count in sorted(places | {(0, self.batch)}):
-                        if size <= span.shape[0]:
-                            x = passes.prefill(passes.rows(first, count), span, size, rare)
-                            if (first, count) == (0, 1):  # as `_score_prompt`
-                                passes.logits(x)

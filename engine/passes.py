@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import extensions
 from common.machine import free_memory
 from engine.draft import Drafter
 from engine.graphs import CapturedCalls, CompiledFunction, uncompiled
@@ -27,8 +28,7 @@ from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
-CUBLAS_WORKSPACE = 32 << 20  # bytes for each stream on an H100, the most of any GPU
-TRITON_BUFFER = 256 << 20  # bytes that it clears before each of its measurements
+GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
 UNREAD = 512  # most tokens of plain decoding that a head reads later
 
 
@@ -85,7 +85,7 @@ class Passes:
 
     def __init__(
         self, target: Transformer, drafter: Drafter, batch: int, max_seq_len: int, *,
-        stop_ids: Iterable[int], compile: bool, say: Callable[[str], None],
+        stop_ids: Iterable[int], compile: bool, log: Callable[[str], None],
         chunks: tuple[int, ...] | None, variants: list[Drafter],
     ):
         weight = target.embed.weight
@@ -93,7 +93,7 @@ class Passes:
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
         self.device_step = step_of(target)
-        self._compile(compile, say)
+        self._compile(compile, log)
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -102,7 +102,8 @@ class Passes:
         self.follows = drafter.network is not None  # a head reads all tokens, also what it did not draft
         self.plain = self.without_head(drafter if type(drafter) is Drafter else Drafter())
         drafters = [drafter, *variants, self.plain]
-        self._check_shapes(drafters)
+        for one in drafters:
+            target.check_tree(one.shape)
         # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
         # many rows as the widest window has.
         self._drafters = drafters
@@ -130,20 +131,20 @@ class Passes:
         self._rows: dict[tuple[int, int], Rows] = {}
         self._spans: dict[int, Tensor] = {}
 
-    def _compile(self, compile: bool, say: Callable[[str], None]) -> None:
+    def _compile(self, compile: bool, log: Callable[[str], None]) -> None:
         """Choose whether passes are compiled, and captured."""
         fallbacks = self.fallbacks = []
 
         def fell_back(line: str) -> None:
             fallbacks.append(line)
-            say(line)
+            log(line)
 
         self.fell_back = fell_back
         self.launch_uncompiled()
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
         self.compiled = compile and not (self.device_step.batch_invariant or self.target.keeps_state)
         if self.compiled:
-            compiling = partial(CompiledFunction, log=say, failed=fell_back)
+            compiling = partial(CompiledFunction, log=log, failed=fell_back)
             self._read, self._verify = compiling(prefill, "prefill"), compiling(draft_and_verify, "step")
             self._commit = compiling(accept_and_commit, "commit")
         if compile and self.on_cuda:
@@ -177,17 +178,6 @@ class Passes:
         drafter.aux_layers, drafter.reads = self.drafter.aux_layers if self.follows else (), False
         return drafter
 
-    def _check_shapes(self, drafters: list[Drafter]) -> None:
-        """Raise ValueError if the target does not take a tree of such a size."""
-        rows, levels = self.target.most_rows, self.target.most_levels
-        for one in drafters if rows else ():
-            nodes, deep = one.shape.nodes, one.shape.max_commit - 1
-            if nodes > rows or deep > levels:
-                raise ValueError(
-                    f"a tree of {nodes} nodes on {deep} levels: a target with gated delta nets takes at most"
-                    f" {rows} nodes on {levels} levels; draft a smaller one"
-                )
-
     def _check_memory(self, slots: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
         dtype, size = self.target.embed.weight.dtype, (self.batch, slots)
@@ -205,17 +195,14 @@ class Passes:
     def _pass_bytes(self) -> int:
         """Return what passes hold at most beside the caches on a GPU.
 
-        A tree's logits, as computed, moved and restricted, order and mass: 24 bytes a number. Noise; a
-        layer's activations in the longest chunk; what cuBLAS keeps for two streams; Triton's buffer.
-        Captured `verify` keeps its logits and noise, greedy and not, for each number of sequences.
+        24 bytes for each logit of a tree: as computed, moved and restricted, order and mass. Captured graphs
+        keep logits and noise for each number of sequences. Then activations of the longest chunk.
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
-        step = self.batch * (24 * max(shape.nodes for shape in shapes) + 4 * self.max_commit)
-        step *= args.vocab_size
-        counts = sum(step_counts(self.batch, few=True))
-        kept = 4 * counts * sum(2 * shape.nodes + shape.max_commit for shape in shapes) * args.vocab_size
-        activations = 4 * self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
-        return step + kept + activations + 2 * CUBLAS_WORKSPACE + TRITON_BUFFER
+        logits = 24 * self.batch * max(shape.nodes for shape in shapes)
+        kept = sum(step_counts(self.batch, few=True)) * sum(2 * s.nodes + s.max_commit for s in shapes)
+        activations = self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
+        return (logits + 4 * kept) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 
     # -- passes -------------------------------------------------------------------------------
 
@@ -227,6 +214,7 @@ class Passes:
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: those of rows, by row;
         None: no row has one.
         """
+        _ = modes.processed and rows.state.processors  # allocated before it is compiled
         key, graph, committing = (drafter, span.shape[0]), (drafter, rows.count), self._commit
         arguments = self.device_step, self.target, rows.caches, rows.drafter(drafter), rows.state
         verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy)
@@ -240,7 +228,7 @@ class Passes:
             # The host says what may follow each node.
             tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
             for i, guide in guides.items():
-                mask(rows.state.allowed[i], guide, tokens[i], parent[i])
+                rows.state.processors.mask(i, guide, tokens[i], parent[i])
             return committing((*graph, *modes), *arguments, verified, *modes)
 
     def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes | None) -> Tensor:
@@ -334,7 +322,7 @@ class Passes:
         """Start copying what a pass emitted; `arrived` waits for it. scored: the scores of tokens too."""
         parts = (state.out,)
         if scored:
-            parts += state.logprob, state.top_logprobs, state.top_ids
+            parts += state.processors.scores
         if not self.on_cuda:
             return Emission(tuple(x.tolist() for x in parts), None)
         host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
@@ -365,16 +353,8 @@ def arrived(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]
     emission.wait()
     out, *scores = (x if isinstance(x, list) else x.tolist() for x in emission.parts)
     for i, ((*tokens, count, drafted, done), most) in enumerate(zip(out, logprobs)):
-        of_tokens = zip(*(x[i][:count] for x in scores)) if most is not None else ()
-        scored = [Score(own, list(zip(ids, top))[:most]) for own, top, ids in of_tokens]
+        scored = extensions.load(extensions.SCORES_OF)(scores, i, count, most) if scores else []
         yield Emitted(tokens[:count], drafted, bool(done), scored)
-
-
-def mask(allowed: Tensor, guide: Guide, tokens: list[int], parent: list[int]) -> None:
-    """Write into allowed [T', V/32] the tokens that may follow the nodes of a tree below a guide's text."""
-    rows = torch.full((len(tokens), allowed.shape[1]), -1, dtype=torch.int32)
-    guide.mask(tokens, parent, rows.numpy())
-    allowed[: len(tokens)] = rows.to(allowed.device)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -96,12 +96,12 @@ class Request:
     first: float | None = None
     last: float | None = None
     # Bookkeeping of the engine.
-    place: int = field(default=-1, repr=False)  # its row of the batch
+    slot: int = field(default=-1, repr=False)  # its row of the batch
     read: int = field(default=0, repr=False)  # prompt tokens in the caches
     # Upper bound of committed tokens that the drafter has not read.
     unread: int = field(default=1, repr=False)
     acceptance: object = field(default=None, repr=False)  # of the scheduler
-    here: bool = field(default=True, repr=False)  # it holds a place
+    here: bool = field(default=True, repr=False)  # it holds a batch slot
 
     @property
     def length(self) -> int:

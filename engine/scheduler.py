@@ -5,16 +5,17 @@ Schedulers that measure and learn subclass `Scheduler`. The engine calls `next` 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from engine.draft import Drafter
 from engine.request import Request
+from sampling.options import Sampling
 from tree import Tree
 
 if TYPE_CHECKING:
+    from engine.engine import Engine
     from engine.passes import Passes, Rows
 
 
@@ -37,9 +38,9 @@ class Scheduler:
         """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
         return []
 
-    def attach(self, passes: Passes, timed: bool) -> None:
-        """Start to schedule for an engine. timed: `timed` is called after each step."""
-        self.passes = passes
+    def attach(self, engine: Engine) -> None:
+        """Start to schedule for an engine."""
+        self.passes = engine.passes
 
     @property
     def drafters(self) -> list[Drafter]:
@@ -50,24 +51,22 @@ class Scheduler:
         """Prepare for a new request."""
 
     def next(self, requests: list[Request], rows: Rows, slots: Tensor) -> Choice:
-        """Choose for the next step of these requests. slots [n]: the live cache slots."""
+        """Choose for the next step of these requests of `rows`. slots [n]: the live cache slots."""
         return Choice(self.passes.drafter)
 
-    def launched(
-        self, choice: Choice, requests: list[Request], rows: Rows, first: int, tree: Tree, noisy: bool
-    ) -> Any:
-        """Return a record of a step for `timed` and `emitted`, or None. The requests are rows first ...
-        of `tree`.
-        """
+    def launched(self, choice: Choice, rows: Rows, tree: Tree, noisy: bool) -> Any:
+        """Return a record of a step for `timed` and `emitted`, or None. noisy: a request samples."""
 
     def timed(self, record: Any, seconds: float) -> None:
-        """Learn how long a step took."""
+        """Learn how long a step took. Not called where the host reads steps late."""
 
-    def emitted(self, record: Any, index: int, request: Request, count: int) -> None:
-        """Learn how many tokens a step emitted for its request number `index`."""
+    def emitted(self, record: Any, row: int, request: Request, count: int) -> None:
+        """Learn how many tokens a step emitted for the request of a row."""
 
-    def warm_up(self, counts: list[int], noisy: bool, run: Callable[[int], None]) -> None:
-        """Time steps before requests come. run(count): runs a step of `count` sequences."""
+    def warm_up(self, engine: Engine, sampling: Sampling) -> None:
+        """Time steps before requests come."""
 
-    def describe(self, counts: list[int], noisy: bool) -> str | None:
-        """Return a line about what is drafted for `counts` sequences, if there is anything to say."""
+    def describe(self, noisy: bool) -> str | None:
+        """Return a line about what is drafted, if there is anything to say. noisy: at temperatures above
+        0.
+        """

@@ -2,19 +2,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from math import prod
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+import extensions
 from model import rows_of
-from sampling.adjust import log_probabilities
 from sampling.noise import seed_keys
-from sampling.options import MAX_LOGPROBS, Sampling
+from sampling.options import Sampling
 from tree import pick
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
+
+
+def batch_buffer(
+    module: nn.Module, batch: int, aligned: bool, device: torch.device | str, name: str, *shape: int,
+    dtype: torch.dtype = torch.int64, fill: float = 0,
+) -> None:
+    """Register a buffer [batch, *shape].
+
+    aligned: rows of several numbers start at multiples of 16 bytes, so that a graph compiled for one slot
+    serves all.
+    """
+    size, unit = prod(shape), 16 // dtype.itemsize if aligned else 1
+    room = -(-size // unit) * unit if size > 1 else size  # kernels take single numbers as contiguous
+    rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
+    module.register_buffer(name, rows.view(batch, *shape), persistent=False)
+
+
+def swap_rows(module: nn.Module, one: int, other: int) -> None:
+    """Swap two rows of all buffers but those in SHARED."""
+    for name, buffer in module._buffers.items():
+        if name not in SHARED:
+            saved = buffer[one].clone()
+            buffer[one] = buffer[other]
+            buffer[other] = saved
 
 
 class State(nn.Module):
@@ -28,16 +53,13 @@ class State(nn.Module):
     limit [B]          the largest N
     done [B]           the sequence moves no more
     reading [B]        its prompt is not read to the end
+    plain [B]          it is decoded without drafts
     stop_ids [n]       any of them ends a text
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
-    counts, prompted [B, V]   how often the output holds each token, the root included; which the prompt holds
-    bias [B, V], presence, frequency, repetition [B]   what is added, and the penalties of `Sampling`
     zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
     out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
-    allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
-    logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
 
     costs: limit the next tree, see `engine.scheduler.Choice`; None: no limit. levels: those that the head has
     grown after the first, if it was. noise: what `Step.gumbel` keeps for its next call; all rows share it.
@@ -50,80 +72,70 @@ class State(nn.Module):
         aligned: bool = True,
     ):
         """max_commit: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
-        vocabulary: V. nodes: T of the largest tree. aligned: rows of several numbers start at multiples of 16
-        bytes, so that a graph compiled for one slot serves all.
+        vocabulary: V. nodes: T of the largest tree. aligned: see `batch_buffer`.
         """
         super().__init__()
-        self.max_commit = max_commit
-        self.costs = None
-        self.levels, self.noise = 0, []
-
-        def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
-            size, unit = prod(shape[1:]), 16 // dtype.itemsize if aligned else 1
-            room = -(-size // unit) * unit if size > 1 else size  # kernels take single numbers as contiguous
-            rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
-            self.register_buffer(name, rows.view(batch, *shape[1:]), persistent=False)
-
+        self.max_commit, self.vocabulary, self.nodes, self.aligned = max_commit, vocabulary, nodes, aligned
+        self.costs, self.levels, self.noise = None, 0, []
+        self._processors, self._rows_of = None, None  # of views: the whole state, and which slots they show
+        buffer = partial(batch_buffer, self, batch, aligned, device)
         for name in ("length", "limit", "n_new", "top_k"):
-            buffer(name, batch)
-        for name in ("temperature", "min_p", "presence", "frequency"):
-            buffer(name, batch, dtype=torch.float32)
-        for name in ("top_p", "repetition"):
-            buffer(name, batch, dtype=torch.float32, fill=1)
-        buffer("tokens", batch, slots)
-        buffer("root", batch, 1)
-        buffer("done", batch, dtype=torch.bool, fill=True)
-        buffer("reading", batch, dtype=torch.bool)
-        buffer("features", batch, max(max_commit, room), feature_width, dtype=dtype)
-        buffer("out", batch, max_commit + 3 + (max_commit + 1) % 2)  # kernels take it to be contiguous
-        buffer("zero", batch, 1)
-        buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
-        buffer("key", batch, 2)
-        buffer("counts", batch, vocabulary, dtype=torch.int32)
-        buffer("prompted", batch, vocabulary, dtype=torch.bool)
-        buffer("bias", batch, vocabulary, dtype=torch.float32)
-        buffer("allowed", batch, nodes, -(-vocabulary // 32), dtype=torch.int32, fill=-1)
-        top = min(MAX_LOGPROBS, vocabulary)
-        buffer("logprob", batch, max_commit, dtype=torch.float32)
-        buffer("top_logprobs", batch, max_commit, top, dtype=torch.float32)
-        buffer("top_ids", batch, max_commit, top)
+            buffer(name)
+        for name in ("temperature", "min_p"):
+            buffer(name, dtype=torch.float32)
+        buffer("top_p", dtype=torch.float32, fill=1)
+        buffer("tokens", slots)
+        buffer("root", 1)
+        buffer("done", dtype=torch.bool, fill=True)
+        for name in ("reading", "plain"):
+            buffer(name, dtype=torch.bool)
+        buffer("features", max(max_commit, room), feature_width, dtype=dtype)
+        buffer("out", max_commit + 3 + (max_commit + 1) % 2)  # kernels take it to be contiguous
+        buffer("zero", 1)
+        buffer("one", 1, 1, dtype=torch.bool, fill=True)
+        buffer("key", 2)
         stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
         self.register_buffer("ahead", torch.arange(1, max_commit + 1, device=device), persistent=False)
 
     def rows(self, first: int, count: int) -> State:
         """Return the same buffers of the sequences first ... first + count - 1."""
-        return rows_of(self, first, count, SHARED)
+        some = rows_of(self, first, count, SHARED)
+        some._modules = {**self._modules, "_processors": None}
+        some._rows_of = lambda: self.processors.rows(first, count)
+        return some
 
-    def exchange(self, one: int, other: int) -> None:
-        """Exchange the places of two sequences."""
-        for name, buffer in self._buffers.items():
-            if name not in SHARED:
-                kept = buffer[one].clone()
-                buffer[one] = buffer[other]
-                buffer[other] = kept
+    @property
+    def processors(self) -> nn.Module:
+        """The logits processors of `extensions.PROCESSORS`: penalties, biases, grammars, log-probabilities.
 
-    def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
-        """Begin a text of at most `most` tokens with a prompt, in a place of the batch."""
+        They are made when they are first needed.
+        """
+        if self._processors is None:
+            make = self._rows_of or partial(extensions.load(extensions.PROCESSORS), self)
+            self._processors = make()
+        return self._processors
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap the slots of two sequences."""
+        swap_rows(self, one, other)
+        if self._processors is not None:
+            self._processors.swap(one, other)
+
+    def begin(self, slot: int, prompt: list[int], request: Sampling, limit: int, plain: bool = False) -> None:
+        """Start a sequence of at most `limit` tokens with a prompt in a batch slot."""
         N = len(prompt) - 1
-        self.tokens[place, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
+        self.tokens[slot, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
-            "length": N, "root": prompt[-1], "limit": min(N + request.max_new_tokens, most - 1), "n_new": 0,
-            "done": False, "reading": True, "temperature": request.temperature, "top_p": request.top_p,
-            "top_k": request.top_k, "min_p": request.min_p, "presence": request.presence_penalty,
-            "frequency": request.frequency_penalty, "repetition": request.repetition_penalty,
+            "length": N, "root": prompt[-1], "limit": min(N + request.max_new_tokens, limit - 1), "n_new": 0,
+            "done": False, "reading": True, "plain": plain, "temperature": request.temperature,
+            "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p,
         }
         for name, value in values.items():
-            self.get_buffer(name)[place] = value
-        self.key[place] = seed_keys([request.seed], self.key.device)[0]
-        if request.penalises:
-            self.counts[place] = 0
-            self.prompted[place] = False
-            self.prompted[place, self.tokens[place, : N + 1]] = True
-        self.allowed[place] = -1
-        self.bias[place] = 0
-        for token, bias in request.logit_bias:
-            self.bias[place, token] = bias
+            self.get_buffer(name)[slot] = value
+        self.key[slot] = seed_keys([request.seed], self.key.device)[0]
+        if request.processed or self._processors is not None:
+            self.processors.begin(slot, self.tokens[slot, : N + 1], request)
 
     def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
         """Append the first `count` [B] of tokens [B, W], cut at the first stop id and at the limit.
@@ -165,18 +177,6 @@ class State(nn.Module):
             self.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
         unread = self.n_new + count if more else count
         self.n_new.copy_(torch.where(where, unread, self.n_new))
-
-    def count(self, tokens: Tensor, appended: Tensor) -> None:
-        """Count the first `appended` [B] of tokens [B, W] as part of the output."""
-        new = torch.arange(tokens.shape[1], device=tokens.device) < appended[:, None]
-        self.counts.scatter_add_(1, tokens, new.to(self.counts.dtype))
-
-    def score(self, logits: Tensor, tokens: Tensor) -> None:
-        """Leave the log-probabilities of tokens [B, W'] under logits [B, W', V], and of the likeliest."""
-        W = tokens.shape[1]
-        found = log_probabilities(logits, tokens, self.top_ids.shape[-1])
-        for buffer, values in zip((self.logprob, self.top_logprobs, self.top_ids), found):
-            buffer[:, :W] = values
 
     def keep_last_unread(self) -> None:
         """Keep the last unread token: the drafter has read the others."""

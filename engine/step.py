@@ -24,7 +24,7 @@ from engine.draft import Drafter
 from engine.state import State
 from model import KVCaches, Transformer
 from sampling import noise as sampling_noise
-from sampling.adjust import adjust, allow, floor, restrict
+from sampling.noise import floor, restrict
 from sampling.options import Modes
 from tree import Tree, TreeShape, pick
 
@@ -155,7 +155,7 @@ class Step:
         return temperature[:, None, None] * sampling_noise.gumbel(key, positions, vocabulary)
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """Apply top-k and top-p to logits [B, T, V]: `sampling.adjust.restrict`."""
+        """Apply top-k and top-p to logits [B, T, V]: `sampling.noise.restrict`."""
         return restrict(logits, temperature, top_k, top_p)
 
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
@@ -223,11 +223,8 @@ def shape_logits(
 
     tokens [B, T], ancestors [B, T, T]: of the tree; without ancestors, of its root alone.
     """
-    if modes.guided:
-        logits = allow(logits, state.allowed[:, : tokens.shape[1]])
-    if modes.adjusted:
-        above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
-        logits = adjust(logits, state, tokens, above)
+    if modes.guided or modes.adjusted:
+        logits = state.processors.apply(logits, modes, tokens, ancestors)
     if modes.restricted:
         logits = step.restrict(logits, state.temperature, state.top_k, state.top_p)
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits
@@ -264,11 +261,11 @@ def accept_and_commit(
     chosen = step.draw(shaped, noise, drafted.depth)
     path, count, tokens = step.accept(drafted, chosen, drafter.shape.max_commit)
     if modes.scored:
-        state.score(pick(raw, path), tokens)
+        state.processors.score(pick(raw, path), tokens)
     moved = caches if drafted.tokens.shape[1] > 1 else None  # a root alone is in its slot already
     count = step.commit(state, tokens, count, path, features, moved, more=not drafter.reads)
     if modes.adjusted:
-        state.count(tokens, count)
+        state.processors.count(tokens, count)
     return drafted, path
 
 
@@ -307,7 +304,7 @@ def first_token(
     chosen = step.draw(shape_logits(step, raw, state, modes, state.root), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:
-        state.score(raw, chosen)
+        state.processors.score(raw, chosen)
     count = step.commit(state, chosen, ends.long(), row, features, where=ends)
     if modes.adjusted:
-        state.count(chosen, count)
+        state.processors.count(chosen, count)

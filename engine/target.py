@@ -95,7 +95,7 @@ class Target:
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
         engine = Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.log, scheduler=scheduler,
+            compile=self.runtime.compile, log=self.log, scheduler=scheduler,
             counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,

@@ -460,7 +460,15 @@ class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
     Args, Layer = HybridArgs, HybridBlock
-    most_rows, most_levels, keeps_state = MOST_ROWS, MOST_LEVELS, True
+    keeps_state = True
+
+    def check_tree(self, shape) -> None:
+        levels = shape.max_commit - 1
+        if shape.nodes > MOST_ROWS or levels > MOST_LEVELS:
+            raise ValueError(
+                f"a tree of {shape.nodes} nodes on {levels} levels: a target with gated delta nets takes at"
+                f" most {MOST_ROWS} nodes on {MOST_LEVELS} levels; draft a smaller one"
+            )
 
     def make_layer(self, layer: int) -> HybridBlock:
         return (DeltaBlock if self.args.delta_layers[layer] else GatedBlock)(self.args, layer)

@@ -1,7 +1,8 @@
-"""Sampling as greedy decoding of shifted logits, and the counter-based noise that shifts them.
+"""Sampling as greedy decoding of shifted logits: the counter-based noise that shifts them, and top-k, top-p
+and min-p as masks over logits, with exact ties on every device.
 
 The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise
-that depends on (seed of the request, t, token id) and on nothing else: not on call order, batch place, tree
+that depends on (seed of the request, t, token id) and on nothing else: not on call order, batch slot, tree
 or drafter. Softmax sampling at that temperature is exactly this (the Gumbel-max rule), and because plain and
 speculative decoding meet the same noise at the same position they emit the same text from the same seed.
 Temperature 0 is greedy decoding.
@@ -69,3 +70,40 @@ def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     tail is resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
     """
     return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))
+
+
+def floor(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] of tokens that are less than min_p [B] times as probable as the top-1 token to
+    -inf.
+
+    Probabilities are softmax(logits / temperature [B]). Sequences at temperature 0 or with min_p 0 are left
+    alone.
+    """
+    on = ((min_p > 0) & (temperature > 0))[:, None, None]
+    below = temperature * torch.where(min_p > 0, min_p, 1.0).log()  # at most 0
+    lowest = logits.amax(-1, keepdim=True) + below[:, None, None]
+    return torch.where((logits < lowest) & on, float("-inf"), logits)
+
+
+def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] outside top-k, then outside top-p of what remains, to -inf.
+
+    temperature, top_k (0: off), top_p (1: off) are [B]. Probabilities are softmax(logits / temperature); the
+    token that crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature
+    0 are left alone. Backends have kernels that do the same without sorting.
+    """
+    V = logits.shape[-1]
+    per_row = (-1, 1, 1)
+    ordered = logits.sort(dim=-1, descending=True).values
+    wanted = torch.where(top_k > 0, top_k, V).clamp(max=V).view(per_row)
+    by_rank = ordered.gather(-1, (wanted - 1).expand(*logits.shape[:2], 1))  # the last one kept
+    warm = torch.where(temperature > 0, temperature, 1.0).view(per_row)
+    below = torch.where(ordered >= by_rank, ordered, float("-inf")) - ordered[..., :1]  # at most 0
+    # In whole 2^-32 of the top-1 token's weight: such sums do not depend on the order, nor the cut on who
+    # computes it. Logits themselves, divided by a tiny temperature, would overflow.
+    mass = ((below / warm).exp().double() * 2.0**32).long().cumsum(-1)
+    need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
+    by_mass = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
+    by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # 1 keeps also what weighs nothing
+    keep = (logits >= by_rank) & (logits >= by_mass) | (temperature == 0).view(per_row)
+    return torch.where(keep, logits, float("-inf"))

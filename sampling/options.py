@@ -68,9 +68,15 @@ class Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     @property
-    def penalises(self) -> bool:
-        """True if the text so far changes the logits."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+    def adjusts(self) -> bool:
+        """True if penalties or biases change the logits."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias)
+
+    @property
+    def processed(self) -> bool:
+        """True if it needs `engine.state.State.processors`."""
+        return self.adjusts or self.logprobs is not None or self.is_guided
 
     @property
     def is_guided(self) -> bool:
@@ -92,6 +98,11 @@ class Modes(NamedTuple):
     guided: bool = False  # by a grammar, which the host looks after
 
     @property
+    def processed(self) -> bool:
+        """True if a step needs `engine.state.State.processors`."""
+        return self.adjusted or self.scored or self.guided
+
+    @property
     def rare(self) -> bool:
         """True if more is needed than the best token with its noise."""
         return any(self[1:])
@@ -104,7 +115,7 @@ class Modes(NamedTuple):
         noisy = any(s.temperature > 0 for s in samplings)
         modes = cls(
             noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
-            any(s.penalises or s.logit_bias for s in samplings),
+            any(s.adjusts for s in samplings),
             any(s.logprobs is not None for s in samplings),
             any(s.is_guided for s in samplings),
         )

@@ -19,10 +19,12 @@ import torch
 
 from common.errors import InputError
 from engine.draft import Drafter
-from engine.passes import Passes, Rows
+from engine.engine import Engine
+from engine.passes import Rows
 from engine.request import Request
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
+from sampling.options import Sampling
 from schedulers.marginal_costs import MarginalCosts
 from tree import Tree, TreeShape
 
@@ -317,7 +319,7 @@ class Tuner:
         return self.shared[round(request.sampling.temperature, 1)]
 
     def next(self, requests: list[Request], count: int) -> Plan | None:
-        """Choose the tree of the next step over `count` batch slots. `requests` are in the first ones."""
+        """Choose the tree of the next step over `count` batch slots, which hold these requests."""
         noisy = any(r.sampling.temperature > 0 for r in requests)
         shape, key = self.shapes[noisy], (count, noisy)
         if self._trials and not self._pending_trials:
@@ -355,9 +357,9 @@ class Tuner:
             drafts, self._hold_steps, min_confidence = True, PROBE_STEPS - 1, 1.0
         self._choice = Plan(shape) if drafts else None
         if drafts and self.cuts:
-            confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests] + [0.0] * (
-                count - len(requests)
-            )
+            confidence = [0.0] * count
+            for r in requests:
+                confidence[r.slot] = max(r.acceptance.confidence.value, min_confidence)
             speed = max(with_head, without_head) * len(requests)
             self._choice = Plan(shape, self.costs(*key).marginal(speed, shape, confidence))
         return self._choice
@@ -486,9 +488,11 @@ class CostScheduler(Scheduler):
         headless = [drafter.headless] if drafter.headless else []
         return [drafter.with_tree(shape) for shape in self.tuner.shapes] + headless
 
-    def attach(self, passes: Passes, timed: bool) -> None:
-        super().attach(passes, timed)
-        self.tuner.is_timed, drafter = timed, passes.drafter
+    def attach(self, engine: Engine) -> None:
+        super().attach(engine)
+        passes = engine.passes
+        self.tuner.is_timed, drafter = engine.lag == 0, passes.drafter
+        self.counts = sorted({engine.step_counts[0], engine.batch})  # numbers of sequences that are timed
         # On a CPU only: there, asking for a draft costs no synchronization.
         headless = None if passes.on_cuda else copy.copy(drafter.headless)
         self.headless = headless and passes.without_head(headless)
@@ -513,34 +517,41 @@ class CostScheduler(Scheduler):
             return Choice(trees[plan.shape], plan.costs, True)
         return Choice(self.headless if drafts else passes.plain)
 
-    def launched(
-        self, choice: Choice, requests: list[Request], rows: Rows, first: int, tree: Tree, noisy: bool
-    ) -> Record:
+    def launched(self, choice: Choice, rows: Rows, tree: Tree, noisy: bool) -> Record:
         size, expected = Size(tree.tokens.shape[1], 0), None
         if choice.costs:
             size = size._replace(levels=rows.state.levels)
-            scores = tree.scores.tolist()[first : first + len(requests)]
-            expected = [sum(map(math.exp, path[1:])) for path in scores]
+            expected = [sum(map(math.exp, path[1:])) for path in tree.scores.tolist()]
         step = rows.count, noisy, size, choice.head
         return Record(step, self.tuner.relative_cost(*step), expected)
 
     def timed(self, record: Record, seconds: float) -> None:
         self.tuner.add(*record.step, seconds)
 
-    def emitted(self, record: Record, index: int, request: Request, count: int) -> None:
-        expected = record.expected and record.expected[index]
+    def emitted(self, record: Record, row: int, request: Request, count: int) -> None:
+        expected = record.expected and record.expected[row]
         self.tuner.record(request, record.step[-1], count, record.relative_cost, expected)
 
-    def warm_up(self, counts: list[int], noisy: bool, run: Callable[[int], None]) -> None:
-        self.uses_lookup = False  # warmup text repeats itself, so lookup would always draft
-        try:
-            for count in counts:
-                self.tuner.run_trials(count, noisy, lambda count=count: run(count))
-        finally:
-            self.uses_lookup = True
+    def warm_up(self, engine: Engine, sampling: Sampling) -> None:
+        long, lag = replace(sampling, max_new_tokens=engine.max_seq_len), engine.lag
 
-    def describe(self, counts: list[int], noisy: bool) -> str:
-        return self.tuner.describe(counts, noisy)
+        def run(count: int) -> None:
+            while len(engine.requests) < count:
+                engine.admit([0], long)
+            engine.finish_prompts()
+            engine.step()
+
+        engine.lag, self.uses_lookup = 0, False  # warmup text repeats itself, so lookup would always draft
+        try:
+            for count in self.counts:
+                self.tuner.run_trials(count, sampling.temperature > 0, lambda count=count: run(count))
+        finally:
+            engine.lag, self.uses_lookup = lag, True
+            for request in engine.requests:
+                engine.leave(request)
+
+    def describe(self, noisy: bool) -> str:
+        return self.tuner.describe(self.counts, noisy)
 
 
 class AskingScheduler(Scheduler):

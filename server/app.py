@@ -93,7 +93,7 @@ class Server:
         """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
         http.state.reply = reply = await in_thread(partial(prepare, body))
         if self.measures or body.return_speculation:
-            reply.max_commit = self.worker.engine.max_commit
+            reply.max_commit = self.worker.engine.passes.max_commit
         events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
             return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
@@ -210,7 +210,7 @@ def make_app(
     def described(name: str) -> dict:
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
-            "max_model_len": server.max_seq_len, "speculation": worker.engine.max_commit > 1,
+            "max_model_len": server.max_seq_len, "speculation": worker.engine.passes.max_commit > 1,
             "method": worker.engine.drafter.method,
         }
 

@@ -70,7 +70,7 @@ class Leader:
 
     def leave(self, request: Request) -> None:
         if request.here:
-            with self._together("leave", request.place):
+            with self._together("leave", request.slot):
                 self.engine.leave(request)
 
     def step(self) -> list[Event]:
@@ -109,6 +109,6 @@ def follow(engine: Engine, channel: Channel) -> None:
             engine.admit(prompt, sampling, **options)
         elif name == "leave":
             # Engines that get the same calls have the same places.
-            engine.leave(next(request for request in engine.requests if request.place == arguments[0]))
+            engine.leave(next(request for request in engine.requests if request.slot == arguments[0]))
         else:
             engine.step()

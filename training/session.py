@@ -153,7 +153,7 @@ class Session:
         batch = o.decode_batch
         engine = Engine(
             target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
-            compile=self.compiled, say=note,
+            compile=self.compiled, log=note,
             counts=(batch,) if target.embed.weight.is_cuda else None,  # each count would be compiled
         )
         return Collector(

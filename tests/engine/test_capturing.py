@@ -159,7 +159,7 @@ def test_ready_is_ready(monkeypatch):
         while not drafted.ids:
             engine.step()
         second = engine.admit(list(range(1, 66)), Sampling(4, **options), **way)
-        assert second.place == 1
+        assert second.slot == 1
         while second.here or drafted.here:
             engine.step()
         assert not made and set(calls) == known, (options, way)

@@ -22,7 +22,7 @@ def compiled(models, tmp_path_factory):
     """make(shape, say) -> an engine whose compiled steps are kept for the next one."""
     with pytest.MonkeyPatch.context() as m:
         m.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("steps")))
-        yield lambda shape, say: speculative(models, shape, compile=True, say=say)
+        yield lambda shape, say: speculative(models, shape, compile=True, log=say)
 
 
 TRACE = GOLDEN / "eagle3.T8D2K3.p2.safetensors"

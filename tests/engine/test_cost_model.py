@@ -176,7 +176,8 @@ def test_several_texts_pay_together():
     """Two texts pay twice the price of a node; one that is held still pays nothing."""
     tuner = rehearsed().tuner
     requests = [Request([1] * 20, Sampling()) for _ in range(2)]
-    for request in requests:
+    for slot, request in enumerate(requests):
+        request.slot = slot
         tuner.start(request)
     tuner._costs[3, False] = tuner.costs(1, False)
     both, one = (tuner.next(some, 3).costs for some in (requests, requests[:1]))

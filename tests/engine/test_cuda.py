@@ -10,7 +10,7 @@ from helpers.decoding import check_texts
 from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.load import load_head
-from engine.engine import DRAFTED, Engine
+from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import Target, load_target
 from sampling.options import Sampling
@@ -82,7 +82,7 @@ def check_capture(engine: Engine, prompts: list[list[int]]) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
-                engine._launch(DRAFTED)
+                engine._launch(engine.requests, False)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     names = [event.name for event in seen.events()]

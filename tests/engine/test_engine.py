@@ -140,7 +140,7 @@ def test_a_text_is_read_once(models):
         engine.step()
     other = engine.admit([9, 8, 7], Sampling(5))  # takes the place that is of least use
     (turn,) = engine.generate([prompt + first.ids + [5, 6]], Sampling(10))
-    assert first.cached == other.cached == 0 and beside.cached == 89 and first.place != beside.place
+    assert first.cached == other.cached == 0 and beside.cached == 89 and first.slot != beside.slot
     assert turn.cached >= 119 - SHAPE.max_commit - 1
     texts = [first, beside, other, turn]
     made = [(text.prompt, text.sampling) for text in texts]

@@ -32,7 +32,7 @@ def test_caches_that_do_not_fit(target, monkeypatch):
 @pytest.mark.parametrize("compile", (False, True))
 def test_all_allocated_slots_are_checked(target, compile):
     engine = Engine(target.model, max_seq_len=32, compile=compile)
-    assert engine.cache_bytes == sum(buffer.nbytes for buffer in engine.passes.caches.buffers())
+    assert engine.passes.cache_bytes == sum(buffer.nbytes for buffer in engine.passes.caches.buffers())
 
 
 def test_requests_that_cannot_be_decoded(target):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.draft import HeadDrafter
-from engine.engine import DRAFTED, PLAIN, Engine
+from engine.engine import Engine
 from sampling.options import Modes, Sampling
 from tree import TreeShape
 
@@ -114,7 +114,7 @@ def two_groups(models) -> Engine:
     engine.passes.captured = lambda key, call, still: call()
     for i in range(3):
         engine.admit([5, 6 + i], Sampling(40), plain=i == 1)
-    while len(engine._members(DRAFTED)) < 2 or not engine._members(PLAIN):
+    while engine._decoding < 3:
         engine.step()
     return engine
 
@@ -123,8 +123,9 @@ def test_launches_and_exchanges_upload_nothing(two_groups):
     """While one group steps the other is held still: a Python list as an index, or a tensor of one, would
     wait for the step before on a GPU.
     """
+    members = [[r if r.plain == plain else None for r in two_groups.requests] for plain in (False, True)]
     with torch.no_grad(), Uploads() as uploads:
-        two_groups._launch(DRAFTED), two_groups._launch(PLAIN), two_groups._exchange(0, 2)
+        two_groups._launch(members[0], False), two_groups._launch(members[1], True), two_groups._swap(0, 2)
     assert not uploads.seen
 
 
@@ -136,8 +137,9 @@ def test_a_step_that_fails_holds_nobody_still(two_groups, monkeypatch):
         raise RuntimeError
 
     monkeypatch.setattr(two_groups.passes, "step", fail)
-    for group in (DRAFTED, PLAIN):
+    flags = [request.plain for request in two_groups.requests]
+    for plain in (False, True):
         with pytest.raises(RuntimeError):
-            two_groups._launch(group)
+            two_groups._launch([r if r.plain == plain else None for r in two_groups.requests], plain)
         assert not two_groups.state.done.any()
-    assert seen == [[False, False, True], [True, True, False]]
+    assert seen == [flags, [not flag for flag in flags]] and sum(flags) == 1

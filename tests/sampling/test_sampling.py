@@ -12,8 +12,7 @@ from helpers.statistics import chi_square, chi_square_limit
 
 from engine.state import State
 from engine.step import TORCH, shape_logits
-from sampling.adjust import restrict
-from sampling.noise import gumbel, random_bits, seed_keys
+from sampling.noise import gumbel, random_bits, restrict, seed_keys
 from sampling.options import MAX_STOPS, Modes, Sampling
 from tree import link
 
@@ -86,7 +85,7 @@ def test_every_node_is_the_end_of_its_path():
         state = State(B, 8, 4, vocabulary=V, nodes=T)
         for b, request in enumerate(REQUESTS):
             state.begin(b, prompts[b].tolist(), request, 8)
-        state.count(outputs, torch.full((B,), 4))
+        state.processors.count(outputs, torch.full((B,), 4))
         logits = torch.randn(B, T, V, generator=draw) * 3
         found = shape_logits(TORCH, logits, state, Modes.every(True), tokens, ancestors)
         for b, request in enumerate(REQUESTS):

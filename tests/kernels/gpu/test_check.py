@@ -10,7 +10,7 @@ from engine.draft import HeadDrafter
 from engine.engine import Engine
 from kernels.gpu import attention, here, parts, products, sampling
 from kernels.quantized import Scheme, quantize_linears
-from sampling.adjust import restrict
+from sampling.noise import restrict
 from sampling.options import Modes
 from tree import TreeShape
 

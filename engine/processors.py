@@ -1,0 +1,153 @@
+"""Logits processors beside temperature, top-k, top-p and min-p: penalties, biases, grammars,
+log-probabilities.
+
+At every node of a tree logits are processed as if the output ended there. `engine.state.State.processors`
+makes them when the first request needs one.
+"""
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from engine.request import Guide, Score
+from engine.state import State, batch_buffer, swap_rows
+from model import rows_of
+from sampling.options import MAX_LOGPROBS, Modes, Sampling
+
+
+class Processors(nn.Module):
+    """Buffers of the requests of a batch, a row for each slot.
+
+    counts, prompted [B, V]: how often the output holds each token, the root included; which the prompt holds.
+    bias [B, V], presence, frequency, repetition [B]: what is added, and the penalties of `Sampling`.
+    allowed [B, T, V/32]: int32, a bit for each token that a grammar allows after each node.
+    logprob [B, W], top_logprobs, top_ids [B, W, 20]: of what the last step emitted.
+    """
+
+    def __init__(self, state: State):
+        """state: the batch, whose sizes and device these buffers take."""
+        super().__init__()
+        V, W, top = state.vocabulary, state.max_commit, min(MAX_LOGPROBS, state.vocabulary)
+        buffer = partial(batch_buffer, self, len(state.length), state.aligned, state.length.device)
+        for name in ("presence", "frequency"):
+            buffer(name, dtype=torch.float32)
+        buffer("repetition", dtype=torch.float32, fill=1)
+        buffer("counts", V, dtype=torch.int32)
+        buffer("prompted", V, dtype=torch.bool)
+        buffer("bias", V, dtype=torch.float32)
+        buffer("allowed", state.nodes, -(-V // 32), dtype=torch.int32, fill=-1)
+        buffer("logprob", W, dtype=torch.float32)
+        buffer("top_logprobs", W, top, dtype=torch.float32)
+        buffer("top_ids", W, top)
+
+    def rows(self, first: int, count: int) -> Processors:
+        """Return views of the same buffers for slots first ... first + count - 1."""
+        return rows_of(self, first, count)
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap two slots."""
+        swap_rows(self, one, other)
+
+    def begin(self, slot: int, prompt: Tensor, sampling: Sampling) -> None:
+        """Start a request in a slot. prompt [P]: its token ids."""
+        self.presence[slot], self.frequency[slot] = sampling.presence_penalty, sampling.frequency_penalty
+        self.repetition[slot] = sampling.repetition_penalty
+        self.allowed[slot], self.bias[slot], self.counts[slot] = -1, 0, 0
+        self.prompted[slot] = False
+        self.prompted[slot, prompt] = True
+        for token, bias in sampling.logit_bias:
+            self.bias[slot, token] = bias
+
+    def apply(self, logits: Tensor, modes: Modes, tokens: Tensor, ancestors: Tensor | None) -> Tensor:
+        """Return the logits [B, T, V] after grammar, biases and penalties.
+
+        tokens [B, T], ancestors [B, T, T]: of the tree; without ancestors, of its root alone.
+        """
+        if modes.guided:
+            logits = allow(logits, self.allowed[:, : tokens.shape[1]])
+        if not modes.adjusted:
+            return logits
+        above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
+        return adjust(logits, self, tokens, above)
+
+    def count(self, tokens: Tensor, appended: Tensor) -> None:
+        """Count the first `appended` [B] of tokens [B, W] as part of the output."""
+        new = torch.arange(tokens.shape[1], device=tokens.device) < appended[:, None]
+        self.counts.scatter_add_(1, tokens, new.to(self.counts.dtype))
+
+    def score(self, logits: Tensor, tokens: Tensor) -> None:
+        """Store the log-probabilities of tokens [B, W'] under logits [B, W', V], and of the most probable."""
+        found = log_probabilities(logits, tokens, self.top_ids.shape[-1])
+        for buffer, values in zip(self.scores, found):
+            buffer[:, : tokens.shape[1]] = values
+
+    @property
+    def scores(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `score` stored."""
+        return self.logprob, self.top_logprobs, self.top_ids
+
+    def mask(self, slot: int, guide: Guide, tokens: list[int], parent: list[int]) -> None:
+        """Store which tokens a guide allows after each node of a tree."""
+        rows = torch.full((len(tokens), self.allowed.shape[2]), -1, dtype=torch.int32)
+        guide.mask(tokens, parent, rows.numpy())
+        self.allowed[slot, : len(tokens)] = rows.to(self.allowed.device)
+
+
+def scores_of(scores: list[list], row: int, count: int, most: int | None) -> list[Score]:
+    """Return the scores of the first `count` tokens of a row of `Processors.scores`, `most` alternatives
+    each.
+
+    None: none were asked for.
+    """
+    if most is None:
+        return []
+    found = zip(*(x[row][:count] for x in scores))
+    return [Score(own, list(zip(ids, top))[:most]) for own, top, ids in found]
+
+
+def adjust(logits: Tensor, processors: Processors, tokens: Tensor, ancestors: Tensor) -> Tensor:
+    """Return the logits [B, T, V] at the nodes of a tree after biases and penalties.
+
+    tokens [B, T]: the tree's, root first; ancestors
+    [B, T, T]: row i marks node j if j is i or an ancestor of i. At a node the output also holds the tokens on
+    its path.
+    """
+    penalties = processors.presence, processors.frequency, processors.repetition
+    presence, frequency, repetition = (x[:, None, None] for x in penalties)
+
+    def move(logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
+        """Move logits [B, T, N] of tokens that the output holds `times` times."""
+        x, there = logits + bias, times > 0
+        x = torch.where(there | prompted, torch.where(x > 0, x / repetition, x * repetition), x)
+        return x - frequency * times - presence * there
+
+    held = processors.counts, processors.prompted, processors.bias
+    moved, T = move(logits, *(x[:, None] for x in held)), tokens.shape[1]
+    if T == 1:
+        return moved
+    # Count every token of the tree on the path to each node; the root is counted already.
+    same = (tokens[:, :, None] == tokens[:, None]).float()
+    path = torch.cat((torch.zeros_like(ancestors[..., :1]), ancestors[..., 1:]), -1).float()
+    on_path = (path @ same).to(processors.counts.dtype)  # [B, T, T]: at a node, the tree's token
+    ids = tokens[:, None].expand(-1, T, -1)
+    counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in held)
+    # Nodes that carry one token write the same number.
+    return moved.scatter(-1, ids, move(logits.gather(-1, ids), counts + on_path, prompted, bias))
+
+
+def allow(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Return logits [B, T, V], -inf where the bit of a token in allowed [B, T, V/32] int32 is not set."""
+    bits = allowed[..., None] >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
+    return torch.where(bits.flatten(2)[..., : logits.shape[-1]] != 0, logits, float("-inf"))
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities [B, W] of tokens [B, W] under logits [B, W, V]; of the `count` most probable
+    tokens, the log-probabilities and the ids, both [B, W, count].
+    """
+    every = logits.logsumexp(-1, keepdim=True)
+    top, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return logits.gather(-1, tokens[..., None])[..., 0] - every[..., 0], top - every, ids
