@@ -292,12 +292,15 @@ class Engine:
             self.prompt_seconds += time.perf_counter() - began
             if last:
                 events += self._read(0)
-        requests = self._requests[: self._decoding]
-        kinds = {request.plain for request in requests}
+        kinds = {request.plain for request in self._requests[: self._decoding]}
         if len(kinds) > 1 and self.target.keeps_state:  # it cannot freeze a sequence
             kinds = {True}
         for plain in sorted(kinds):
-            members = requests if len(kinds) == 1 else [r if r.plain == plain else None for r in requests]
+            members = self._requests[: self._decoding]  # requests may have left in the step before
+            if len(kinds) > 1:
+                members = [r if r.plain == plain else None for r in members]
+            if not any(members):
+                continue
             began = time.perf_counter()
             record = self._launch(members, plain)
             unread = 0 if any(r.guide for r in members if r) else self.lag

@@ -15,7 +15,6 @@ from sampling.options import Sampling
 from tree import Tree
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
     from engine.passes import Passes, Rows
 
 
@@ -38,8 +37,8 @@ class Scheduler:
         """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
         return []
 
-    def attach(self, engine: Engine) -> None:
-        """Start to schedule for an engine."""
+    def attach(self, engine) -> None:
+        """Start to schedule for an `engine.engine.Engine`."""
         self.passes = engine.passes
 
     @property
@@ -63,8 +62,8 @@ class Scheduler:
     def emitted(self, record: Any, row: int, request: Request, count: int) -> None:
         """Learn how many tokens a step emitted for the request of a row."""
 
-    def warm_up(self, engine: Engine, sampling: Sampling) -> None:
-        """Time steps before requests come."""
+    def warm_up(self, engine, sampling: Sampling) -> None:
+        """Time steps of the engine before requests come."""
 
     def describe(self, noisy: bool) -> str | None:
         """Return a line about what is drafted, if there is anything to say. noisy: at temperatures above

@@ -48,5 +48,5 @@ def test_requests_that_cannot_be_decoded(target):
             engine.generate(prompts, sampling)
         assert engine.free == 2
     engine.admit([1]), engine.admit([2])
-    with pytest.raises(RuntimeError, match="all 2 places are taken"):
+    with pytest.raises(RuntimeError, match="all 2 slots are taken"):
         engine.admit([3])
