@@ -169,12 +169,13 @@ class Growth:
         self.beam_tokens, self.beam_scores = self.beam_tokens[:, :rows], self.beam_scores[:, :rows]
         self.beam_flat, self.beam_sees = self.beam_flat[:, :rows], self.beam_sees[:, :rows, :seen]
 
-    def prune(self, root: Tensor, costs=None) -> Tree:
+    def prune(self, step, root: Tensor, costs=None) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B].
 
-        costs: keep fewer, those whose expected gain exceeds their cost.
+        costs: keep fewer, those whose expected gain exceeds their cost. step: an `engine.step.Step`.
         """
-        return best_below(root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs)
+        below = root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs
+        return step.call(best_below, *below)
 
 
 def best_below(

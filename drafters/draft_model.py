@@ -25,7 +25,9 @@ class DraftModel(NetworkDrafter):
     Arguments and errors are those of `NetworkDrafter`.
     """
 
-    read_ahead = 1
+    read_ahead, grows = 1, True
+    # A token of the same family is accepted more often than a head's, and its children nearly as often.
+    max_trees, child_gain = (TreeShape(20, 15, 2), TreeShape(16, 7, 2)), 0.8
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
@@ -63,8 +65,8 @@ def build(setup: Setup) -> DraftModel:
     Raises InputError if it has another vocabulary or is too short, ValueError if the tree does not fit.
     """
     folder, target, drafting = setup.folder, setup.target, setup.drafting
-    if drafting.tree == "auto" or not isinstance(setup.tree, TreeShape):
-        raise InputError("--speculate draft-model: takes --tree paper or nodes,depth,width only")
+    if not isinstance(setup.tree, TreeShape):
+        raise InputError("--speculate draft-model: takes --tree auto, paper or nodes,depth,width only")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
     if own["vocab_size"] != vocab_size:
         raise InputError(f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {vocab_size}")

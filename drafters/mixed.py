@@ -6,47 +6,16 @@ often a node is accepted: a head takes its softmax for that, lookup the length o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from drafters.static import AnyTree
 from engine.draft import Drafter
 from tree import Tree, TreeShape, best_below
 
-UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
-
-
-@dataclass(frozen=True)
-class AnyTree:
-    """Size of trees whose form changes from step to step and that are not grown (joint ones).
-
-    It has `nodes` T, root included, on at most `levels` levels below the root.
-    """
-
-    nodes: int
-    levels: int
-    width: None = None  # it has none
-
-    @property
-    def max_commit(self) -> int:
-        """W, the most tokens one step can commit: the root and a full path."""
-        return self.levels + 1
-
-    @property
-    def extra_slots(self) -> int:
-        """As `TreeShape.extra_slots`."""
-        return max(self.nodes, self.max_commit)
-
-    @property
-    def name(self) -> str:
-        """The name in records."""
-        return "plain" if self.nodes == 1 else f"{self.nodes} nodes"
-
-    def limited(self, nodes: int, levels: int) -> AnyTree:
-        """Return the shape of a tree with fewer nodes."""
-        return replace(self, nodes=nodes)
+UNSCORED = math.log(0.4)  # assumed log-probability of a drafted token if its drafter gives none
 
 
 def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
@@ -82,6 +51,8 @@ class Mixed(Drafter):
     engine may choose among them as if the head were alone.
     """
 
+    reads_costs = True
+
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
         grown = next((part for part in parts if part.grows), None)
@@ -97,7 +68,6 @@ class Mixed(Drafter):
             part.all_layers = self.aux_layers
         self.fingerprint = " ".join(part.fingerprint for part in parts)
         self.reads = any(part.reads for part in parts)
-        self.may_pass = all(part.may_pass for part in parts)
 
     @property
     def grown(self) -> Drafter | None:
@@ -105,7 +75,8 @@ class Mixed(Drafter):
 
     @property
     def headless(self) -> Drafter | None:
-        return next((part for part in self.parts if part.may_pass), None) if self.grown else None
+        """What drafts while the head is off, None if both draft with a network."""
+        return next((part for part in self.parts if part.network is None), None)
 
     def with_tree(self, shape: TreeShape) -> Mixed:
         """Return the same drafters, with another tree of the one that grows trees."""
@@ -144,9 +115,6 @@ class Mixed(Drafter):
     def finish(self, tokens: list[int]) -> None:
         for part in self.parts:
             part.finish(tokens)
-
-    def has_draft(self, step, state, slots: Tensor) -> bool:
-        return any(part.has_draft(step, state, slots) for part in self.parts)
 
     def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         for part in self.parts:

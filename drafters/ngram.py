@@ -110,7 +110,6 @@ class NGram(StaticDrafter):
     lengths: tokens of each chain of the tree. history: tokens of finished requests that are kept.
     """
 
-    may_pass = True
     sampled = SAMPLED
 
     def __init__(
@@ -149,15 +148,6 @@ class NGram(StaticDrafter):
         tokens = torch.cat((*found, state.tokens[:, : count + 1]), 1)
         before = tokens.shape[1] - count - 1
         return tokens, state.length + before, count + before
-
-    def has_draft(self, step, state, slots: Tensor) -> bool:
-        """Return whether any active sequence has a match that is likely enough for a tree."""
-        _, log_probabilities = step.call(NGram.follow, self, *self.sources(state, slots))
-        rows = zip(log_probabilities[:, 1].tolist(), state.temperature.tolist(), state.done.tolist())
-        return any(
-            first * (1 + (SAMPLED - 1) * min(temperature, 1)) > MIN_LOG_PROBABILITY and not done
-            for first, temperature, done in rows
-        )
 
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         return self.static.of(*step.call(NGram.follow, self, *self.sources(state, slots)))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,37 @@ from common.files import parse_json, read_text
 from engine.draft import Drafter, HeadDrafter
 from engine.drafting import Setup
 from tree import Tree, link
+
+
+@dataclass(frozen=True)
+class AnyTree:
+    """Size of trees whose form changes from step to step and that are not grown, such as joint ones.
+
+    It has `nodes` T, root included, on at most `levels` levels below the root.
+    """
+
+    nodes: int
+    levels: int
+    width: None = None  # it has none
+
+    @property
+    def max_commit(self) -> int:
+        """W, the most tokens one step can commit: the root and a full path."""
+        return self.levels + 1
+
+    @property
+    def extra_slots(self) -> int:
+        """As `TreeShape.extra_slots`."""
+        return max(self.nodes, self.max_commit)
+
+    @property
+    def name(self) -> str:
+        """The name in records."""
+        return "plain" if self.nodes == 1 else f"{self.nodes} nodes"
+
+    def limited(self, nodes: int, levels: int) -> AnyTree:
+        """Return the shape of a tree with fewer nodes."""
+        return replace(self, nodes=nodes)
 
 
 class Level(NamedTuple):
@@ -79,6 +110,10 @@ class PathTree:
     def name(self) -> str:
         """The name in records."""
         return f"{self.nodes} nodes"
+
+    def limited(self, nodes: int, levels: int) -> AnyTree:
+        """Return the shape of a tree with fewer nodes."""
+        return AnyTree(nodes, self.max_commit - 1)
 
     @property
     def parent(self) -> list[int]:
@@ -202,7 +237,7 @@ class StaticHeadDrafter(HeadDrafter):
     The expanded ranks are fixed: every index is known beforehand and kept on the device.
     """
 
-    grows = False
+    grows = reads_costs = False
 
     def __init__(self, head, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)

@@ -33,9 +33,8 @@ class Drafter(nn.Module):
     reads = True  # `propose` reads the newly committed tokens; if not, they add up until `prefill_behind`
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled = 1.0  # factor of its scores at temperature 1
-    grows = False  # it drafts trees of any size, see `HeadDrafter.with_tree`
-    headless: Drafter | None = None  # what drafts while the head is off
-    may_pass = False  # it may have no draft, see `has_draft`
+    grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
+    reads_costs = False  # `propose` reads `State.costs`; if not, they limit the tree that it proposes
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
@@ -98,10 +97,6 @@ class Drafter(nn.Module):
     def finish(self, tokens: list[int]) -> None:
         """Learn from a finished request: its prompt and output. Called between steps."""
 
-    def has_draft(self, step, state, slots: Tensor) -> bool:
-        """Return whether there is anything to propose, for a drafter that `may_pass`."""
-        return True
-
     def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Run over a chunk of the prompt: tokens of `state` at positions [B, C], their features [B, C, F].
 
@@ -162,6 +157,10 @@ class NetworkDrafter(Drafter):
     Raises ValueError on a tree that is wider or deeper.
     """
 
+    reads_costs = True
+    # Largest tree of a greedy step and of a sampled one, which draws the noise of every level in advance.
+    max_trees = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
+    child_gain = 0.5  # expected gain of a node's children / that of the node
     _ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
     read_ahead = 0  # tokens in its cache beyond those of the target's: 1 if it has read the root
 
@@ -169,20 +168,35 @@ class NetworkDrafter(Drafter):
         self, shape: TreeShape, vocabulary: int, coupled: bool = True, drafts: int | None = None
     ):
         super().__init__(shape)
-        levels = shape.max_commit - 1
-        if shape.width > vocabulary:
-            raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
+        self.coupled, self.vocabulary, self.drafts = coupled, vocabulary, drafts
+        self._check_shape()
+
+    def _check_shape(self) -> None:
+        levels, drafts = self.shape.max_commit - 1, self.drafts
+        if self.shape.width > self.vocabulary:
+            raise ValueError(f"tree: width {self.shape.width} exceeds the head's vocabulary of"
+                             f" {self.vocabulary}")
         if drafts is not None and levels > drafts:
             raise ValueError(f"tree: {levels} levels below its root, the head drafts {drafts} tokens ahead")
-        self.coupled = coupled
-        self.deepest = None if drafts is None else drafts - 1  # depth of the deepest tree; None: unlimited
+
+    @property
+    def deepest(self) -> int | None:
+        """The depth of the deepest tree, None: unlimited."""
+        return None if self.drafts is None else self.drafts - 1
+
+    def with_tree(self, shape: TreeShape) -> NetworkDrafter:
+        """Return a drafter of other trees with the same network and, if allocated, the same caches."""
+        other = copy.copy(self)
+        other.shape = shape
+        other._check_shape()
+        return other
 
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         last = self.catch_up(step, state, slots)
         growth = self.grow(step, last, state, slots, self.draft_noise(noise))
         if state.costs is not None:  # a compiled graph must change nothing but tensors
             state.levels = len(growth.scores) - 1
-        return step.call(Growth.prune, growth, state.root[:, 0], state.costs)
+        return growth.prune(step, state.root[:, 0], state.costs)
 
     def grow(self, step, last: Tensor, state, slots: Tensor, noise: Tensor | None) -> Growth:
         """Return all candidates below the root.
@@ -196,7 +210,7 @@ class NetworkDrafter(Drafter):
         row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
         for level in range(shape.depth):
             if state.costs is not None:
-                rows = state.costs.expand(growth.beam_scores, k)
+                rows = state.costs.expand(growth.beam_scores, k, self.child_gain)
                 if not rows:
                     break
                 growth.narrow(rows)
@@ -250,12 +264,6 @@ class HeadDrafter(NetworkDrafter):
     def __init__(self, head, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, head.args.draft_vocab_size, coupled, head.args.drafts)
         self.head, self.aux_layers = head, head.args.aux_layers
-
-    def with_tree(self, shape: TreeShape) -> HeadDrafter:
-        """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
-        other = type(self)(self.head, shape, self.coupled)
-        other.method, other.caches, other.all_layers = self.method, self.caches, self.all_layers
-        return other
 
     def new_caches(
         self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str

@@ -532,9 +532,7 @@ class Engine:
         try:
             for sampling in samplings or (Sampling(),):
                 sampling = replace(sampling, stop=(), json_schema=None, limits=None)
-                repeated = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a draft there
-                for prompt in ([0], repeated) if self.drafter.may_pass else ([0],):
-                    self.generate([prompt], replace(sampling, max_new_tokens=2))
+                self.generate([[0]], replace(sampling, max_new_tokens=2))
                 self.scheduler.warm_up(self, sampling)
                 if self.passes.prepared:
                     extensions.load(extensions.LAUNCH_ALL)(self, Modes.of([sampling]), every_length)

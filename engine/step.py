@@ -82,7 +82,10 @@ class Step:
 
     def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         """Draft a tree below the root. slots [n]: the live cache slots; noise: as for `Drafter.propose`."""
-        return drafter.propose(self, state, slots, noise)
+        drafted = drafter.propose(self, state, slots, noise)
+        if state.costs is None or drafter.reads_costs:
+            return drafted
+        return state.costs.limit(self, drafted)
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor):
         """Return which slots each token of a pass attends to, as the attention of this step reads it.

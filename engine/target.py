@@ -90,7 +90,8 @@ class Target:
         drafter = self._drafter(drafting, max_seq_len, batch)
         scheduler = None
         # On our CPU kernels a choice never changes the text. Elsewhere it may, at near ties.
-        if drafter and (step_of(self.model).batch_invariant or drafting.tree == "auto" or drafter.may_pass):
+        exact = step_of(self.model).batch_invariant
+        if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
             drafter, scheduler = schedule(drafter, self.model, drafting.tree, self._compiles)
         engine = Engine(

@@ -113,8 +113,11 @@ class CpuStep(Step):
     def advance(self, growth: Growth) -> Tensor:
         return growth.set_beam(*self.ops.advance(*growth.newest, growth.shape.width))
 
-    def prune(self, growth: Growth, root: Tensor, costs=None) -> Tree:
-        return Tree(*self.ops.prune(*growth.candidates, root, growth.shape.nodes, *costs or packed.NO_COSTS))
+    def best_below(
+        self, root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
+        costs=None,
+    ) -> Tree:
+        return Tree(*self.ops.prune(scores, tokens, parents, root, nodes, *costs or packed.NO_COSTS))
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network

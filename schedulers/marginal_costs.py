@@ -1,9 +1,14 @@
 """The marginal cost of drafted levels and nodes, which limits a tree to those that reduce latency."""
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
+
+from tree import Tree, best_below
+
+UNSCORED = math.log(0.4)  # assumed log-probability of a drafted token if its drafter gives none
 
 
 class MarginalCosts(NamedTuple):
@@ -29,18 +34,24 @@ class MarginalCosts(NamedTuple):
         ranked = scores.sort(descending=True).values.exp()
         return (self.confidence[:, None] * ranked).clamp(max=1).sum(0)
 
-    def expand(self, scores: Tensor, limit: int) -> int:
+    def expand(self, scores: Tensor, limit: int, child_gain: float = 0.5) -> int:
         """Return how many of the newest nodes [B, n] to expand, at most `limit`; 0: grow no further level.
 
-        The children of a node are assumed to gain half of what it gains. So a node is expanded if its gain is
-        at least twice the cost of a node.
+        child_gain: expected gain of a node's children / that of the node.
         """
-        gains = self._gains(scores)[:limit]
-        gains = gains[gains >= 2 * self.nodes[0]]
-        return len(gains) if float(gains.sum()) / 2 >= self.level else 0
+        gains = child_gain * self._gains(scores)[:limit]
+        gains = gains[gains >= self.nodes[0]]
+        return len(gains) if float(gains.sum()) >= self.level else 0
 
     def keep(self, scores: Tensor) -> int:
         """Return how many of the best candidates [B, C] to keep: those that maximize gain minus cost."""
         gains = self._gains(scores)[: len(self.nodes)]
         surplus = (gains - self.nodes[: len(gains)]).cumsum(0).tolist()
         return max(range(len(surplus) + 1), key=lambda n: surplus[n - 1] if n else 0.0)
+
+    def limit(self, step, tree: Tree) -> Tree:
+        """Return the nodes of a proposed tree that are worth their cost. step: an `engine.step.Step`."""
+        scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
+        scores, tokens, parents = (x[:, 1:] for x in (scores.float(), tree.tokens, tree.parent - 1))
+        nodes = tree.tokens.shape[1]
+        return step.call(best_below, tree.tokens[:, 0], scores, tokens, parents, nodes, nodes - 1, self)

@@ -45,13 +45,13 @@ def test_a_damaged_head_ends_no_start(folder, file):
     (folder / "eagle3" / file).write_bytes(b"{}")
     said: list[str] = []
     llm = load(folder, "auto", compile=False, say=said.append)
-    assert llm.engine.drafter.may_pass and any(str(folder / "eagle3") in line for line in said)
+    assert llm.engine.drafter.network is None and any(str(folder / "eagle3") in line for line in said)
     with pytest.raises(InputError, match="eagle3"):
         load(folder, "eagle3", compile=False)
 
 
-def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder, monkeypatch):
-    """Both kinds of steps occur, and the text is that of plain decoding. All steps seem to take the same."""
+def test_text_of_auto_is_plain_text(folder, monkeypatch):
+    """With joint trees that are limited step by step. All steps seem to take the same time."""
     add = Tuner.add
     monkeypatch.setattr(Tuner, "add", lambda tuner, *step: add(tuner, *step[:-1], 1.0))
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
@@ -62,4 +62,4 @@ def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder, mon
     plain, auto = (engine.generate(prompts, sampling) for engine in engines)
     assert [one.ids for one in plain] == [other.ids for other in auto]
     kinds = {name for request in auto for name in request.trees}
-    assert any("/" in name for name in kinds) and any("nodes" in name for name in kinds), kinds
+    assert len(kinds) > 2 and any("nodes" in name for name in kinds), kinds

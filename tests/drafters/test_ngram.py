@@ -1,5 +1,6 @@
 """N-gram matching: the continuations it proposes are those a plain search finds, in each of its sources."""
 import json
+import math
 import random
 
 import pytest
@@ -12,7 +13,8 @@ from drafters.ngram import HITS, INDEXED, SEPARATOR, NGram, TokenFile
 from engine.engine import Engine
 from engine.step import TORCH
 from sampling.options import Sampling
-from schedulers.cost_model import AskingScheduler
+from schedulers.cost_model import NOMINAL_COSTS, CostScheduler, Tuner
+from tree import Tree
 
 
 def places(text: list[int], shortest: int, longest: int) -> list[tuple[int, int]]:
@@ -38,6 +40,11 @@ def searched(text: list[int], lengths, shortest: int, longest: int) -> list[list
     return found + [[text[last]] * n for n in lengths[len(found) :]]
 
 
+def has_match(tree: Tree) -> bool:
+    """True if a first token is accepted more often than once in five times."""
+    return bool((tree.scores[:, 1] > math.log(0.2)).any())
+
+
 @pytest.mark.parametrize(
     "lengths, shortest, longest", [((7, 3, 1), 2, 4), ((4, 4), 1, 2), ((5,), 3, 3), ((2, 2, 2, 2), 1, 1)]
 )
@@ -52,7 +59,7 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
         want = searched(text, lengths, shortest, longest)
         got = dict(zip(drafter.shape.paths, tree.tokens[b, 1:].tolist()))
         assert [[got[(c, *[0] * i)] for i in range(n)] for c, n in enumerate(lengths)] == want, text
-        guess = drafter.has_draft(TORCH, state_of([text]), torch.arange(60))
+        guess = has_match(drafter.propose(TORCH, state_of([text]), torch.arange(60), None))
         # A match of one token is rarely right.
         assert guess == (longest > 1 and any(places(text, max(shortest, 2), longest)))
         hits += guess
@@ -61,10 +68,11 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
 
 def test_without_a_match_the_step_is_a_plain_one(models):
     """On a CPU the tree is not even verified; the golden target repeats itself, and is drafted then."""
-    options = {"compile": False, "max_seq_len": 200, "scheduler": AskingScheduler()}
-    engine = Engine(models[0], NGram(shortest=4), **options)
+    drafter = NGram(shortest=4)
+    scheduler = CostScheduler(Tuner((drafter.shape, drafter.shape), costs=NOMINAL_COSTS))
+    engine = Engine(models[0], drafter, compile=False, max_seq_len=200, scheduler=scheduler)
     sizes = {len(draft.tokens) for draft in drafts(engine, list(b"abcdefgh"), Sampling(40))}
-    assert sizes == {1, 12}
+    assert 1 in sizes and 5 < max(sizes) <= 12
 
 
 def test_finished_requests_are_searched_too():
@@ -72,13 +80,16 @@ def test_finished_requests_are_searched_too():
     drafter, state = NGram(history=12), state_of([[1, 2, 3], [7, 8, 9]])
     slots, tokens = torch.arange(60), [[9, 1, 2, 3, 4, 5], [7, 8, 9], [8, 9, 6, 5]]
 
+    def found() -> bool:
+        return has_match(drafter.propose(TORCH, state, slots, None))
+
     def drafted() -> list[list[int]]:
         tree = drafter.propose(TORCH, state, slots, None)
         return tree.tokens[:, [1 + drafter.shape.paths.index((0,) + (0,) * i) for i in range(3)]].tolist()
 
-    assert drafted() == [[3, 3, 3], [9, 9, 9]] and not drafter.has_draft(TORCH, state, slots)
+    assert drafted() == [[3, 3, 3], [9, 9, 9]] and not found()
     drafter.finish(tokens[0])
-    assert drafted() == [[4, 5, 3], [9, 9, 9]] and drafter.has_draft(TORCH, state, slots)
+    assert drafted() == [[4, 5, 3], [9, 9, 9]] and found()
     drafter.finish(tokens[1])  # ends with the match
     drafter.finish(tokens[2])
     assert drafted() == [[3, 3, 3], [6, 5, 9]]  # the first is forgotten

@@ -211,7 +211,7 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
 
     tuner.start(request)
     tuner.run_trials(1, False, step)
-    assert {*kinds} == {None, Plan(shape)} and "tree 32/3/4, as they pay" in tuner.describe([1], False)
+    assert {*kinds} == {None, Plan(shape)} and "tree 32/3/4, limited to what reduces latency" in tuner.describe([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
             step(emitted)
@@ -235,7 +235,7 @@ def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
 @pytest.mark.parametrize("head", (False, True))
 def test_without_drafts_trust_returns(head):
     """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
-    acceptance = Acceptance(0.7, 1.0, 0.2, REQUEST_DECAY)
+    acceptance = Acceptance(0.7, 1.0, 0.2, memory=REQUEST_DECAY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
     assert acceptance.confidence.value == pytest.approx(1, abs=0.01)

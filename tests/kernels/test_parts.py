@@ -136,7 +136,7 @@ def test_prune_and_accept(both, shape, priced):
                 growth.advance()
             growth.extend(*children(B, k, k))
         price = random_costs(seed, shape.nodes, B) if priced else None
-        drafted = backend.call(Growth.prune, growth, integers(6, (B,), next(draw)), price)
+        drafted = growth.prune(backend, integers(6, (B,), next(draw)), price)
         chosen = integers(6, drafted.tokens.shape, next(draw))
         return drafted, *backend.accept(drafted, chosen, shape.max_commit)
 

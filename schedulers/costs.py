@@ -1,0 +1,178 @@
+"""Seconds of steps by the size of their trees: timed in trials, then corrected by every step."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from schedulers.marginal_costs import MarginalCosts
+from tree import TreeShape
+
+MAX_FLAT_NODES = 5  # nodes of the largest tree with one level that is timed
+MAX_SLOWDOWN = 3.0  # a step / a plain step; above it no larger tree is timed
+MAX_DELAY = 1.5  # measured / predicted seconds, clamped: other programs delay single steps
+PRIOR_FIT_STEPS = 5.0  # weight of the prior `node_load_factor == load_factor`, in steps
+MIN_COST_RATIO = 0.002  # seconds of a level or a node / seconds of a plain step: nothing is free
+FIT_DECAY = 0.96  # weight of a step relative to the next one in the fit of the load factors
+PLAIN_STEP_WEIGHT = 0.3  # of a plain step in the moving average of `Costs.plain`
+MAX_LOAD_DRIFT = 1.1  # change of the load factor, either way, after which plain steps are timed again
+PLAIN_VALID_STEPS = 16  # drafted steps after a plain one that leave `Costs.plain` as measured
+ESTIMATED_STEP_WEIGHT = 0.25  # of a drafted step that did not run: its seconds are estimated
+
+
+class Size(NamedTuple):
+    """Size of a drafted tree: nodes, root included, and levels grown after the first."""
+
+    nodes: int
+    levels: int
+
+
+class Trial(NamedTuple):
+    """A tree to time: nodes, root included, and whether all levels are grown, or only the first.
+
+    0 nodes: plain decoding.
+    """
+
+    nodes: int
+    deep: bool = False
+
+
+PLAIN_TRIAL = Trial(0)
+TRIALS = (
+    PLAIN_TRIAL, Trial(1), Trial(MAX_FLAT_NODES),
+    *(Trial(n, True) for n in (MAX_FLAT_NODES, 8, 12, 16, 24, 32)),
+)
+REQUIRED_TRIALS = {*TRIALS[:3]}
+Trials = dict[Trial, list[tuple[Size, float]]]  # size and seconds of each step
+
+
+def fastest(steps: list[tuple[Size, float]]) -> float:
+    """Return the least seconds: other programs only add delay."""
+    return min(seconds for _, seconds in steps)
+
+
+def trial_seconds(trials: Trials) -> float:
+    """Return the seconds of all trials."""
+    return sum(seconds for steps in trials.values() for _, seconds in steps)
+
+
+class Costs:
+    """Seconds of steps over one number of sequences: plain steps, and drafted ones by tree size.
+
+    A drafted step takes `base` seconds, plus more for each level and each node. Two load factors, measured /
+    predicted seconds, are fitted to real steps by least squares: `load_factor` of all but the nodes, and
+    `node_load_factor` of the nodes, whose attention grows with the context. The prior is that both are equal,
+    as steps with small trees of similar size do not separate them. Steps that do not run are assumed to
+    change by the same factor as those that do.
+    """
+
+    def __init__(self, plain: float, base: float, level: float = 0.0, node_seconds: Iterable[float] = (0.0,)):
+        """node_seconds: of the first drafted node, of the second, and so on."""
+        self.plain, self.measured_plain = plain, plain  # now, and in the trials
+        self.base, self.level, self.node_seconds = base, level, [*node_seconds]
+        self.cumulative = [0.0, *accumulate(self.node_seconds)]
+        self.prior_weight = PRIOR_FIT_STEPS * self._nodes(MAX_FLAT_NODES) ** 2
+        self.sums = [0.0] * 5
+        self._learn(base + level, self._nodes(MAX_FLAT_NODES), base + level + self._nodes(MAX_FLAT_NODES))
+        self.load_drift, self.steps_since_plain = 1.0, 0  # since the last plain step
+
+    @property
+    def stale(self) -> bool:
+        """True if the load has changed and no plain step has been timed since."""
+        return not 1 / MAX_LOAD_DRIFT < self.load_drift < MAX_LOAD_DRIFT
+
+    @classmethod
+    def from_trials(cls, trials: Trials) -> Costs:
+        """Build costs from trials, which include REQUIRED_TRIALS.
+
+        The cost of a node does not fall with the size of the tree. Measurements that say so are noise and are
+        averaged (isotonic regression).
+        """
+        seconds = {trial: fastest(steps) for trial, steps in trials.items()}
+        plain, base, flat = (seconds[trial] for trial in TRIALS[:3])
+        deep = [t for t in TRIALS if t.deep and t in trials]
+        pools: list[tuple[float, int]] = []  # seconds of nodes, and their number
+        for s, t in (TRIALS[1:3], *pairwise(deep)):
+            more, nodes = seconds[t] - seconds[s], t.nodes - s.nodes
+            while pools and pools[-1][0] / pools[-1][1] > more / nodes:
+                before = pools.pop()
+                more, nodes = more + before[0], nodes + before[1]
+            pools.append((more, nodes))
+        floor = MIN_COST_RATIO * plain
+        node_seconds = [max(more / nodes, floor) for more, nodes in pools for _ in range(nodes)]
+        levels = trials[deep[0]][0][0].levels if deep else 0
+        level = (seconds[deep[0]] - flat) / levels if levels else base - plain
+        return cls(plain, max(base, plain), max(level, floor), node_seconds)
+
+    def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
+        """Return costs between these and `other`, for another number of sequences. scale: of the nodes."""
+        def now(c: Costs) -> list[float]:
+            return [c.plain, c.load_factor * c.base, c.load_factor * c.level] + [
+                c.node_load_factor * x * scale for x in c.node_seconds
+            ]
+
+        plain, base, level, *node_seconds = (
+            one + (two - one) * fraction for one, two in zip(now(self), now(other))
+        )
+        return Costs(plain, base, level, node_seconds)
+
+    def _nodes(self, count: int) -> float:
+        """Return the seconds of a tree's nodes in the trials. count: with the root, which takes none."""
+        known = len(self.node_seconds)
+        return (
+            self.cumulative[count - 1] if count <= known
+            else self.cumulative[-1] + (count - 1 - known) * self.node_seconds[-1]
+        )
+
+    def seconds(self, size: Size, head: bool) -> float:
+        """Predict the seconds of a step under the present load. head: the draft head runs."""
+        bare = self.load_factor * (self.base + self.level * size.levels) if head else self.plain
+        return bare + self.node_load_factor * self._nodes(size.nodes)
+
+    def relative_cost_of(self, size: Size, head: bool = True) -> float:
+        """Predict the seconds of a step / the seconds of a plain step."""
+        return self.seconds(size, head) / self.plain
+
+    def marginal(self, speed: float, shape: TreeShape, confidence: list[float]) -> MarginalCosts:
+        """Return costs in tokens. speed: tokens emitted in the time of a plain step."""
+        rate = speed / self.plain
+        nodes = [rate * self.node_load_factor * node for node in self.node_seconds[: shape.nodes - 1]]
+        nodes += [math.inf] * (shape.nodes - 1 - len(nodes))
+        level = rate * self.load_factor * self.level
+        return MarginalCosts(level, torch.tensor(nodes), torch.tensor(confidence))
+
+    def add(self, size: Size, head: bool, seconds: float) -> None:
+        """Update the load factors, or `plain`, from a measured step."""
+        seconds, nodes = min(seconds, MAX_DELAY * self.seconds(size, head)), self._nodes(size.nodes)
+        before = self.load_factor
+        if head:
+            self._learn(self.base + self.level * size.levels, nodes, seconds)
+            self.steps_since_plain += 1
+            self.plain *= self.load_factor / before if self.steps_since_plain > PLAIN_VALID_STEPS else 1.0
+            self.load_drift *= self.load_factor / before
+        else:
+            self.steps_since_plain = 0
+            measured = max(seconds - self.node_load_factor * nodes, self.plain / 2)
+            self.plain += PLAIN_STEP_WEIGHT * (measured - self.plain)
+            self.load_drift += PLAIN_STEP_WEIGHT * (1 - self.load_drift)
+            self._learn(
+                ESTIMATED_STEP_WEIGHT * self.base, 0.0,
+                ESTIMATED_STEP_WEIGHT * self.base * self.plain / self.measured_plain,
+            )
+
+    def _learn(self, bare: float, nodes: float, seconds: float) -> None:
+        """Fit load_factor * bare + node_load_factor * nodes to the seconds of recent steps.
+
+        bare: seconds of all but the nodes in the trials.
+        """
+        new = bare * bare, bare * nodes, nodes * nodes, bare * seconds, nodes * seconds
+        self.sums = [FIT_DECAY * old + x for old, x in zip(self.sums, new)]
+        a, b, c, x, y = self.sums
+        a, b, c = a + self.prior_weight, b - self.prior_weight, c + self.prior_weight
+        self.load_factor = self.node_load_factor = x / self.sums[0]
+        if (area := a * c - b * b) > 1e-9 * a * c:
+            self.load_factor = max((c * x - b * y) / area, self.load_factor / 2)
+            self.node_load_factor = max((a * y - b * x) / area, self.load_factor / 2)
