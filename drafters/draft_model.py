@@ -26,8 +26,7 @@ class DraftModel(NetworkDrafter):
     """
 
     read_ahead, grows = 1, True
-    # A token of the same family is accepted more often than a head's, and its children nearly as often.
-    max_trees, child_gain = (TreeShape(20, 15, 2), TreeShape(16, 7, 2)), 0.8
+    max_trees = TreeShape(20, 15, 2), TreeShape(16, 7, 2)
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
@@ -52,6 +51,10 @@ class DraftModel(NetworkDrafter):
         positions, visible = catch_up_tokens(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, newest(state, h.shape[1]))
+
+    def expand(self, costs, scores: Tensor, level: int) -> int:
+        # Its tokens are accepted more often than those of a head, and their children nearly as often.
+        return costs.expand(scores, self.shape.width, child_gain=0.8, above=level + 1)
 
     def _forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor

@@ -160,7 +160,6 @@ class NetworkDrafter(Drafter):
     reads_costs = True
     # Largest tree of a greedy step and of a sampled one, which draws the noise of every level in advance.
     max_trees = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
-    child_gain = 0.5  # expected gain of a node's children / that of the node
     _ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
     read_ahead = 0  # tokens in its cache beyond those of the target's: 1 if it has read the root
 
@@ -210,7 +209,7 @@ class NetworkDrafter(Drafter):
         row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
         for level in range(shape.depth):
             if state.costs is not None:
-                rows = state.costs.expand(growth.beam_scores, k, self.child_gain)
+                rows = self.expand(state.costs, growth.beam_scores, level)
                 if not rows:
                     break
                 growth.narrow(rows)
@@ -224,6 +223,10 @@ class NetworkDrafter(Drafter):
             if level + 1 < shape.depth:
                 feature = pick(feature, step.call(Growth.advance, growth))
         return growth
+
+    def expand(self, costs, scores: Tensor, level: int) -> int:
+        """Return how many nodes of a level to expand. scores [B, k]: of its best nodes."""
+        return costs.expand(scores, self.shape.width)
 
     def _best(
         self, step, h: Tensor, noise: Tensor | None, level: int, k: int

@@ -34,14 +34,17 @@ class MarginalCosts(NamedTuple):
         ranked = scores.sort(descending=True).values.exp()
         return (self.confidence[:, None] * ranked).clamp(max=1).sum(0)
 
-    def expand(self, scores: Tensor, limit: int, child_gain: float = 0.5) -> int:
+    def expand(self, scores: Tensor, limit: int, child_gain: float = 0.5, above: int = 0) -> int:
         """Return how many of the newest nodes [B, n] to expand, at most `limit`; 0: grow no further level.
 
-        child_gain: expected gain of a node's children / that of the node.
+        child_gain: expected gain of a node's children / that of the node. above: nodes that are kept if a
+        child is kept, its ancestors. If they are given, the level has to pay for the child too.
         """
+        cost = float(self.nodes[min(above, len(self.nodes) - 1)])
         gains = child_gain * self._gains(scores)[:limit]
-        gains = gains[gains >= self.nodes[0]]
-        return len(gains) if float(gains.sum()) >= self.level else 0
+        gains = gains[gains >= cost]
+        net = float(gains.sum()) - (cost * len(gains) if above else 0)
+        return len(gains) if net >= self.level else 0
 
     def keep(self, scores: Tensor) -> int:
         """Return how many of the best candidates [B, C] to keep: those that maximize gain minus cost."""
