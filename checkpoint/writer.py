@@ -19,7 +19,7 @@ from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES
 from common.errors import InputError
 from common.schema import named
-from common.threads import parallel_map
+from common.parallel import parallel_map
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
