@@ -25,7 +25,6 @@ from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES, listed, opened
 from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
-from common.parallel import parallel_map
 from common.schema import named
 from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import (

@@ -18,8 +18,8 @@ from checkpoint.load import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
 from checkpoint.weights import STORED_DTYPES
 from common.errors import InputError
-from common.schema import named
 from common.parallel import parallel_map
+from common.schema import named
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 

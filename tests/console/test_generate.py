@@ -114,8 +114,7 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
 
 def test_auto_tree_says_what_it_drafts(cli):
     done = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "--max-new-tokens", 20)
-    assert "trees of up to 32 nodes, limited to what reduces latency (just timed: a step with 5 nodes takes"
-    in done.err
+    assert "trees of up to 32 nodes, limited to what reduces latency (just timed: a step with" in done.err
 
 
 def test_raw_system_and_template_reach_the_model(cli, llm):
