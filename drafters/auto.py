@@ -1,14 +1,21 @@
-"""--speculate auto: the best head in the checkpoint's folder, joined with prompt lookup."""
+"""--speculate auto: the best head in the checkpoint's folder, or a smaller model beside it, and prompt
+lookup.
+"""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from checkpoint.load import CONFIG, WEIGHTS, is_ours
 from common.errors import InputError
+from common.files import read_json
 from engine.drafting import Drafting
 from extensions import METHODS
 
+MAX_DRAFT_SIZE = 0.5  # bytes of a draft model / bytes of the target
+MAX_PADDING = 1024  # embedding rows without a token
 # The first of these that the target has is used.
 PRIORITY = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"
 
@@ -21,9 +28,28 @@ def heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[s
             yield name, folder
 
 
+def draft_model_beside(checkpoint: Path) -> Path | None:
+    """Return the smallest model in the target's parent folder that may draft for it, None without one.
+
+    It has as many token ids, but for padding, and at most MAX_DRAFT_SIZE of the target's bytes. Whether the
+    ids are the same is checked when it is loaded.
+    """
+    def size(folder: Path) -> int:
+        return (folder / WEIGHTS).stat().st_size
+
+    vocabulary, found = read_json(checkpoint / CONFIG)["vocab_size"], []
+    for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
+        with contextlib.suppress(InputError, OSError):
+            other, folder = read_json(config), config.parent
+            if is_ours(other) and other["kind"] == "target" and not other.get("delta_layers"):
+                near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
+                found += [folder] if near and size(folder) <= MAX_DRAFT_SIZE * size(checkpoint) else []
+    return min(found, key=size, default=None)
+
+
 def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
     """Return the drafting that "auto" stands for: a head in the target's folder, or the one that --draft
-    names, joined with prompt lookup; without one prompt lookup.
+    names, or a draft model beside the target, joined with prompt lookup; without one prompt lookup.
 
     log: called with a line about the choice. Raises InputError if --draft names no head.
     """
@@ -40,6 +66,9 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
     if drafting.draft:
         raise InputError(f"--speculate auto: --draft {drafting.draft}: is no head; name one, or"
                          " --speculate draft-model for a smaller model")
+    if model := draft_model_beside(checkpoint):
+        log(f"--speculate auto: the smaller model {model} drafts, and the text where it repeats itself")
+        return replace(drafting, method="lookup+draft-model", draft=model, window=None, optional=True)
     given = (("--tree", drafting.tree), ("--draft-window", drafting.window))
     unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
     log(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"

@@ -38,6 +38,22 @@ def test_a_head_elsewhere(folder, tmp_path):
             Drafting("auto", draft=other).resolve(folder, lambda line: None)
 
 
+def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
+    """The smallest of at most half the size; here it is damaged, and prompt lookup drafts alone."""
+    for kind in ("eagle", "eagle3"):
+        shutil.rmtree(folder / kind)
+    for name, part in (("small", 3), ("smaller", 4), ("large", 1)):
+        (tmp_path / name).mkdir()
+        shutil.copy(golden / "config.json", tmp_path / name)
+        weights = (golden / "model.safetensors").read_bytes()
+        (tmp_path / name / "model.safetensors").write_bytes(weights[: len(weights) // part])
+    said: list[str] = []
+    found = Drafting("auto").resolve(folder, said.append)
+    assert (found.method, found.draft) == ("lookup+draft-model", tmp_path / "smaller") and len(said) == 1
+    assert load(folder, "auto", compile=False, say=said.append).engine.drafter.network is None
+    assert any(str(tmp_path / "smaller") in line and "alone" in line for line in said), said
+
+
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))
 def test_a_damaged_head_ends_no_start(folder, file):
     """Its name given, it does."""
