@@ -34,6 +34,7 @@ class Drafter(nn.Module):
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled = 1.0  # factor of its scores at temperature 1
     grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
+    whole = False  # its trees cannot be limited by costs
     reads_costs = False  # `propose` reads `State.costs`; if not, they limit the tree that it proposes
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):

@@ -340,7 +340,7 @@ class Tuner:
         what = f"trees of up to {shape.nodes} nodes" if self.cuts else f"tree {shape.name}"
         if not self._costs:
             return f"{what}, limited to what reduces latency (not timed)"
-        size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, shape.depth)
+        size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, 0)
         one, *more = ((self.costs(n, noisy).relative_cost_of(size), n) for n in counts)
         line = f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one"
         others = "".join(f", {x:.2f} x with {n} requests" for x, n in more)
@@ -381,11 +381,11 @@ class CostScheduler(Scheduler):
         passes, drafter = engine.passes, engine.passes.drafter
         self.tuner.is_timed = self.tuner.is_timed and engine.lag == 0
         self.counts = sorted({engine.step_counts[0], engine.batch})  # numbers of sequences that are timed
-        # On a CPU only: a compiled step has a tree of one size.
-        headless = None if passes.on_cuda else headless_of(drafter)
+        # A compiled step has a tree of one size, and so have some drafters: then it is on or off.
+        headless = headless_of(drafter) if self.tuner.cuts and not passes.on_cuda else None
         self.headless = headless if headless in (None, drafter) else passes.without_head(copy.copy(headless))
-        has_network = drafter.network is not None
-        self.trees = {shape: with_tree(drafter, shape) for shape in self.tuner.shapes if has_network}
+        switched = drafter.network is not None or not self.tuner.cuts
+        self.trees = {shape: with_tree(drafter, shape) for shape in self.tuner.shapes if switched}
 
     @property
     def drafters(self) -> list[Drafter]:
@@ -463,7 +463,7 @@ def schedule(
     if target.ranks is not None:
         if tree == "auto":
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-        if static or drafter.network is not None:
+        if static or drafter.whole or drafter.network is not None:
             return drafter, None
         shapes = drafter.shape, drafter.shape
         return drafter, CostScheduler(Tuner(shapes, costs=NOMINAL_COSTS))
@@ -472,7 +472,7 @@ def schedule(
         tuned = tree == "auto" and grown is not None
         return drafter, CostScheduler(Tuner(fixed, cuts=False)) if tuned else None
     if grown is None:
-        return drafter, CostScheduler(Tuner(fixed))
+        return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.whole))
     levels = (grown.deepest if grown.deepest is not None else grown.max_trees[0].depth)
     if tree not in (None, "auto") or grown.vocabulary < grown.max_trees[0].width or levels < 2:
         return drafter, None

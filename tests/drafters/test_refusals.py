@@ -42,7 +42,6 @@ def folder(golden, tmp_path_factory) -> Path:
         ("larger", "has a vocabulary of 321, the target one of 320"),
         ("short", "reads 64 tokens, there is room for 65; --max-seq-len 64"),
     )),
-    ({"method": "draft-model", "draft": "short", "tree": "auto"}, "--speculate draft-model: takes --tree"),
     *(({"method": "rest", "flags": {"datastore": name}}, f"--datastore {name}: {words}") for name, words in (
         ("short", "no such file"), ("cut", "is no file of 8 to"), ("few", "is no file of 8 to"),
         ("other", "holds the id 320, the target knows 0 to 319"),
