@@ -116,14 +116,16 @@ class LLM:
         self._warm_up(options)
         return self.engine.run([ids], [options], [])
 
-    def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
+    def chat(self, messages: list[dict], *, variables: dict | None = None,
+             continue_final_message: bool = False, **sampling) -> Request:
         """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
 
-        See `generate`.
+        continue_final_message: continue the last message, as "prefix": True in it does. See `generate`.
         """
-        ids, options = self.encode(messages, variables=variables), with_options(Sampling, sampling)
-        self._warm_up(options)
-        return self.engine.generate([ids], options)[0]
+        goes_on = {"continue_final_message": True} if continue_final_message else {}
+        ids = self.encode(messages, variables={**(variables or {}), **goes_on})
+        self._warm_up(options := with_options(Sampling, sampling))
+        return self.engine.generate([ids], options, continues=bool(goes_on))[0]
 
     def _warm_up(self, sampling: Sampling) -> None:
         """Time the trees to choose from, and compile, before the first text of a kind: greedy or sampled."""

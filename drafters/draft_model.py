@@ -78,10 +78,16 @@ def build(setup: Setup) -> DraftModel:
                          f" {setup.max_seq_len}; --max-seq-len {own['max_seq_len']} is what both read")
     if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
-        if tokenizer is None or not tokenizer.same_ids(setup.tokenizer):
+        if tokenizer is None or not same_ids(tokenizer, setup.tokenizer):
             raise InputError(f"{folder}: has no tokenizer, or one that gives other ids than the target's")
     weight, ranks = target.embed.weight, target.ranks and target.ranks.for_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)
     return DraftModel(model, setup.tree, drafting.coupled)
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether every id stands for the same bytes, or the same control token, in both."""
+    sizes = one.vocab_size == other.vocab_size and one.control == other.control
+    return sizes and all(one.piece(i) == other.piece(i) for i in range(one.vocab_size))

@@ -61,7 +61,8 @@ class Server:
         if body.tools and not channels:
             form = BARE if body.is_forced else form_of(tokenizer.tool_template)
             shown = shown_tags(tokenizer.control) if form else []
-        jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
+        options = {"shown": shown, "continues": body.continues}
+        jobs = self._jobs(body, [body.dicts], options, variables=body.variables)
         return ChatReply(model, self.tokens, body, jobs, form=form, channels=channels)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
@@ -254,8 +255,7 @@ def add_tokenizer(app: FastAPI, server: Server) -> None:
             if body.messages is None:
                 bos, parse_special = body.add_special_tokens, body.parse_special
                 return tokenizer.encode(body.prompt, bos, parse_special=parse_special)
-            variables = {"add_generation_prompt": body.add_generation_prompt, **body.variables}
-            return tokenizer.chat(body.dicts, **variables)
+            return tokenizer.chat(body.dicts, **body.variables)
 
         ids = await in_thread(work)
         return {"tokens": ids, "count": len(ids), "max_model_len": server.max_seq_len}

@@ -17,6 +17,8 @@ from tokens.grammar import ANY_OBJECT
 RETRY_AFTER = "2"  # seconds
 STATUS_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
+EFFORT = "reasoning_effort"
+VARIABLES = {EFFORT, "add_generation_prompt", "continue_final_message"}  # of the template, with fields here
 # Fields that `Sampling` has under the same name.
 SAMPLED = {
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -91,7 +93,7 @@ class Message(Body, extra="allow"):
     """One message of a conversation, see `tokens.messages: ready`. Its other fields are for the template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any] | str] = ""
+    content: str | list[dict[str, Any] | str] | None = None
     tool_calls: list[ToolCall] | None = None
     function_call: FunctionCall | None = None
 
@@ -196,6 +198,10 @@ class Conversation(Body):
     reasoning_effort: Annotated[
         str | None, Field(max_length=64, description="a variable of the chat template")
     ] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="continue the last message, as its field prefix: true does")
+    ] = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -213,8 +219,17 @@ class Conversation(Body):
     def variables(self) -> dict:
         """The variables of the chat template, with the tools if there are some."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | self.chat_template_kwargs | ({"tools": tools} if tools else {})
+        own = self.model_dump(include=VARIABLES, exclude_none=True)
+        for key in own.keys() & self.chat_template_kwargs.keys() - {EFFORT}:
+            if self.chat_template_kwargs[key] != own[key]:
+                raise ValueError(f"{key}: the body and chat_template_kwargs contradict one another")
+        return own | self.chat_template_kwargs | ({"tools": tools} if tools else {})
+
+    @property
+    def continues(self) -> bool:
+        """True if the last message is to be continued."""
+        prefix = getattr(self.messages[-1], "prefix", False) is True
+        return bool(self.variables.get("continue_final_message", prefix))
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -304,7 +319,6 @@ class TokenizeBody(Conversation):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
     parse_special: ParseSpecial = True
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
 from tokens.calls import CallStream
 from tokens.channels import ChannelStream
+from tokens.messages import words_of
 from tokens.tokenizer import TextStream, Tokenizer
 
 LEAST = -9999.0  # a score in JSON, which has no infinity; as vLLM's
@@ -185,10 +186,15 @@ class ChatReply(Reply):
         prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-64:]))
         stream = ChannelStream if channels else partial(CallStream, form)
         self._streams = [stream(self.body.callable, prompt) for _ in self.jobs]
+        # The characters left of the message that the answer continues. In channels the prompt has it.
+        self._given = [0] * len(self.jobs)
+        if self.body.continues:
+            given = "" if channels else words_of(self.body.dicts[-1]["content"])["content"]
+            self._given = [max(0, len(given) - len(s.push(given))) for s in self._streams]
         self._called: set[int] = set()  # jobs that ended in calls
 
     def choice(self, i: int, job: Job) -> dict:
-        text = self._streams[i].push(job.request.text)
+        text = self._new(i, self._streams[i].push(job.request.text))
         rest, calls = self._finish(i)
         message = {"role": "assistant", "content": (text + rest) or (None if calls else ""), "refusal": None}
         if thoughts := self._streams[i].thoughts():
@@ -208,7 +214,7 @@ class ChatReply(Reply):
 
         if first:
             part({"role": "assistant", "content": ""})
-        text, calls = self._streams[i].push(event.text), []
+        text, calls = self._new(i, self._streams[i].push(event.text)), []
         if finish:
             rest, calls = self._finish(i)
             text += rest
@@ -224,12 +230,19 @@ class ChatReply(Reply):
             part({}, finish_reason=self.ending(i))
         return found
 
+    def _new(self, i: int, text: str) -> str:
+        """Return the part of a text that is no part of the message before it."""
+        old = min(self._given[i], len(text))
+        self._given[i] -= old
+        return text[old:]
+
     def ending(self, i: int) -> str:
         """As `Reply.ending`."""
         return "tool_calls" if i in self._called else super().ending(i)
 
     def _finish(self, i: int) -> tuple[str, list[dict]]:
         rest, calls = self._streams[i].finish()
+        rest = rest if calls else self._new(i, rest)
         if calls:
             self._called.add(i)
         elif self.body.is_forced:  # half a call, cut by the limit of tokens, is no text

@@ -1,16 +1,18 @@
 """Messages of conversations, made ready for chat templates.
 
-Clients and files write the same message in several ways. Templates read one: a text as content, arguments of
-calls as an object, thoughts under the names of `THOUGHTS`.
+Clients and files write the same message in several ways. Templates read one: a text as content, or null
+beside calls, arguments of calls as `Arguments`, thoughts under the names of `THOUGHTS`.
 """
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from common.errors import InputError
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # of parts
 ROLES = {"developer": "system", "function": "tool"}  # a newer and an older name: the one of templates
 
 
@@ -18,11 +20,91 @@ def _refuse(name: str):
     raise ValueError(f"{name} is no JSON")
 
 
+CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
+TAG = "\ue000end of the message\ue001 "  # with a space: a template that trims the message trims it, too
 JSON = json.JSONDecoder(parse_constant=_refuse, strict=False)  # texts may hold line ends
 
 
+class Arguments(dict):
+    """Arguments of a call: an object, and their JSON where a template takes them for a text."""
+
+    def __init__(self, found: dict, text: str):
+        super().__init__(found)
+        self._text = text
+
+    def changed(self, change: Callable) -> Arguments:
+        """Return the result of a change to object and text."""
+        return Arguments(change(dict(self)), change(self._text))
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+    def __getattr__(self, name: str):
+        if name in self or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._text, name)
+
+
+def ready_with(messages: Iterable[dict], variables: dict) -> tuple[list[dict], dict]:
+    """Return messages and variables of a template. Raises InputError on those that contradict one another."""
+    messages = [*messages]
+    last = messages[-1] if messages else {}
+    prefix = last.get("prefix") is True
+    going_on = variables.get(CONTINUE, prefix)
+    if prefix and (not going_on or last.get("role") != "assistant"):
+        raise InputError(f"prefix: is for a last message of the assistant, and contradicts {CONTINUE}: false")
+    if going_on:
+        if variables.get(GENERATION):
+            raise InputError(f"{CONTINUE} and {GENERATION} contradict one another; set one of them")
+        variables = {**variables, CONTINUE: going_on, GENERATION: False}
+        messages[-1:] = [{key: value for key, value in last.items() if key != "prefix"}] * bool(messages)
+    return ready(messages), variables
+
+
+def render(template, context: dict, messages: list[dict]) -> str:
+    """Render a jinja template with messages whose content may be null, or whose last one is to be continued.
+
+    Null becomes "" where the template fails with it, or writes None.
+    """
+    if not (field := context.pop(CONTINUE, False)):
+        return _render(template, context, messages)
+    field = field if isinstance(field, str) else "content"
+    given = messages[-1].get(field) if messages else None
+    if not isinstance(given, str):
+        raise ValueError(f"{CONTINUE}: the last message has no {field}")
+    tagged = dict.fromkeys(THOUGHTS if field in THOUGHTS else [field], given + TAG)
+    rendered = _render(template, context, [*messages[:-1], messages[-1] | tagged])
+    if (at := rendered.rfind(TAG.rstrip())) < 0 or given.strip() not in rendered:
+        raise ValueError(f"{CONTINUE}: it does not write the last message as it is")
+    # Without the tag's space the template has trimmed the message.
+    return rendered[:at] if rendered.startswith(TAG, at) else rendered[:at].rstrip()
+
+
+def _render(template, context: dict, messages: list[dict]) -> str:
+    def of(messages: list[dict]) -> str:
+        return template.render({**context, "messages": messages})
+
+    filled = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
+    try:
+        found = of(messages)
+    except Exception:
+        if filled == messages:
+            raise
+        return of(filled)
+    if filled != messages:
+        with contextlib.suppress(Exception):
+            return min(found, of(filled), key=lambda text: text.count("None"))
+    return found
+
+
 def ready(messages: Iterable[dict]) -> list[dict]:
-    """Return messages as chat templates take them, without keys that are null.
+    """Return messages as chat templates take them, without keys that are null but for content beside calls.
 
     Raises InputError on content that is no text.
     """
@@ -34,7 +116,8 @@ def _ready(message: dict) -> dict:
     calls, role = message.get("tool_calls"), message.get("role")
     if isinstance(message.get("function_call"), dict):  # OpenAI's older form
         calls = calls or [{"type": "function", "function": message.pop("function_call")}]
-    found = message | words_of(message.get("content", "")) | thoughts_of(message)
+    content = message.get("content", message.get("refusal", None if calls else ""))
+    found = message | ({"content": None} if content is None else words_of(content)) | thoughts_of(message)
     found |= {"role": ROLES.get(role, role), "tool_calls": [*map(_with_arguments, calls or ())]}
     return found if calls else {key: value for key, value in found.items() if key != "tool_calls"}
 
@@ -50,7 +133,7 @@ def words_of(content: str | list) -> dict[str, str]:
         if kind in ("thinking", "reasoning"):
             thoughts.append(words_of(part.get("thinking", part.get("text")))["content"])
             continue
-        text = part.get("text") if kind in ("text", "input_text", "output_text") else part
+        text = part.get(TEXTS[kind]) if kind in TEXTS else part
         if not isinstance(text, str):
             raise InputError(f"messages: {kind or text!r:.60} is no text; content has to be text")
         texts.append(text)
@@ -68,14 +151,18 @@ def thoughts_of(message: dict) -> dict[str, str]:
 
 
 def arguments_of(given: object) -> object:
-    """Return arguments of a call as an object if they are one, its JSON, or nothing; else unchanged."""
+    """Return arguments of a call as `Arguments` if they are an object, its JSON or nothing; or unchanged."""
     found = given
     while isinstance(found, str):
         try:
             found = JSON.decode(found) if found.strip() else None
         except (ValueError, RecursionError):
             return given
-    return {} if found in (None, []) else found if isinstance(found, dict) else given
+    found = {} if found in (None, []) else found
+    if not isinstance(found, dict):
+        return given
+    is_text = isinstance(given, str) and given.strip() and JSON.decode(given) == found
+    return Arguments(found, given if is_text else json.dumps(found, ensure_ascii=False))
 
 
 def _with_arguments(call: object) -> object:

@@ -24,11 +24,12 @@ PLAIN, ROLES = {"role", "content"}, ("system", "user", "assistant")
 JOINED = 64  # longest control token, in characters, whose end is searched for at the start of a text
 
 
-def ready(messages: list[dict]) -> list[dict]:
-    """Return messages as chat templates take them; see `tokens.messages`, which plain ones do not need."""
-    if all(m.keys() == PLAIN and m["role"] in ROLES and type(m["content"]) is str for m in messages):
-        return messages
-    return importlib.import_module("tokens.messages").ready(messages)
+def ready(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
+    """Return messages and variables as chat templates take them; plain ones do not need `tokens.messages`."""
+    is_plain = (m.keys() == PLAIN and m["role"] in ROLES and type(m["content"]) is str for m in messages)
+    if all(is_plain) and "continue_final_message" not in variables:
+        return messages, variables
+    return importlib.import_module("tokens.messages").ready_with(messages, variables)
 
 
 def render_template(template: Template, messages: list[dict], variables: dict) -> str:
@@ -36,9 +37,12 @@ def render_template(template: Template, messages: list[dict], variables: dict) -
     # Templates test for tools and documents, so these must be defined.
     context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
-        return _compile(template.text).render({**context, "messages": messages})
+        compiled = _compile(template.text)
+        if "continue_final_message" in context or any(m.get("content", "") is None for m in messages):
+            return importlib.import_module("tokens.messages").render(compiled, context, messages)
+        return compiled.render({**context, "messages": messages})
     except Exception as e:  # a template can raise anything
-        raise InputError(f"{template.file}: chat template: {one_line(e)}") from None
+        raise InputError(f"{template.file.name}: chat template: {one_line(e)}") from None
 
 
 class _Generation(Extension):
@@ -97,6 +101,8 @@ class ControlTokenMask:
         masks = {hidden: next(free) for hidden in self._hidden}
 
         def masked(value):
+            if hasattr(value, "changed"):  # `tokens.messages: Arguments`
+                return value.changed(masked)
             if isinstance(value, dict):
                 return {masked(key): masked(v) for key, v in value.items()}
             if isinstance(value, (list, tuple)):

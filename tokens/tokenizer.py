@@ -214,11 +214,12 @@ class Tokenizer:
 
         messages: {"role", "content"} dictionaries, in any form that `tokens.messages: ready` reads. BOS is
         there if the template writes it. The template gets `variables`, such as `enable_thinking`, or
-        `add_generation_prompt=False` for a conversation that ends with an answer. Nothing in messages or
-        variables becomes a control token. at_most: see `encode`. Raises InputError if there is no template,
-        it refuses the messages, or a content is no text.
+        `add_generation_prompt=False` for a conversation that ends with an answer.
+        `continue_final_message=True`, or "prefix": true in the last message, cuts the text after it.
+        Nothing in messages or variables becomes a control token. at_most: see `encode`. Raises InputError if
+        there is no template, it refuses the messages, or a content is no text.
         """
-        (hidden, more), originals = self._mask.hide((load(CHAT_TEMPLATES).ready(messages), variables))
+        (hidden, more), originals = self._mask.hide(load(CHAT_TEMPLATES).ready(messages, variables))
         rendered = self.render(hidden, **more).encode("utf-8", "replace").decode()
         self._check_size(rendered, at_most)
         text, find = rendered.translate(originals), self._backend.finder.find
@@ -278,11 +279,6 @@ class Tokenizer:
     def spelled(self, i: int) -> bytes:
         """Return the bytes of an id; of a control token, its name."""
         return self._names.get(i) or self.piece(i)
-
-    def same_ids(self, other: Tokenizer) -> bool:
-        """Return whether every id stands for the same bytes, or the same control token, in both."""
-        sizes = self.vocab_size == other.vocab_size and self.control == other.control
-        return sizes and all(self.piece(i) == other.piece(i) for i in range(self.vocab_size))
 
     def _bytes_of(self, i: int) -> bytes:
         token = self._backend.added.get(i)
