@@ -31,6 +31,8 @@ def parser() -> Options:
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=within(1, 256), help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
     add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
+    add("--max-tokens", type=within(1, 1 << 20), default=2048,
+        help="of an answer whose request gives no limit (default 2048)")
     add("--time-limit", type=within(0.1, 1e9, float), default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
     add("--max-body", type=within(1, 1 << 30), default=4 << 20, metavar="BYTES",
@@ -123,7 +125,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     worker = Worker(engine, Metrics(names[0], batch, engine.passes.max_commit), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics)
+    server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics, o.max_tokens)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")

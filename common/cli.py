@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import os
 import signal
@@ -91,8 +92,18 @@ def command(
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
     errors = sys.stderr  # any process may fail
+    codecs.register_error("spell", _spell)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="spell")
     with contextlib.nullcontext() if is_first() else import_module("common.torchrun").muted():
         return run_command(lambda: run(options.read(argv)), *expected, interrupted=interrupted, errors=errors)
+
+
+def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace what stdout cannot encode. The first time, say so."""
+    codecs.register_error("spell", codecs.replace_errors)
+    note(f"stdout is {error.encoding}: characters that it lacks become ?; PYTHONIOENCODING=utf-8 keeps them")
+    return codecs.replace_errors(error)
 
 
 class Options(argparse.ArgumentParser):

@@ -27,6 +27,7 @@ from tokens.tokenizer import Tokenizer, TooLong
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
+LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # to many clients, which split there
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
 OPEN = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # without a key, as in vLLM
 
@@ -35,13 +36,14 @@ class Server:
     """Turns bodies of requests into jobs, and their events into responses.
 
     models: the names that it answers to, its own first. seconds: time limit of a request. measures: every
-    reply has `Reply.metrics`, not only those that ask for them.
+    reply has `Reply.metrics`, not only those that ask for them. max_tokens: of answers without such a limit.
     """
 
     def __init__(
         self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], seconds: float = 600.0,
-        measures: bool = False,
+        measures: bool = False, max_tokens: int = 1 << 20,
     ):
+        self.max_tokens = max_tokens
         self.worker, self.tokenizer, self.models = worker, tokenizer, models
         self.seconds, self.measures = seconds, measures
         self.tokens, self.max_seq_len = TokenTexts(tokenizer), worker.engine.max_seq_len
@@ -80,7 +82,7 @@ class Server:
         count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
         if count > most:  # before prompts are read
             raise InputError(f"{count} outputs at once, at most {most} run or wait here")
-        samplings, jobs = body.samplings(self.max_seq_len), []
+        samplings, jobs = body.samplings(min(self.max_tokens, self.max_seq_len)), []
         same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:
             ids = encode(self.tokenizer, prompt, room=self.max_seq_len, **encoding)
@@ -139,7 +141,7 @@ class Server:
 async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> AsyncIterator[str]:
     """Yield a reply as server-sent events."""
     def sent(data: dict) -> str:
-        return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
+        return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False).translate(LINE_ENDS)}\n\n"
 
     async for i, event in events:
         if event is None:
@@ -224,7 +226,6 @@ def make_app(
     async def model(name: str):
         return described(server.model(name))
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health():
         if worker.failed or worker.closing or not worker.is_alive():

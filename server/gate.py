@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 
 from fastapi import FastAPI
@@ -33,6 +34,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope = {**scope}  # uvicorn keeps its own
         status, why = 499, ""  # as nginx has it: the client has gone
 
         async def sent(message) -> None:
@@ -58,6 +60,7 @@ class Gate:
     async def _pass(self, scope, receive, send) -> None:
         try:
             headers = dict(scope["headers"])
+            self._mend(scope, headers)
             if self.key and scope["path"] not in self.open_paths and scope["method"] != "OPTIONS":
                 self._check_key(headers.get(b"authorization", b""))
             length = headers.get(b"content-length", b"")
@@ -74,6 +77,19 @@ class Gate:
 
         if body is not None:  # else the client has gone
             await self.app(scope, replay, send)
+
+    def _mend(self, scope: dict, headers: dict) -> None:
+        """Read a request as clients often send one. Raises Refusal for a compressed body."""
+        # Slashes too many, from base URLs.
+        scope["path"] = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
+        if scope["method"] == "HEAD":  # uvicorn leaves out the body
+            scope["method"] = "GET"
+        # A browser says where a page that posts comes from; others may send JSON under any name.
+        if b"origin" not in headers and scope["method"] == "POST":
+            others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope["headers"] = [*others, (b"content-type", b"application/json")]
+        if (coding := headers.get(b"content-encoding", b"identity").decode("latin-1").lower()) != "identity":
+            raise Refusal(415, f"Content-Encoding {printable(coding)}: is not supported; send plain JSON")
 
     def _check_key(self, authorization: bytes) -> None:
         scheme, _, given = authorization.partition(b" ")
@@ -103,12 +119,27 @@ class Gate:
         return bytes(body)
 
 
+EMBEDDINGS = "embeddings: this server has a model that generates text; they need an embedding model"
+REASONS = {
+    "/embeddings": EMBEDDINGS, "/rerank": EMBEDDINGS, "/score": EMBEDDINGS, "/pooling": EMBEDDINGS,
+    **dict.fromkeys(("/audio/transcriptions", "/audio/speech", "/images/generations"),
+                    "this server reads and writes text only"),
+}
+
+
 def add_handlers(app: FastAPI) -> None:
     """Make an app answer every error with a Refusal."""
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
-        response = Refusal(e.status_code, str(e.detail)).response()
+        words, cause = str(e.detail), e.__cause__
+        if e.status_code == 404:
+            words = REASONS.get(http.url.path.removeprefix("/v1"), "there is no such route; /docs has all")
+        elif isinstance(cause, UnicodeDecodeError):
+            words = f"the body is no UTF-8 (byte {cause.start})"
+        elif isinstance(cause, RecursionError):
+            words = "the body is nested too deeply"
+        response = Refusal(e.status_code, words).response()
         response.headers.update(e.headers or {})  # the allowed methods
         return response
 

@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from common.errors import printable
 from sampling.options import MAX_LOGPROBS, MAX_STOPS, Sampling
 from tokens.calls import schema_of_calls
-from tokens.grammar import ANY_OBJECT
+from tokens.grammar import ANY_OBJECT, grammar_of_choices, grammar_of_regex
+from tokens.limits import Limits
 
 RETRY_AFTER = "2"  # seconds
 STATUS_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -25,8 +26,23 @@ SAMPLED = {
     "logit_bias",
 }
 
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that change an answer and are unknown here: what does nothing.
+UNKNOWN = {
+    "functions": [], "function_call": "none", "include_stop_str_in_output": False, "no_stop_trim": False,
+    "chat_template": "", "documents": [], "use_beam_search": False, "best_of": 1, "length_penalty": 1,
+    "allowed_token_ids": [], "skip_special_tokens": True, "truncate_prompt_tokens": 0, "prompt_logprobs": 0,
+    "logits_processors": [], "custom_logit_processor": "", "stop_regex": [], "structural_tag": "",
+    "guided_whitespace_pattern": "", "guided_json_object": False, "thinking_token_budget": 0, "n_predict": -1,
+    "max_new_tokens": 0, "repeat_penalty": 1, "typical_p": 1, "tfs_z": 1, "top_a": 0, "top_n_sigma": -1,
+    "mirostat": 0, "dry_multiplier": 0, "xtc_probability": 0, "dynatemp_range": 0, "samplers": [],
+    "grammar_lazy": False, "modalities": ["text"], "audio": {}, "web_search_options": {}, "lora_path": "",
+}
+INSTEAD = {"functions": "tools", "function_call": "tool_choice", "n_predict": "max_tokens",
+           "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
+           "guided_json_object": "response_format", "best_of": "n"}
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Choices = Annotated[list[str], Field(max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ParseSpecial = Annotated[bool, Field(description="false: control tokens spelled out in a prompt are text")]
@@ -72,6 +88,19 @@ class Body(BaseModel):
     @classmethod
     def _drop_null(cls, data: Any) -> Any:
         return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class Strict(Body):
+    """A body in which known fields of other servers, those of `UNKNOWN`, are refused instead of ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        for name in UNKNOWN.keys() & data.keys() if isinstance(data, dict) else ():
+            if data[name] not in (None, UNKNOWN[name]) and (data[name] or UNKNOWN[name]):
+                more = f"; use {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
+                raise ValueError(f"{name}: is not supported here{more}")
+        return data
 
 
 class FunctionCall(Body):
@@ -136,7 +165,17 @@ class ResponseFormat(Body):
         return None if self.type == "text" else ANY_OBJECT if any_object else json.dumps(schema)
 
 
-class GenerationBody(Body):
+class StructuredOutputs(Body, extra="forbid"):
+    """vLLM's field for the form of the output."""
+
+    json_: Annotated[dict[str, Any] | str, Field(alias="json")] = {}
+    json_object: bool = False
+    regex: str = ""
+    choice: Choices = []
+    grammar: str = ""
+
+
+class GenerationBody(Strict):
     """The fields that both kinds of completions share."""
 
     model: str | None = None
@@ -156,33 +195,50 @@ class GenerationBody(Body):
     response_format: ResponseFormat = ResponseFormat()
     json_schema: Annotated[dict[str, Any] | str, Field(description="as llama.cpp has it")] = {}
     guided_json: Annotated[dict[str, Any] | str, Field(description="as vLLM had it")] = {}
-    structured_outputs: Annotated[dict[str, Any], Field(description="as vLLM has it: json, a schema")] = {}
+    guided_choice: Choices = []
+    guided_regex: str = ""
+    guided_grammar: Annotated[str, Field(description="GBNF or Lark")] = ""
+    regex: Annotated[str, Field(description="as SGLang has it")] = ""
+    ebnf: Annotated[str, Field(description="as SGLang has it")] = ""
+    grammar: Annotated[str, Field(description="as llama.cpp has it")] = ""
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)] = []
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    ignore_eos: bool = False
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
 
-    @field_validator("structured_outputs")
-    @classmethod
-    def _only_json(cls, given: dict) -> dict:
-        if given and "json" not in given:
-            raise ValueError(f"{', '.join(map(str, given))}: only json, a schema, is known here")
-        return given
-
     @property
-    def schema_text(self) -> str | None:
-        """The JSON schema that the output has to fit, None if it is free. Raises ValueError."""
-        elsewhere = self.json_schema or self.guided_json or self.structured_outputs.get("json")
-        as_text = elsewhere if isinstance(elsewhere, str) else json.dumps(elsewhere)
-        return as_text if elsewhere else self.response_format.text
+    def forms(self) -> list[tuple[str, str]]:
+        """The forms that the output has to have: kind and text; more than one contradict one another."""
+        inner = self.structured_outputs
+        schemas = self.json_schema, self.guided_json, inner.json_, ANY_OBJECT if inner.json_object else ""
+        found = [("json", x if isinstance(x, str) else json.dumps(x)) for x in schemas if x]
+        found += [("json", text)] if (text := self.response_format.text) is not None else []
+        regexes, choices = (self.guided_regex, self.regex, inner.regex), (self.guided_choice, inner.choice)
+        grammars = [grammar_of_regex(x) for x in regexes if x] + [grammar_of_choices(x) for x in choices if x]
+        grammars += filter(None, (self.guided_grammar, self.grammar, self.ebnf, inner.grammar))
+        return found + [("grammar", text) for text in grammars]
 
     def samplings(self, room: int) -> list[Sampling]:
         """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.
 
         room: most tokens of output, if the body does not say. Raises ValueError.
         """
+        forms = dict.fromkeys(self.forms)
+        if len(forms) > 1:
+            raise ValueError("several fields limit the form of the output (a schema, choice, regex, grammar):"
+                             " give one of them")
+        (kind, text), = forms or {("", None): None}
+        limits = Limits(
+            text if kind == "grammar" else None, tuple(self.stop_token_ids), tuple(self.bad_words),
+            self.min_tokens, self.ignore_eos)
         first = random.getrandbits(48) if self.seed is None else self.seed
         same = self.model_dump(include=SAMPLED) | {
             "max_new_tokens": self.most_tokens or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
-            "logprobs": self.scored, "json_schema": self.schema_text,
+            "logprobs": self.scored, "json_schema": text if kind == "json" else None,
+            "limits": None if limits == Limits() else limits,
         }
         return [Sampling(seed=first + i, **same) for i in range(self.n)]
 
@@ -275,9 +331,9 @@ class ChatBody(GenerationBody, Conversation):
         return self.tool_choice not in ("auto", "none")
 
     @property
-    def schema_text(self) -> str | None:
-        """As `GenerationBody.schema_text`."""
-        return schema_of_calls(self.callable) if self.is_forced else super().schema_text
+    def forms(self) -> list[tuple[str, str]]:
+        """As `GenerationBody.forms`."""
+        return [("json", schema_of_calls(self.callable))] if self.is_forced else super().forms
 
 
 class CompletionBody(GenerationBody):

@@ -33,15 +33,20 @@ class TokenTexts:
             spelled = self.tokenizer.spelled(token)
             return {"token": self.text(token), "logprob": logprob, "bytes": list(spelled)}
 
+        def top(token: int, score: Score) -> list[tuple[int, float]]:
+            """Return the likeliest tokens; in place of the last one, the token that came."""
+            there = not score.top or any(i == token for i, _ in score.top)
+            return score.top if there else [*score.top[:-1], (token, score.logprob)]
+
         return {"content": [
-            entry(token, score.logprob) | {"top_logprobs": [entry(*likely) for likely in score.top]}
+            entry(token, score.logprob) | {"top_logprobs": [entry(*likely) for likely in top(token, score)]}
             for token, score in zip(ids, scores)
         ]}
 
     def logprobs(self, ids: list[int], scores: list[Score | None], offsets: list[int]) -> dict:
         """Return log-probabilities as completions have them. offsets: where each token begins in the text."""
-        def by_text(score: Score) -> dict[str, float]:
-            found: dict[str, float] = {}
+        def by_text(token: int, score: Score) -> dict[str, float]:
+            found = {self.text(token): score.logprob}
             for token, logprob in score.top:
                 found.setdefault(self.text(token), logprob)  # of equal texts the likeliest
             return found
@@ -49,7 +54,8 @@ class TokenTexts:
         return {
             "tokens": [self.text(token) for token in ids],
             "token_logprobs": [score and score.logprob for score in scores],
-            "top_logprobs": [score and by_text(score) for score in scores], "text_offset": offsets,
+            "top_logprobs": [score and by_text(token, score) for token, score in zip(ids, scores)],
+            "text_offset": offsets,
         }
 
 

@@ -1,5 +1,6 @@
 """How a command ends, and how its options are checked."""
 import argparse
+import io
 import sys
 
 import pytest
@@ -7,7 +8,7 @@ from helpers.launching import run
 from helpers.refusals import refused
 
 from common import VERSION
-from common.cli import Options, count, positive, run_command, seed, within
+from common.cli import Options, command, count, positive, run_command, seed, within
 from common.errors import InputError
 from generate import bias
 
@@ -65,3 +66,12 @@ def test_the_time_until_a_command_is_ready_counts_its_imports(command):
     timed = f"from time import perf_counter as now; times = now(), __import__('{command}').STARTED, now()"
     begin, counted, end = eval(run(sys.executable, "-c", f"{timed}; print(times)"))
     assert counted - begin < (end - begin) / 2
+
+
+@pytest.mark.parametrize("encoding, found", (("utf-8", "é 猫😀"), ("latin-1", "é ??"), ("ascii", "? ??")))
+def test_what_stdout_cannot_encode_is_replaced_with_one_warning(encoding, found, monkeypatch, capsys):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", out)
+    assert command(Options(), [], lambda o: print("é ", "猫", "😀", sep="", end="")) == 0
+    assert out.buffer.getvalue().decode(encoding) == found
+    assert capsys.readouterr().err.count("PYTHONIOENCODING") == (encoding != "utf-8")

@@ -10,6 +10,7 @@ from helpers.serving import Serving, serving
 def server(golden, tmp_path_factory) -> Serving:
     """The golden target with its EAGLE-3 head: three places, a queue of five, 300 tokens."""
     options = "--speculate", "eagle3", "--tree", "16,3,4", "--slots", "3", "--queue", "5"
+    options += "--max-tokens", "120"
     log, room = tmp_path_factory.mktemp("server") / "log", ("--max-seq-len", "300", "--model-name", "golden")
     with serving(golden, log, *options, *room) as running:
         yield running

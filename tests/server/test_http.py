@@ -1,5 +1,6 @@
 """The server's routes, limits and end, with clients that are hostile, hasty, or go."""
 import concurrent.futures
+import gzip
 import json
 import re
 import signal
@@ -36,7 +37,7 @@ def quiet(server, seconds: float = 10.0) -> bool:
 
 # A body of a chat, whole or added to a good one, and words of its error.
 OF_CHATS = (
-    (b"", "body: "), (b"[]", "body: "), (b"\x80", "error parsing the body"), (DEEP, "error parsing the body"),
+    (b"", "body: "), (b"[]", "body: "), (b"\x80", "no UTF-8 (byte 0)"), (DEEP, "nested too deeply"),
     (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "body.messages.0.role: "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is no text"),
@@ -51,20 +52,74 @@ REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: text cannot be filled in"),
     # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
     ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
+    *(("/v1/completions", {"prompt": "x"} | fields, words) for fields, words in (
+        ({"best_of": 2}, "best_of: is not supported here; use n"), ({"guided_regex": "("}, "cannot be used"),
+        ({"min_tokens": 20}, "min_tokens 20: at most 16"), ({"bad_words": [""]}, "bad_words.0: "),
+        ({"guided_choice": ["a"], "regex": "b"}, "give one of"), ({"ebnf": "root ::= x"}, "cannot be used"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"))),
+    *(("/v1/chat/completions", {name: value}, f"{name}: is not supported here") for name, value in (
+        ("functions", [TOOL["function"]]), ("function_call", {"name": "f"}), ("chat_template", "x"),
+        ("include_stop_str_in_output", True), ("skip_special_tokens", False), ("typical_p", 0.5))),
     ("/tokenize", {}, "give prompt or"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is no token"),
 ]
 
 
 def test_bad_bodies_are_one_line_errors(server):
-    """JSON must be called so: a page of another site may send text without the browser's asking."""
-    for path, body, words in [*REFUSED, ("/v1/chat/completions?text", CHAT, "Content-Type")]:
+    """JSON must be called so by pages: one of another site may send text without the browser's asking."""
+    for path, body, words in [*REFUSED, ("/v1/chat/completions?page", CHAT, "Content-Type")]:
         if isinstance(body, dict):
             body = json.dumps((CHAT if "chat" in path else {}) | body).encode()
-        kind = {} if "text" in path else {"Content-Type": "application/json"}
+        kind = {"Origin": "http://a.page", "Content-Type": "text/plain"} if "page" in path else {}
         found = httpx.post(server.url + path, content=body, headers=kind, timeout=15)
         error = found.json()["error"]
         assert found.status_code == 400 and error["type"] == "invalid_request_error", (path, body[:80])
         assert error["message"] and "\n" not in error["message"] and words in error["message"]
+
+
+LIMITS = (
+    ({"guided_choice": ["yes", "no"]}, "yes|no"), ({"structured_outputs": {"choice": ["no"]}}, "no"),
+    ({"guided_regex": "^[0-9]{3}$"}, "[0-9]{3}"), ({"regex": "a/b"}, "a/b"),
+    ({"structured_outputs": {"regex": "x"}, "guided_grammar": ""}, "x"), ({"grammar": 'root ::= "no"'}, "no"),
+    ({"ebnf": 'root ::= "a"+ "!"'}, "a+!?"), ({"guided_grammar": 'start: "no"'}, "no"),
+    ({"structured_outputs": {"json_object": True}}, r"\s*\{.*"), ({"bad_words": ["e", "o"]}, "[^eo]*"),
+    ({"stop_token_ids": [101], "bad_words": []}, "[^e]*"), ({"ignore_eos": True}, ".{20,24}"),
+    ({"min_tokens": 20, "logit_bias": {"257": 100}}, ".{16,20}"),
+)
+
+
+def test_fields_that_limit_an_answer(server):
+    for temperature in (0, 1):
+        for fields, pattern in LIMITS:
+            found = server.post(**CHAT | fields, max_tokens=24, temperature=temperature).json()
+            text = found["choices"][0]["message"]["content"]
+            assert re.fullmatch(pattern, text, re.DOTALL), (fields, found)
+    off = {"best_of": 1, "functions": [], "skip_special_tokens": True, "n_predict": -1, "typical_p": 1.0}
+    assert server.post(**CHAT | off, max_tokens=1).status_code == 200
+
+
+def test_requests_as_clients_send_them(server):
+    """Without Content-Type or with curl's, with slashes too many, HEAD; compressed bodies are refused."""
+    body = json.dumps({"prompt": "the sea", "max_tokens": 1}).encode()
+    for path, headers in (
+        ("/v1/completions", {}), ("/completions", {"Content-Encoding": "identity"}),
+        ("/v1//completions/", {"Content-Type": "application/x-www-form-urlencoded"}),
+    ):
+        assert httpx.post(server.url + path, content=body, headers=headers).status_code == 200
+    for path in ("/v1/models/", "/v1/models/golden", "/health/", "/metrics", "/", "/docs", "/tokenizer_info"):
+        found = httpx.head(server.url + path)
+        assert (found.status_code, found.content) == (200, b"") and server.get(path).status_code == 200
+    packed = httpx.post(server.url + path, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding gzip" in packed.json()["error"]["message"]
+    for path, words in ("/v1/embeddings", "embedding model"), ("/v1/nothing/", "no such route"):
+        found = server.post(path, input="x")
+        assert found.status_code == 404 and words in found.json()["error"]["message"]
+    assert httpx.head(f"{server.url}/v1/completions").status_code == 405
+
+
+def test_tiny_temperatures_are_greedy(server):
+    found = [server.post(**CHAT | {"temperature": t, "top_p": 0.9}, max_tokens=20).json() for t in (0, 1e-38)]
+    assert found[0]["choices"] == found[1]["choices"]
 
 
 def test_null_and_unknown_fields_are_ignored(server):
@@ -128,7 +183,8 @@ def test_every_request_has_a_line(server):
     while len(lines := server.printed()[seen:].splitlines()) < 2 and time.monotonic() < ends:
         time.sleep(0.01)  # the line comes after the answer
     words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
-    assert re.fullmatch(words, lines[0]) and lines[1] == r"GET /no\nwhere 404 Not Found"
+    assert re.fullmatch(words, lines[0])
+    assert lines[1] == r"GET /no\nwhere 404 there is no such route; /docs has all"
 
 
 def test_routes(server):

@@ -31,7 +31,7 @@ def text_of(chunks, index: int = 0) -> str:
 
 
 def test_greedy_and_the_default(chat, plain):
-    """The default is OpenAI's: temperature 1, another seed each time, a text to the end of the context."""
+    """The default is OpenAI's: temperature 1, another seed each time."""
     answer, want = chat(temperature=0, max_completion_tokens=40), plain(USER, temperature=0)
     (choice,), usage = answer.choices, answer.usage
     assert choice.message.content == want.text and choice.message.role == "assistant"
@@ -40,7 +40,7 @@ def test_greedy_and_the_default(chat, plain):
     assert usage.completion_tokens_details.accepted_prediction_tokens > 0
     (one,), other = (answer := chat(logit_bias={"257": -100})).choices, chat(max_tokens=20)  # one never ends
     assert not one.message.content.startswith(other.choices[0].message.content)
-    assert one.finish_reason == "length" and answer.usage.total_tokens == 300
+    assert one.finish_reason == "length" and answer.usage.completion_tokens == 120  # --max-tokens
 
 
 def test_a_stream_is_the_same_text(chat, plain):
@@ -55,6 +55,7 @@ def test_a_stream_is_the_same_text(chat, plain):
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"] * 2
     scores = [x for c in chunks if c.choices[0].logprobs for x in c.choices[0].logprobs.content]
     assert len(scores) == 80 and all(len(x.top_logprobs) == 2 for x in scores)
+    assert all(x.token in [one.token for one in x.top_logprobs] for x in scores)
 
 
 def test_penalties_biases_and_stops(chat, plain):
@@ -123,7 +124,11 @@ def test_echo_with_logprobs_scores_the_prompt(client):
     found, offsets, scores = one.logprobs, one.logprobs.text_offset, one.logprobs.token_logprobs
     assert offsets[:10] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5] and one.text.startswith(none.text)
     assert none.text == "é 猫xab" and none.logprobs.token_logprobs == scores[:10] and scores[0] is None
-    assert all(own <= max(top.values()) for own, top in zip(scores[1:], found.top_logprobs[1:]))
+    for token, own, top in [*zip(found.tokens, scores, found.top_logprobs)][1:]:  # its own, as OpenAI has it
+        assert top[token] == own <= max(top.values()) and len(top) <= 2
+    alone = client.completions.create(max_tokens=2, **options | {"logprobs": 0, "echo": False})
+    bare = alone.choices[0].logprobs
+    assert [*map(dict, zip(zip(bare.tokens, bare.token_logprobs)))] == bare.top_logprobs
     for token, at in zip(found.tokens[8:], offsets[8:]):
         assert "\ufffd" in token or one.text[at : at + len(token)] == token
     parts = [chunk.choices[0] for chunk in client.completions.create(max_tokens=6, stream=True, **options)]

@@ -121,6 +121,17 @@ def test_calls_and_thoughts(tmp_path, template, control, text, more, content, th
     assert parts[-1]["finish_reason"] == choice["finish_reason"] == ("tool_calls" if calls else "stop")
 
 
+def test_lines_of_a_stream_are_lines_to_every_client(tmp_path):
+    """httpx and requests end lines at these characters, too."""
+    text = "one\u2028two\x85three\u2029\x0c\x1cé"
+    worker, client = started(tmp_path, text)
+    lines = client.post("/v1/chat/completions", json={**BODY, "stream": True}).text.splitlines()
+    worker.stop()
+    chunks = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    assert "".join(chunk.get("content", "") for chunk in chunks) == text
+    assert all(line.startswith("data: ") for line in lines if line)
+
+
 @pytest.mark.parametrize("gone, answers", (
     (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: requests cannot even leave
 ), ids=("fails", "gone"))
