@@ -20,6 +20,7 @@ from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
+from server.responses import ResponsesBody, ResponsesReply
 from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, form_of, shown_tags
 from tokens.channels import has_channels, shown_channels
@@ -55,7 +56,11 @@ class Server:
             raise Refusal(404, words, "model_not_found", "model")
         return name or self.models[0]
 
-    def chat(self, body: ChatBody) -> ChatReply:
+    def response(self, body: ResponsesBody) -> ResponsesReply:
+        """As `chat`, for the Responses API."""
+        return self.chat(body.chat(), partial(ResponsesReply, asked=body))
+
+    def chat(self, body: ChatBody, reply: Callable = ChatReply) -> ChatReply:
         """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
         model, tokenizer = self.model(body.model), self.tokenizer
         channels = not body.is_forced and has_channels(tokenizer.template)
@@ -65,7 +70,7 @@ class Server:
             shown = shown_tags(tokenizer.control) if form else []
         options = {"shown": shown, "continues": body.continues}
         jobs = self._jobs(body, [body.dicts], options, variables=body.variables)
-        return ChatReply(model, self.tokens, body, jobs, form=form, channels=channels)
+        return reply(model, self.tokens, body, jobs, form=form, channels=channels)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
@@ -95,11 +100,11 @@ class Server:
     async def respond(self, http: HttpRequest, body: GenerationBody, prepare: Callable) -> Response:
         """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
         http.state.reply = reply = await in_thread(partial(prepare, body))
-        if self.measures or body.return_speculation:
+        if self.measures or reply.body.return_speculation:
             reply.max_commit = self.worker.engine.passes.max_commit
         events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
-            return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
+            return EventStream(_stream(reply, events, reply.body.stream_options.include_usage), cancel)
         try:
             async for _, event in events:
                 if isinstance(event, Refusal):
@@ -141,21 +146,22 @@ class Server:
 async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> AsyncIterator[str]:
     """Yield a reply as server-sent events."""
     def sent(data: dict) -> str:
-        return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False).translate(LINE_ENDS)}\n\n"
+        name = f"event: {data['type']}\n" if "type" in data else ""  # of the Responses API
+        return f"{name}data: {json.dumps(data, ensure_ascii=False, allow_nan=False).translate(LINE_ENDS)}\n\n"
 
     async for i, event in events:
         if event is None:
             yield ": still here\n\n"
             continue
         if isinstance(event, Refusal):
-            yield sent(event.body())
+            yield sent(reply.failed(event))
             break
         for chunk in reply.chunks(i, event):
             yield sent(chunk | ({"usage": None} if with_usage else {}))
     else:
         if with_usage:
             yield sent(reply.last_chunk())
-    yield "data: [DONE]\n\n"
+    yield reply.end
 
 
 class EventStream(StreamingResponse):
@@ -204,6 +210,11 @@ def make_app(
     @app.post("/chat/completions", include_in_schema=False)
     async def chat(body: ChatBody, http: HttpRequest):
         return await server.respond(http, body, server.chat)
+
+    @app.post("/v1/responses")
+    @app.post("/responses", include_in_schema=False)
+    async def responses(body: ResponsesBody, http: HttpRequest):
+        return await server.respond(http, body, server.response)
 
     @app.post("/v1/completions")
     @app.post("/completions", include_in_schema=False)

@@ -7,7 +7,7 @@ from functools import partial
 
 from common.errors import counted
 from engine.request import Event, Score
-from server.protocol import ChatBody, CompletionBody
+from server.protocol import ChatBody, CompletionBody, Refusal
 from server.worker import Job
 from tokens.calls import CallStream
 from tokens.channels import ChannelStream
@@ -84,7 +84,7 @@ class Reply:
     the choices of the chunks for an event of job i, which may be its first.
     """
 
-    kind, chunk_kind, prefix = "", "", ""
+    kind, chunk_kind, prefix, end = "", "", "", "data: [DONE]\n\n"
 
     def __init__(self, model: str, tokens: TokenTexts, body: ChatBody | CompletionBody, jobs: list[Job]):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -106,6 +106,10 @@ class Reply:
         if finish and not self.body.stream_options.include_usage:
             found[-1] |= self.metrics()
         return found
+
+    def failed(self, refusal: Refusal) -> dict:
+        """Return the last chunk of a stream that has failed."""
+        return refusal.body()
 
     def last_chunk(self) -> dict:
         """Return the chunk with the usage."""

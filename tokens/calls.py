@@ -10,7 +10,8 @@
     {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole text
 
 JSON values may follow one another, or stand in a list or in a code fence. Thoughts, such as those
-between <think> and </think>, hold no calls.
+between <think> and </think>, hold no calls. At the start of an answer, a call of a tool of the request counts
+without tags too: small models forget them.
 """
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ _STEP = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]]', re.DOTALL)  # of JSON: a text 
 _END = re.compile(r"\s*(?:</function>|(?=</(?:seed:)?tool_call>))")
 _CLOSING = re.compile(  # with brackets too many
     r"[\s}\]`]*(?:</(?:seed:)?tool_call>|</TOOLCALL>|<\|/tool_call\|>|(?:<｜tool▁calls?▁end｜>\s*)+)|\s*```(?!\w)")
-_BARE = re.compile(r"\s*(?:$|[{\[]|`{1,2}$|```(?:json|jso|js|j)?\s*(?:$|[{\[]))")  # may become calls
+# May become calls without tags: JSON, in a list or a code fence or neither, whose first key is a call's.
+_BARE = re.compile(
+    r"\s*(?:$|`{1,2}$|(?:```(?:json|jso|js|j)?\s*)?(?:$|\[?\s*(?:$|{\s*(?:$|(?P<key>\"[^\"]*\"?)))))")
+_KEYS = '"name"', '"function"', '"type"', '"id"', '"arguments"', '"parameters"'
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
 _LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
@@ -109,13 +113,14 @@ class CallStream:
         self._close = next((end for tag, end in THOUGHT_TAGS.items() if prompt.rstrip().endswith(tag)), "")
         # In the midst of a line, the tag of a thought may be a word: if nothing closes it, calls count.
         self._line, self._certain = "", True
+        self._starts = form is not None  # the answer, or what follows a thought, has not begun
 
     def push(self, text: str) -> str:
         """Return the text that certainly belongs to no call."""
         self._held += text
-        if self._form == BARE and not _BARE.match(self._held):
-            self._form = None
         certain = ""
+        if self._may_be_bare():
+            return certain
         while self._form and not self._opening:
             tags = (self._close,) if self._close else tuple(THOUGHT_TAGS)
             tags += () if self._close and self._certain else self._form
@@ -125,6 +130,7 @@ class CallStream:
                     self._opening = found[0]
                 elif self._close:
                     self._close, at = "", found.end()
+                    self._starts = True
                 else:
                     before = (self._line + self._held[:at]).rpartition("\n")[2]
                     self._close, self._certain, at = THOUGHT_TAGS[found[0]], not before.strip(), found.end()
@@ -132,11 +138,21 @@ class CallStream:
                 at = len(self._held) - begun(self._held, tags)
             self._line = (self._line + self._held[:at]).rpartition("\n")[2]
             certain, self._held = certain + self._held[:at], self._held[at:]
-            if not found:
+            if not found or self._may_be_bare():
                 break
         if self._form is None:
             certain, self._held = self._held, ""
         return certain
+
+    def _may_be_bare(self) -> bool:
+        """Return whether an answer begins that may be calls without tags."""
+        if not self._starts or not self._held or (self._close and self._form != BARE):
+            return False
+        found = _BARE.match(self._held)
+        key = found and found["key"]
+        self._starts = bool(found) and (not key or any(k.startswith(key) for k in _KEYS))
+        self._form = None if self._form == BARE and not self._starts else self._form
+        return self._starts
 
     def thoughts(self) -> str:
         """Return nothing: thoughts between tags are part of the text."""
@@ -144,11 +160,15 @@ class CallStream:
 
     def finish(self) -> tuple[str, list[dict]]:
         """Return the rest of the text, and the calls."""
-        if self._form == BARE:
-            calls, broken, end = _read(self._held, 0, self._tools)
-            is_all = calls and not broken and not self._held[end:].strip(" \r\n\t,;")
-            return ("", calls) if is_all else (self._held, [])
         rest, calls = "", []
+        if self._may_be_bare():
+            found, broken, end = _read(self._held, 0, self._tools)
+            after = self._held[end:].lstrip(" \r\n\t,;")
+            known = all(call["function"]["name"] in self._tools for call in found)
+            if found and not broken and (known or (self._form == BARE and not after)):
+                calls, self._held = found, after
+            self._starts = False
+            rest = self.push("")
         while self._opening:
             if self._close and self._close in self._held:  # it was a thought
                 end = self._held.index(self._close) + len(self._close)

@@ -2,6 +2,7 @@
 import json
 from types import SimpleNamespace
 
+import openai
 import pytest
 from helpers.tokenizers import changed_json, write_byte_tokenizer
 from starlette.testclient import TestClient
@@ -119,6 +120,47 @@ def test_calls_and_thoughts(tmp_path, template, control, text, more, content, th
     assert [call["function"] for call in streamed] == asked
     assert [call["index"] for call in streamed] == [*range(len(calls))]
     assert parts[-1]["finish_reason"] == choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+RESPONSES = (  # template, the model's text; kinds of items, and their texts
+    (TEMPLATE, "Hi.", ["message"], "Hi."), (TEMPLATE, JSON, ["function_call"], ""),
+    (TEMPLATE, f"So. {JSON}{CODER}", ["message", "function_call", "function_call"], "So. "),
+    (HARMONY, ANALYSIS + NEXT + FINAL, ["reasoning", "message"], "Hm.Yes, to=f."),
+    (HARMONY, ANALYSIS + NEXT + CALL, ["reasoning", "function_call"], "Hm."),
+)
+
+
+@pytest.mark.parametrize("template, text, kinds, texts", RESPONSES, ids=range(len(RESPONSES)))
+def test_responses(tmp_path, template, text, kinds, texts):
+    """OpenAI's client builds the whole response from the stream; it goes back as input of the next one."""
+    worker, http = started(tmp_path, text, template)
+    client = openai.OpenAI(base_url="http://testserver/v1", api_key="x", http_client=http)
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"model": "x", "input": "hi", "instructions": "be kind", "tools": tools}
+    whole = client.responses.create(**asked, max_output_tokens=900, reasoning={"effort": "low"})
+    with client.responses.stream(**asked) as stream:
+        events = [*stream]
+        streamed = stream.get_final_response()
+    history = [{"role": "user", "content": "hi"}]
+    history += [one.model_dump(exclude_none=True) for one in whole.output]
+    calls = [one for one in whole.output if one.type == "function_call"]
+    history += [{"type": "function_call_output", "call_id": one.call_id, "output": "7"} for one in calls]
+    again = client.responses.create(**asked | {"input": history})
+    wrong = [http.post("/v1/responses", json=asked | more).json() for more in (
+        {"previous_response_id": "y"}, {"input": [{"type": "image"}]}, {"tools": [{"type": "web_search"}]})]
+    worker.stop()
+    assert [one.type for one in whole.output] == [one.type for one in streamed.output] == kinds
+    for found in whole, streamed:
+        said = (one.content[0].text for one in found.output if one.type != "function_call")
+        assert "".join(said) == texts and found.status == "completed" and found.usage.output_tokens > 0
+    assert whole.output_text == streamed.output_text == again.output_text
+    deltas = (event.delta for event in events if event.type.endswith("text.delta"))
+    assert "".join(deltas) == texts and [event.sequence_number for event in events] == [*range(len(events))]
+    for one, other in zip(whole.output, streamed.output):
+        if one.type == "function_call":
+            assert (one.name, one.arguments) == (other.name, other.arguments)
+    for found, words in zip(wrong, ("nothing is stored here", "input.0: 'image'", "tools.0.type")):
+        assert words in found["error"]["message"]
 
 
 def test_lines_of_a_stream_are_lines_to_every_client(tmp_path):

@@ -55,7 +55,8 @@ F, G = '{"name": "f", "arguments": {"city": "é<"}}', '{"name": "g", "arguments"
 IS_F, IS_G = ("f", '{"city": "é<"}'), ("g", "{}")
 F3, IS_F3 = coder("f", days="3"), ("f", '{"days": 3}')
 NAN = '{"name": "f", "arguments": {"days": NaN}}'
-BARE_F, BARE_G = (call.replace("arguments", "parameters") for call in (F, G))
+H = F.replace('"f"', '"h"')
+BARE_F, BARE_G, BARE_H = (call.replace("arguments", "parameters") for call in (F, G, H))
 CALLS = {
     "two": (TAGGED, "Let me see.\n" + tag(f"\n{F}\n") + "\n" + tag(G), "Let me see.\n", [IS_F, IS_G]),
     "list": (TAGGED, tag(f"[{F}, {G}]") + " so", " so", [IS_F, IS_G]),
@@ -103,6 +104,11 @@ CALLS = {
     "a brace too many": (TAGGED, tag(G + "}"), "", [IS_G]),
     "fence in tags": (TAGGED, tag(f"\n```json\n{F}\n```\n") + " so", " so", [IS_F]),
     "Llama": (LLAMA, f" {BARE_F}; {BARE_G}", "", [IS_F, IS_G]),
+    **{f"without tags, {form}": (form, text, after, [IS_F]) for form in (TAGGED, CODER, MISTRAL, LLAMA)
+       for text, after in ((f"\n{F}", ""), (f"```json\n{F}\n```\nDone.", "Done."), (f"[{BARE_F}]", ""))},
+    "without tags, then with": (TAGGED, f"{F}\n{tag(G)}", "", [IS_F, IS_G]),
+    "without tags, after a thought": (TAGGED, f"<think>Hm.</think>\n\n{F}", "<think>Hm.</think>", [IS_F]),
+    "JSON, then a call": (TAGGED, '{"a": 1} ' + tag(G), '{"a": 1} ', [IS_G]),
     "Llama, fence": (LLAMA, f"```json\n{BARE_F}\n{BARE_G}\n```\n", "", [IS_F, IS_G]),
     "Llama, fence without a name": (LLAMA, f"\n```\n[{BARE_F}]\n```", "", [IS_F]),
 }
@@ -112,11 +118,12 @@ NO_CALLS = (
     (TAGGED, tag('{"name": "f", "arguments": {"days": 1e999}}')), (TAGGED, tag("[" * 100_000)),
     (TAGGED, tag('{"name": "f", "arguments": {"city": "\\ud800"}}')), (TAGGED, tag("[]")),
     (TAGGED, f"<think>I could {tag(F)}"), (TAGGED, f'<tool_call>{{"name": "f", "arguments": "{tag(G)}'),
-    (TAGGED, f"```json\n{F}\n```"), (TAGGED, keyed("f", city="x")[:-12]),
+    (TAGGED, f"So:\n```json\n{F}\n```"), (TAGGED, keyed("f", city="x")[:-12]),
     (TAGGED, tag("f<arg_key>city</arg_key><arg_value>x<arg_key>days</arg_key><arg_value>3</arg_value>")),
     (CODER, f"<tool_call>\n<function=f>\n<parameter=city>\nas {tag(F)}{tag(G)} cut off"),
-    (LLAMA, "Hello {you}"), (LLAMA, '{"name": "h"}'), (LLAMA, f"{BARE_F} so"), (LLAMA, "[1, 2]"),
-    (LLAMA, "``"), (LLAMA, f"```json\n{BARE_F}\n``` so"), (LLAMA, f"So:\n```json\n{BARE_F}\n```"),
+    (LLAMA, "Hello {you}"), (LLAMA, '{"name": "h"}'), (LLAMA, f"{BARE_H} so"), (LLAMA, "[1, 2]"),
+    (TAGGED, f"So: {F}"), (TAGGED, H), (TAGGED, f"{F[:-3]}"), (TAGGED, f'{{"a": {F}}}'), (TAGGED, ' \n{"na'),
+    (LLAMA, "``"), (LLAMA, f"```json\n{BARE_H}\n``` so"), (LLAMA, f"So:\n```json\n{BARE_F}\n```"),
     (DEEPSEEK, deepseek("f<｜tool▁sep｜>{")), (DEEPSEEK, deepseek("function<｜tool▁sep｜>f\n{}")),
 )
 CALLS |= {f"no call {n}": (form, text, text, []) for n, (form, text) in enumerate(NO_CALLS)}

@@ -1,0 +1,245 @@
+"""OpenAI's Responses API as chats: its bodies, and its replies, whole and as a stream. Nothing is stored."""
+from __future__ import annotations
+
+import copy
+import uuid
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from engine.request import Event
+from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_body
+from server.replies import ChatReply
+
+STATE = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
+SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # in a chat, if they are given
+
+
+class Text(Body):
+    """The form of the output: `format` is a `ResponseFormat`."""
+
+    format: dict[str, Any] = {"type": "text"}
+
+
+class Reasoning(Body):
+    """Options of thoughts."""
+
+    effort: str | None = None
+
+
+class FlatTool(Body, extra="allow"):
+    """A function that the model may call, or a choice of one."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+    @property
+    def nested(self) -> dict:
+        """The tool as chats have it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class ResponsesBody(Strict, extra="allow"):
+    """POST /v1/responses. Further fields are those of a chat, such as `top_k`."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    model: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stream: bool = False
+    tools: list[FlatTool] = []
+    tool_choice: Literal["auto", "none", "required"] | FlatTool = "auto"
+    parallel_tool_calls: bool = True
+    text: Text = Text()
+    reasoning: Reasoning = Reasoning()
+    metadata: dict[str, Any] = Field(default={})
+
+    def chat(self) -> ChatBody:
+        """Return this as a chat. Raises Refusal."""
+        more = self.model_extra or {}
+        for name, off in STATE.items():
+            if more.get(name) not in (None, off):
+                words = f"{name}: nothing is stored here; send the whole conversation as input"
+                raise Refusal(400, words, "invalid_value", name)
+        choice = self.tool_choice
+        fields = {name: value for name, value in more.items() if name in ChatBody.model_fields} | {
+            "messages": self.messages(), "tools": [tool.nested for tool in self.tools],
+            "max_completion_tokens": self.max_output_tokens, "response_format": self.text.format,
+            "tool_choice": choice if isinstance(choice, str) else Tool(**choice.nested).model_dump(),
+            "reasoning_effort": self.reasoning.effort, **self.model_dump(include=SAME),
+        }
+        try:
+            return ChatBody(**fields)
+        except ValidationError as e:
+            raise refusal_of_body([{**x, "loc": ("body", *x["loc"])} for x in e.errors()], {}) from None
+
+    def messages(self) -> list[dict]:
+        """Return the messages of a chat. Thoughts and calls belong to one message of the assistant."""
+        found = [{"role": "developer", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*found, {"role": "user", "content": self.input}]
+
+        def assistant() -> dict:
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant"})
+            return found[-1]
+
+        for n, item in enumerate(self.input):
+            kind = item.get("type", "message")
+            if kind == "message":
+                role, content = item.get("role"), item.get("content", "")
+                if role == "assistant" and "content" not in assistant():
+                    found[-1]["content"] = content
+                else:
+                    found.append({"role": role, "content": content})
+            elif kind == "function_call":
+                call = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+                calls = assistant().setdefault("tool_calls", [])
+                calls.append({"id": str(item.get("call_id", "")), "type": "function", "function": call})
+            elif kind == "function_call_output":
+                content, call_id = item.get("output", ""), item.get("call_id")
+                found.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            elif kind == "reasoning":
+                found.append({"role": "assistant", "reasoning": "".join(
+                    str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()
+                    if isinstance(part, dict))})
+            else:
+                raise Refusal(400, f"input.{n}: {kind!r:.60} is no message, call, output or reasoning",
+                              "invalid_value", "input")
+        return found
+
+
+class ResponsesReply(ChatReply):
+    """A response. asked: its body. An answer has up to three kinds of items: thoughts, a message, calls."""
+
+    prefix, end = "resp", ""
+
+    def __init__(self, *args, asked: ResponsesBody, **how):
+        super().__init__(*args, **how)
+        self.asked, self.items, self._sent = asked, [], 0
+
+    def whole(self) -> dict:
+        message = self.choice(0, self.jobs[0])["message"]
+        for kind, text in ("reasoning", message.get("reasoning_content")), ("message", message["content"]):
+            if text or (kind == "message" and not message.get("tool_calls")):
+                self.items.append(item(kind, text))
+        self.items += map(called, message.get("tool_calls", ()))
+        return self.response(self.status)
+
+    @property
+    def status(self) -> str:
+        """How the response ended."""
+        return "incomplete" if self.ending(0) == "length" else "completed"
+
+    def response(self, status: str, refusal: Refusal | None = None) -> dict:
+        """Return the response as far as it has come."""
+        asked, ended = self.asked, status in ("completed", "incomplete")
+        usage = self.usage() if ended else None
+        reasons = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        same = asked.model_dump(include={
+            "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "top_p",
+            "tool_choice", "tools", "text", "reasoning"})
+        return same | {
+            "id": self.id, "object": "response", "created_at": self.created, "status": status,
+            "model": self.model, "output": self.items, "store": False, "previous_response_id": None,
+            "error": refusal and {"code": "server_error", "message": refusal.message},
+            "incomplete_details": reasons, "truncation": "disabled", "usage": usage and {
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "total_tokens": usage["total_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+            },
+        } | self.metrics()
+
+    def failed(self, refusal: Refusal) -> dict:
+        """Return the last event of a stream that has failed."""
+        return self._event("response.failed", response=self.response("failed", refusal))
+
+    def chunks(self, i: int, event: Event) -> list[dict]:
+        """Return the events for what a job has emitted."""
+        found = []
+        if not self._begun[i]:
+            self._begun[i] = True
+            for kind in "created", "in_progress":
+                found.append(self._event(f"response.{kind}", response=self.response("in_progress")))
+        text, calls = self._new(i, self._streams[i].push(event.text)), []
+        thoughts = self._streams[i].thoughts()
+        if event.finish:
+            rest, calls = self._finish(i)
+            text, thoughts = text + rest, thoughts + self._streams[i].thoughts()
+        found += self._grow("reasoning", thoughts)
+        # An answer has a message, unless it has calls.
+        spoken = any(one["type"] == "message" for one in self.items)
+        found += self._grow("message", text, always=bool(event.finish and not calls and not spoken))
+        if event.finish:
+            found += self._close()
+            for call in map(called, calls):
+                found += self._open(call | {"arguments": "", "status": "in_progress"})
+                at = {"item_id": call["id"], "output_index": len(self.items) - 1}
+                arguments = call["arguments"]
+                kind = "response.function_call_arguments"
+                found.append(self._event(f"{kind}.delta", **at, delta=arguments))
+                found.append(self._event(f"{kind}.done", **at, arguments=arguments, name=call["name"]))
+                self.items[-1] = call
+                done = {"output_index": at["output_index"], "item": call}
+                found.append(self._event("response.output_item.done", **done))
+            found.append(self._event(f"response.{self.status}", response=self.response(self.status)))
+        return found
+
+    def _event(self, kind: str, **fields) -> dict:
+        self._sent += 1
+        return copy.deepcopy({"type": kind, "sequence_number": self._sent - 1, **fields})  # items grow
+
+    def _open(self, new: dict) -> list[dict]:
+        self.items.append(new)
+        at = {"output_index": len(self.items) - 1}
+        return [self._event("response.output_item.added", **at, item={**new, "content": []} if
+                            new["type"] != "function_call" else new)]
+
+    def _part(self, change: str, **fields) -> dict:
+        """Return an event about the text of the last item."""
+        at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return self._event(f"response.{change}", **at, **fields)
+
+    def _grow(self, kind: str, text: str, always: bool = False) -> list[dict]:
+        """Append text to an item of this kind, a new one if another one was the last."""
+        found = []
+        if not (text or always):
+            return found
+        if not self.items or self.items[-1]["type"] != kind:
+            found += self._close() + self._open(item(kind, "") | {"status": "in_progress"})
+            found.append(self._part("content_part.added", part={**self.items[-1]["content"][0]}))
+        self.items[-1]["content"][0]["text"] += text
+        more = {"logprobs": []} if kind == "message" else {}
+        return found + [self._part(f"{NAMES[kind]}.delta", delta=text, **more)] * bool(text)
+
+    def _close(self) -> list[dict]:
+        if not self.items:
+            return []
+        last = self.items[-1]
+        last["status"], part = "completed", last["content"][0]
+        more = {"logprobs": []} if last["type"] == "message" else {}
+        return [
+            self._part(f"{NAMES[last['type']]}.done", text=part["text"], **more),
+            self._part("content_part.done", part=part),
+            self._event("response.output_item.done", output_index=len(self.items) - 1, item=last),
+        ]
+
+
+NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def item(kind: str, text: str | None) -> dict:
+    """Return an item of the output: a message or thoughts."""
+    more = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    found = {"id": f"{kind[:3]}_{uuid.uuid4().hex}", "type": kind, "status": "completed"}
+    found |= {"role": "assistant"} if kind == "message" else {"summary": []}
+    return found | {"content": [{"type": NAMES[kind], "text": text or ""} | more]}
+
+
+def called(call: dict) -> dict:
+    """Return an item of the output from a call of a chat."""
+    return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed",
+            "call_id": call["id"], **call["function"]}
