@@ -33,7 +33,7 @@ from engine.engine import Engine
 from engine.prompt import encode
 from extensions import HEADS
 from kernels.choose import choose_backend
-from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme, quantize_linears
+from kernels.quantized import FOUR_BITS, GROUPS, LM_HEAD_MODES, MODES, Scheme, quantize_linears
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ def parser() -> Options:
 
 def schemes(o):
     """Return the schemes of the checkpoint itself and of the heads inside it."""
-    beside = BESIDE.get(o.mode, o.mode)
+    beside = LM_HEAD_MODES.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
     group = (o.group or GROUP) if {o.mode, lm_head} & {*FOUR_BITS} else 0
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)

@@ -45,7 +45,7 @@ def weights_of(o) -> list[Tensor]:
 
 def int8pack(weight: Tensor) -> Callable:
     """Return PyTorch's own product with int8 weights."""
-    layer = QuantizedLinear.of(weight, "int8")
+    layer = QuantizedLinear.from_weight(weight, "int8")
     q, scale = layer.weight.data, layer.scale.data.flatten().to(torch.bfloat16)
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
 
@@ -69,7 +69,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
     }
     if not on_cpu:
         for mode, group in modes.items():
-            layers = [QuantizedLinear.of(w, mode, group) for w in weights]
+            layers = [QuantizedLinear.from_weight(w, mode, group) for w in weights]
             choose_backend(weights[0].device).prepare(nn.ModuleList(layers))
             products[f"ours {mode}"] = layers
         return products
@@ -77,7 +77,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
         backend = CpuStep.load(wanted, note)
         products[f"{backend.name} whole"] = [unquantised(backend, w) for w in weights]
         for mode, group in modes.items():
-            layers = [QuantizedLinear.of(w, mode, group) for w in weights]
+            layers = [QuantizedLinear.from_weight(w, mode, group) for w in weights]
             products[f"{backend.name} {mode}"] = [PackedLinear(backend, x, torch.bfloat16) for x in layers]
     return products
 

@@ -12,7 +12,7 @@ from common.errors import InputError
 from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
 from head import Eagle3Head, Head, HeadArgs, eagle3_aux_layers
-from kernels.quantized import BESIDE, FOUR_BITS, MXFP4, Scheme, replace_all
+from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
 from model import ModelArgs, Transformer, blank
 
 INT4_GROUP = 64
@@ -80,7 +80,7 @@ def random_models(
     )
     of_target = of_head = None
     if mode:
-        args, beside = replace(args, tie_embeddings=False), BESIDE.get(mode, mode)
+        args, beside = replace(args, tie_embeddings=False), LM_HEAD_MODES.get(mode, mode)
         of_target = (
             Scheme(beside, 0, beside, MXFP4) if mode == MXFP4
             else Scheme(mode, group if mode in FOUR_BITS else 0, beside)
@@ -97,7 +97,7 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
     with blank():
         model = kind(args)
         if scheme:
-            replace_all(model, scheme)
+            replace_linears(model, scheme)
     for key, p in model.named_parameters():
         if p.dtype == torch.float32 and not key.endswith(".scale"):
             p.data = p.data.to(dtype)

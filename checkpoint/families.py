@@ -130,7 +130,7 @@ class ExtendedFamily(Family):
     def tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         found = self._all_tensors(source, config)
         if SCALES in found:
-            config["quantization"] = Scheme(None, 0, None, MXFP4).written()
+            config["quantization"] = Scheme(None, 0, None, MXFP4).to_config()
         return {name: entry for name, entry in found.items() if not (self.hybrid and name.startswith(MTP))}
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:

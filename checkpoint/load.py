@@ -91,7 +91,7 @@ def check_config(config: dict) -> ModelArgs:
     if "quantization" in config:
         from kernels.quantized import Scheme
 
-        Scheme.read(config["quantization"])
+        Scheme.from_config(config["quantization"])
     return args
 
 
@@ -173,9 +173,9 @@ def build_module(
         if lm_head and module.lm_head is not None:
             module.lm_head = Linear(args.hidden_size, lm_head, bias=False)
         if "quantization" in config:
-            from kernels.quantized import Scheme, replace_all
+            from kernels.quantized import Scheme, replace_linears
 
-            replace_all(module, Scheme.read(config["quantization"]))
+            replace_linears(module, Scheme.from_config(config["quantization"]))
     return module
 
 

@@ -31,12 +31,12 @@ from kernels.quantized import (
     MXFP4,
     Quantized,
     Scheme,
-    chunks,
     dequantize,
     linear_names,
     pack_nibbles,
-    scales,
-    to_stored,
+    quantize_with,
+    scales_of,
+    split_rows,
 )
 from model import Pass
 from tokens.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Quantised:
         check_exact(source, before)
         exact = described(source, before, listed(source / WEIGHTS, ADVICE))
         experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
-        after = {**before, "quantization": replace(scheme, experts=experts).written()}
+        after = {**before, "quantization": replace(scheme, experts=experts).to_config()}
         if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
             after["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
         with named(source / CONFIG, "choose another --group"):
@@ -93,18 +93,18 @@ class _LayerWriter:
             if bad := count_nonfinite(exact):
                 judge_nonfinite(self.where, bad, self.allow_nonfinite)
             mode, group = self.layer.mode, self.layer.group
-            self.scale = torch.cat([scales(rows, mode, group) for rows in chunks(exact)])
+            self.scale = torch.cat([scales_of(rows, mode, group) for rows in split_rows(exact)])
         return self.scale
 
     def read_weight(self) -> Tensor:
-        exact = chunks(self.read_exact())
+        exact = split_rows(self.read_exact())
         scale = self.read_scale().split(len(exact[0]))
         weight = torch.empty_like(self.layer.weight, device="cpu")
 
         errors = norms = 0.0
-        for rows, unit, stored in zip(exact, scale, chunks(weight, len(exact[0]))):
+        for rows, unit, stored in zip(exact, scale, split_rows(weight, len(exact[0]))):
             rows = rows.float()
-            stored.copy_(to_stored(rows, unit, self.layer.mode))
+            stored.copy_(quantize_with(rows, unit, self.layer.mode))
             norms += float(rows.norm()) ** 2
             errors += float(dequantize(stored, unit, torch.float32).sub_(rows).norm()) ** 2
         self.error = (errors / max(norms, 1e-60)) ** 0.5
@@ -203,8 +203,8 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
             block.load_state_dict(state, assign=True)
             for parameter in block.parameters():
                 if parameter.ndim == 3 and parameter.is_floating_point():
-                    scale = scales(parameter, "int4", group)
-                    parameter.data = dequantize(to_stored(parameter, scale, "int4"), scale, torch.float32)
+                    scale = scales_of(parameter, "int4", group)
+                    parameter.data = dequantize(quantize_with(parameter, scale, "int4"), scale, torch.float32)
             for name in linear_names(block, lm_head=False):
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
                 block.get_submodule(name).register_forward_pre_hook(partial(_quantize, group=group, put=put))

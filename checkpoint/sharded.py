@@ -36,7 +36,7 @@ def shards_of(config: dict, count: int) -> list[Shard]:
     Raises InputError, with the numbers, if it cannot be sharded; every rank raises the same.
     """
     args = check_config(config)
-    scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
+    scheme = Scheme.from_config(config["quantization"]) if "quantization" in config else None
     tokens = config.get("draft_vocab_size")
     return [Shard.of(args, scheme, rank, count, tokens) for rank in range(count)]
 

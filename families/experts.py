@@ -1,6 +1,7 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE."""
+"""Mixture-of-experts targets: Mixtral, Qwen3-MoE."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ class MixtureArgs(ModelArgs):
 
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP
     experts_per_token: whole(0, 10_000) = 0  # A
-    renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
+    renormalise_experts: Flag = True  # scale the weights of the A chosen experts to sum to 1
     biases: Flag = False  # the router and the experts have biases (gpt-oss)
 
     def relations(self) -> list[tuple[str, bool, str]]:
@@ -26,12 +27,13 @@ class MixtureArgs(ModelArgs):
 
 
 class Experts(nn.Module):
-    """A mixture of E experts, of which each token uses A.
+    """A mixture of E experts. Each token uses A of them. All shapes are static.
 
-    The experts are one batched product of static shapes.
+    fused: computes `mix` in a backend's kernels.
     """
 
     is_mixture = True  # for backends, which do not import this module
+    fused: Callable | None = None
 
     def __init__(self, args: MixtureArgs):
         super().__init__()
@@ -47,13 +49,13 @@ class Experts(nn.Module):
     def _product(
         self, x: Tensor, stack: nn.Module | Tensor, bias: Tensor | None, chosen: Tensor | None
     ) -> Tensor:
-        """Multiply x by a stack of matrices [E, N, K], which may be quantised, and add its bias [E, N].
+        """Multiply x by a stack of matrices [E, N, K], possibly quantized, and add its bias [E, N].
 
-        chosen [R, A]: x [R, K] or [R, A, K] by those of each token's experts -> [R, A, N]. None: x [R, K] or
-        [E, R, K] by all -> [E, R, N].
+        With chosen [R, A]: x [R, K] or [R, A, K] by the matrices of each token's experts -> [R, A, N].
+        Without: x [R, K] or [E, R, K] by all matrices -> [E, R, N].
         """
         if isinstance(stack, nn.Module):
-            x, matrices = stack.rounded(x), stack(chosen, x.dtype)
+            x, matrices = stack.round_inputs(x), stack.dequantize(x.dtype, chosen)
         else:
             matrices = stack if chosen is None else stack[chosen]
         if chosen is None:
@@ -63,26 +65,26 @@ class Experts(nn.Module):
         return y if bias is None else y + bias[chosen]
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """As `MLP.forward`."""
-        rows = x.flatten(0, -2)  # [R, H]
-        weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
+        """Compute `MLP.forward`."""
+        tokens = x.flatten(0, -2)  # [R, H]
+        weight, chosen = self.router(tokens).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
-        out = self.mixed(rows, weight.to(x.dtype), chosen).view_as(x)
+        out = (self.fused or Experts.mix)(self, tokens, weight.to(x.dtype), chosen).view_as(x)
         return out if residual is None else residual + out
 
-    def mixed(self, rows: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Sum the outputs of experts `chosen` [R, A] for rows [R, H] by weight [R, A] -> [R, H]."""
-        # With few rows, as in plain decoding, only the weights of the chosen experts are read. Many rows
-        # choose nearly all experts: every expert computes every row, and each row takes those it chose.
-        few = chosen.numel() < self.router.out_features
-        experts = chosen if few else None
-        both = self._product(rows, self.w_gate_up, self.gate_up_bias, experts)
+    def mix(self, tokens: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Sum the outputs of experts `chosen` [R, A] for tokens [R, H] by weight [R, A] -> [R, H]."""
+        # Few tokens, as in plain decoding, read the weights of their experts only. Many tokens choose nearly
+        # all experts, so every expert computes every token.
+        by_token = chosen.numel() < self.router.out_features
+        experts = chosen if by_token else None
+        both = self._product(tokens, self.w_gate_up, self.gate_up_bias, experts)
         out = self._product(self.gate(*both.chunk(2, dim=-1)), self.w_down, self.down_bias, experts)
-        if few:
+        if by_token:
             return (out * weight[..., None]).sum(1)
-        share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
-        return torch.einsum("erh,re->rh", out, share)
+        weights = weight.new_zeros(tokens.shape[0], out.shape[0]).scatter(1, chosen, weight)
+        return torch.einsum("erh,re->rh", out, weights)
 
 
 class MixtureBlock(TargetBlock):

@@ -8,8 +8,8 @@ import torch
 from engine.step import TORCH, Step
 from kernels.build import NoKernels
 from kernels.cpu import CpuStep
-from kernels.gpu import here
-from kernels.quantized import find_fp8
+from kernels.gpu import device as gpu_device
+from kernels.quantized import detect_fp8
 
 
 def choose_backend(
@@ -26,7 +26,7 @@ def choose_backend(
     """
     device = torch.device(device)
     if device.type == "cuda":
-        find_fp8(device, log)
+        detect_fp8(device, log)
     if kernels and device.type == "cpu":
         try:
             return CpuStep.load(isa, log)
@@ -34,7 +34,7 @@ def choose_backend(
             if must or isa is not None:
                 raise
             log(f"{e}. Until then PyTorch decodes alone, which is slower")
-    elif kernels and here.capable(device):
+    elif kernels and gpu_device.runs_kernels(device):
         from kernels.gpu.backend import CudaStep  # imports Triton, which takes time
 
         return CudaStep()

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized import FP8_MOST
+from kernels.quantized import FP8_MAX
 from model import KVCache, KVCaches
 
 
 def to_bytes(x: Tensor) -> Tensor:
     """Return x rounded to e4m3, ties to even, as bytes (uint8). NaN stays NaN."""
-    return x.clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.torchrun import end_with_torchrun
-from kernels.quantized import INPUTS as ROUNDED_TOGETHER
-from kernels.quantized import Scheme
+from kernels.quantized import W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from model import Block, Linear, ModelArgs, Transformer
 from sampling.noise import number_of
@@ -247,9 +246,9 @@ class Shard:
             )
         # Inputs that are rounded together, or whose weights are, stay together; else pairs do, as 16-bit
         # kernels read them.
-        mode, unit = scheme.of("layers") if scheme else (None, 0)
-        unit = ROUNDED_TOGETHER if mode == "w8a8" else unit
-        of_stacks = scheme.of("layers", stack=True)[1] if scheme and experts else 0
+        mode, unit = scheme.mode_of("layers") if scheme else (None, 0)
+        unit = W8A8_GROUP if mode == "w8a8" else unit
+        of_stacks = scheme.mode_of("layers", is_experts=True)[1] if scheme and experts else 0
         pieces = max(unit, of_stacks) or 2 - inner % 2
         tokens = tokens or args.vocab_size
         narrow = any(n % pieces or 0 < n // pieces < ranks for n in (inner, shared))

@@ -14,7 +14,7 @@ from helpers import ROOT
 # their folder: STEPS implement the engine's `Step`, TARGET puts all together.
 STEPS = {
     "kernels/cpu.py", "kernels/choose.py", "kernels/gpu/backend.py",
-    "kernels/gpu/cache.py", "kernels/gpu/sight.py",
+    "kernels/gpu/cache.py", "kernels/gpu/mask.py",
     "kernels/gpu/attention.py", "kernels/check_ranks.py",
 }
 TARGET = {"engine/target.py", "engine/check.py"}

@@ -1,1 +1,1 @@
-"""Our kernels for GPUs, in Triton: `here` says whether they run; the other files are imported if they do."""
+"""Triton kernels. `device` says whether they can run; other files are imported only if they can."""

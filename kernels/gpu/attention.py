@@ -1,13 +1,13 @@
-"""Tree attention in one kernel a layer: what stands between a layer's wqkv and its wo.
+"""Tree attention in one kernel per layer: everything between a layer's wqkv and its wo.
 
-A row of a pass sees every committed slot of the cache, or those of its window, which needs no mask, and of
-the slots after them those that its tree allows. The number of committed slots is read on the device, so one
-captured graph serves every context. The keys are divided among programs (split over keys, as in
-FlashDecoding) by that length: few where the text is short. Queries that share a key/value head are rows of
-one product. The pass's own keys and values come out of qkv and go into the cache on the way.
+Each token attends to the committed cache slots, all or those in its sliding window, which needs no mask, and
+to the slots after them that its tree mask allows. The kernel reads the committed length on the device, so one
+captured graph serves every context length. Keys are split over programs (FlashDecoding), into more splits for
+longer contexts. Query heads that share a key/value head are rows of one product. The kernel also normalizes
+and rotates the pass's own keys and writes them and the values to the cache.
 
-Programs that share a row leave their parts of the softmax in scratch memory. The last one to arrive adds the
-parts up in the order of the keys: results do not depend on the order of arrival.
+Programs that share a tile write partial sums to scratch memory. The last one to arrive adds them in the order
+of the keys, so results do not depend on the order of arrival.
 """
 from __future__ import annotations
 
@@ -16,215 +16,259 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.float8 import converts, loaded, stored
-from kernels.gpu.here import INTERPRETED, is_blackwell, programs_at_once, shared_memory
-from kernels.gpu.launch import begin, counters, options
+from kernels.gpu.device import INTERPRETED, gpu_of
+from kernels.gpu.float8 import from_cache, to_cache
+from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
 
-PLENTY = 128 * 1024  # bytes of shared memory
-AMPLE = 200 * 1024  # which compute capabilities 9.0 and 10.0 have
+THREE_STAGES = 128 * 1024  # bytes of shared memory for three stages of loads
+HOPPER = 200 * 1024  # bytes of shared memory that compute capabilities 9.0 and 10.0 have
+MAX_SPLITS = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
-FAR = tl.constexpr(-1e30)  # below every score, and finite: a row that has seen nothing yet stays a number
+LOWEST_SCORE = tl.constexpr(-1e30)  # finite, so that a row without keys stays a number
 
 
 @triton.jit
-def turned(a, b, norm_a, norm_b, eps, cos, sin, HEAD: tl.constexpr, NORM: tl.constexpr):
-    """The halves a, b [R, HALF] of heads: divided by their root mean square, if NORM, and rotated."""
-    x, y = a.to(tl.float32), b.to(tl.float32)
-    if NORM:
-        share = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD + eps)[:, None]
-        x = (x * share * norm_a[None].to(tl.float32)).to(a.dtype).to(tl.float32)
-        y = (y * share * norm_b[None].to(tl.float32)).to(a.dtype).to(tl.float32)
-    return (x * cos - y * sin).to(a.dtype), (y * cos + x * sin).to(a.dtype)
+def load_norm(weight, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Load the two halves [BLOCK_HALF] of a norm's weight, if there is one."""
+    halves = None
+    if weight is not None:
+        half = tl.arange(0, BLOCK_HALF)
+        mask, weight = half < HEAD_DIM // 2, weight + half
+        halves = tl.load(weight, mask=mask, other=0.0), tl.load(weight + HEAD_DIM // 2, mask=mask, other=0.0)
+    return halves
 
 
 @triton.jit
-def take_in(qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION: tl.constexpr,
-            APART: tl.constexpr):
-    """One tile of keys and values [KEYS, ...] more in the softmax of rows: their largest score so far, the
-    sum of their weights, and of weighted values. seen [ROWS or 1, KEYS]: who sees which. APART: two products
-    that add to one accumulator are miscompiled on Blackwell (triton-lang/triton#10821).
+def load_rotated(x, at, mask, norm, eps, cos, sin, angle, HEAD_DIM: tl.constexpr):
+    """Load the halves [R, BLOCK_HALF] of heads x[at]; apply RMSNorm, if any, and RoPE at cos, sin [angle]."""
+    first = tl.load(x + at, mask=mask, other=0.0)
+    second = tl.load(x + at + HEAD_DIM // 2, mask=mask, other=0.0)
+    cos, sin = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if norm is not None:
+        factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+        a = (a * factor * norm[0][None].to(tl.float32)).to(first.dtype).to(tl.float32)
+        b = (b * factor * norm[1][None].to(tl.float32)).to(first.dtype).to(tl.float32)
+    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+
+
+@triton.jit
+def add_tile(qa, qb, ka, kb, values, visible, peak, weight, sums, scale, PRECISION: tl.constexpr,
+             SEPARATE_DOTS: tl.constexpr):
+    """Add a tile of keys and values [BLOCK_N, ...] to the online softmax of BLOCK_M rows.
+
+    visible [BLOCK_M or 1, BLOCK_N]. peak, weight [BLOCK_M]: the maximum score so far, and the sum of
+    exponentials; sums [BLOCK_M, BLOCK_D]: the weighted sum of values. SEPARATE_DOTS: two products that add to
+    one accumulator are miscompiled on Blackwell (triton-lang/triton#10821).
     """
     scores = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
-    if APART:  # Triton would make one accumulator of a mere sum
+    if SEPARATE_DOTS:  # scaled apart, or Triton would fuse the sum into one accumulator
         scores = scores * scale + tl.dot(qb, tl.trans(kb), input_precision=PRECISION) * scale
     else:
         scores = tl.dot(qb, tl.trans(kb), scores, input_precision=PRECISION) * scale
-    scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(most, tl.max(scores, 1))
-    kept, p = tl.exp2(most - higher), tl.exp2(scores - higher[:, None])
-    sums = tl.dot(p.to(values.dtype), values, sums * kept[:, None], input_precision=PRECISION)
-    return higher, weight * kept + tl.sum(p, 1), sums
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    decay, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
+    sums = tl.dot(p.to(values.dtype), values, sums * decay[:, None], input_precision=PRECISION)
+    return new_peak, weight * decay + tl.sum(p, 1), sums
+
+
+@triton.jit
+def attend_to_cache(
+    qa, qb, k, v, local, valid, oldest, committed, first, end, peak, weight, sums, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, CACHED_NODES: tl.constexpr, PRECISION: tl.constexpr,
+    E4M3: tl.constexpr, SEPARATE_DOTS: tl.constexpr,
+):
+    """Add the cached slots first ... end - 1. Slots from `committed` on are tree nodes of earlier passes."""
+    half, depth = tl.arange(0, qa.shape[1]), tl.arange(0, sums.shape[1])
+    for start in range(first, end, BLOCK_N):
+        slot = start + tl.arange(0, BLOCK_N)
+        live, offset = slot < end, slot[:, None] * HEAD_DIM
+        in_half = live[:, None] & (half < HEAD_DIM // 2)[None]
+        in_head = live[:, None] & (depth < HEAD_DIM)[None]
+        ka = tl.load(k + offset + half[None], mask=in_half, other=0)
+        kb = tl.load(k + offset + HEAD_DIM // 2 + half[None], mask=in_half, other=0)
+        values = tl.load(v + offset + depth[None], mask=in_head, other=0)
+        ka, kb = from_cache(ka, qa.dtype, E4M3), from_cache(kb, qa.dtype, E4M3)
+        values = from_cache(values, qa.dtype, E4M3)
+        visible = live[None]
+        if oldest is not None:
+            visible = visible & (slot[None] >= oldest[:, None])
+        if CACHED_NODES:
+            is_node = valid[:, None] & (live & (slot >= committed))[None]
+            allowed = tl.load(local + (slot - committed)[None], mask=is_node, other=0) != 0
+            visible = visible & ((slot < committed)[None] | allowed)
+        peak, weight, sums = add_tile(
+            qa, qb, ka, kb, values, visible, peak, weight, sums, scale, PRECISION, SEPARATE_DOTS
+        )
+    return peak, weight, sums
+
+
+@triton.jit
+def attend_to_pass(
+    qa, qb, qkv, key_head, value_head, k_norm, eps, cos, sin, k, v, local, valid, cached, first, end, writes,
+    peak, weight, sums, scale, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    PRECISION: tl.constexpr, E4M3: tl.constexpr, SEPARATE_DOTS: tl.constexpr,
+):
+    """Add the pass's own keys at slots first ... end - 1; if `writes`, write them to the cache."""
+    half, depth = tl.arange(0, qa.shape[1]), tl.arange(0, sums.shape[1])
+    norm = load_norm(k_norm, HEAD_DIM, qa.shape[1])
+    for start in tl.range(first, end, BLOCK_NEW, num_stages=1):
+        slot = start + tl.arange(0, BLOCK_NEW)
+        t, live = slot - cached, slot < end
+        in_half = live[:, None] & (half < HEAD_DIM // 2)[None]
+        in_head = live[:, None] & (depth < HEAD_DIM)[None]
+        ka, kb = load_rotated(
+            qkv, t[:, None] * WIDTH + key_head + half[None], in_half, norm, eps, cos, sin,
+            t[:, None] * (HEAD_DIM // 2) + half[None], HEAD_DIM,
+        )
+        values = tl.load(qkv + t[:, None] * WIDTH + value_head + depth[None], mask=in_head, other=0.0)
+        # Rounded to the cache's dtype, so that later passes read the same numbers.
+        stored_ka, stored_kb = to_cache(ka, k.dtype.element_ty, E4M3), to_cache(kb, k.dtype.element_ty, E4M3)
+        stored = to_cache(values, v.dtype.element_ty, E4M3)
+        if writes:
+            to = slot[:, None] * HEAD_DIM
+            tl.store(k + to + half[None], stored_ka, mask=in_half)
+            tl.store(k + to + HEAD_DIM // 2 + half[None], stored_kb, mask=in_half)
+            tl.store(v + to + depth[None], stored, mask=in_head)
+        visible = tl.load(local + t[None], mask=valid[:, None] & live[None], other=0) != 0
+        peak, weight, sums = add_tile(
+            qa, qb, from_cache(stored_ka, qa.dtype, E4M3), from_cache(stored_kb, qa.dtype, E4M3),
+            from_cache(stored, qa.dtype, E4M3), live[None] & visible, peak, weight, sums, scale, PRECISION,
+            SEPARATE_DOTS,
+        )
+    return peak, weight, sums
+
+
+@triton.jit
+def merge_splits(partial_sums, partial_softmax, arrived, split, splits, valid, peak, weight, sums):
+    """Store this program's part. In the last of `splits` programs to arrive, return all parts merged.
+
+    Returns whether this is the last program, and its weight and sums.
+    """
+    BLOCK_M: tl.constexpr = sums.shape[0]
+    BLOCK_D: tl.constexpr = sums.shape[1]
+    row, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    at = row[:, None] * BLOCK_D + depth[None]
+    tl.store(partial_sums + split * BLOCK_M * BLOCK_D + at, sums, mask=valid[:, None])
+    tl.store(partial_softmax + split * 2 * BLOCK_M + row, peak)
+    tl.store(partial_softmax + split * 2 * BLOCK_M + BLOCK_M + row, weight)
+    tl.debug_barrier()  # all threads have stored before the program arrives
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1
+    if is_last:
+        tl.store(arrived, 0)
+        peak, weight = tl.full((BLOCK_M,), LOWEST_SCORE, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for other in range(splits):  # .cg bypasses L1, which may hold stale data
+            softmax = partial_softmax + other * 2 * BLOCK_M + row
+            other_peak = tl.load(softmax, cache_modifier=".cg")
+            other_weight = tl.load(softmax + BLOCK_M, cache_modifier=".cg")
+            other_sums = tl.load(
+                partial_sums + other * BLOCK_M * BLOCK_D + at, mask=valid[:, None], other=0.0,
+                cache_modifier=".cg",
+            )
+            new_peak = tl.maximum(peak, other_peak)
+            decay, other_decay = tl.exp2(peak - new_peak), tl.exp2(other_peak - new_peak)
+            weight = weight * decay + other_weight * other_decay
+            sums = sums * decay[:, None] + other_sums * other_decay[:, None]
+            peak = new_peak
+    return is_last, weight, sums
+
+
+@triton.jit
+def split_keys(keys, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr):
+    """Return the number of splits of `keys` keys, and the keys of each, a multiple of BLOCK_N."""
+    splits = tl.minimum(tl.maximum(tl.cdiv(keys, MIN_SPLIT), 1), SPLITS)
+    span = tl.cdiv(tl.cdiv(keys, BLOCK_N), splits) * BLOCK_N
+    return tl.cdiv(keys, span), span
 
 
 @triton.jit
 def attend_kernel(
-    qkv, cos, sin, q_norm, k_norm, k, v, length, local, oldest, out, parts, marks, arrived, T, M, S, eps,
-    scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    NORM: tl.constexpr, OLD: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    CONVERTS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, k, v, length, local, oldest, out, partial_sums, partial_softmax, arrived,
+    T, M, S, eps, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, CACHED_NODES: tl.constexpr, PRECISION: tl.constexpr,
+    E4M3: tl.constexpr, SEPARATE_DOTS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One block of ROWS rows of one key/value head of one sequence, over one split of the keys.
+    """Compute BLOCK_M rows of one key/value head of one sequence, over one split of the keys.
 
-    qkv [B, T, (HEADS*GROUP + 2*HEADS) * HEAD]; cos, sin [B, T, HEAD/2]; k, v [B, HEADS, S, HEAD], float8 if
-    they are uint8 (CONVERTS: see `kernels.gpu.float8`); length [B]; local [B, T, M], M >= T: the pass's own
-    rows are the last T columns, the others (if OLD) are in the cache. oldest [B, T], if WINDOWED: the first
-    committed slot that a row sees; slots before those of all rows of the block are left out.
-    parts, marks: scratch, of SPLITS for each block; arrived: zeros, and zeros again afterwards.
+    A row is one of the GROUP query heads of one of T tokens. See `attend` for tensors. k, v [B, HEADS, S,
+    HEAD_DIM]. CACHED_NODES: M > T. partial_sums, partial_softmax: scratch for SPLITS programs per tile.
+    arrived: zeros, and zeros again afterwards.
     """
-    begin(EARLY)
+    wait_for_previous(PDL)
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = pair // HEADS, pair % HEADS
     committed = tl.load(length + b).to(tl.int32)
-    cached = committed + M - T  # slots that are in the cache already
+    cached = committed + M - T  # slots that are already in the cache
     total = cached + T
-    row = block * ROWS + tl.arange(0, ROWS)  # of the GROUP queries of each of T tokens
-    t, there = row // GROUP, row < GROUP * T
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    t, valid = row // GROUP, row < GROUP * T
     first = 0
-    near = t
-    if WINDOWED:
-        near = tl.load(oldest + b * T + t, mask=there, other=1 << 30).to(tl.int32)
-        first = tl.maximum(tl.minimum(tl.min(near, 0), cached), 0) // KEYS * KEYS
-    splits = tl.minimum(tl.maximum(tl.cdiv(total - first, LEAST), 1), SPLITS)
-    span = tl.cdiv(tl.cdiv(total - first, KEYS), splits) * KEYS
-    splits = tl.cdiv(total - first, span)
+    if oldest is not None:
+        oldest = tl.load(oldest + b * T + t, mask=valid, other=1 << 30).to(tl.int32)
+        first = tl.maximum(tl.minimum(tl.min(oldest, 0), cached), 0) // BLOCK_N * BLOCK_N
+    splits, span = split_keys(total - first, BLOCK_N, SPLITS, MIN_SPLIT)
     if split < splits:
-        half, depth, key = tl.arange(0, HALF), tl.arange(0, VALUES), tl.arange(0, KEYS)
-        in_half, in_head = (half < HEAD // 2)[None], (depth < HEAD)[None]
-        WIDTH: tl.constexpr = (HEADS * GROUP + 2 * HEADS) * HEAD
-        # Offsets within a sequence fit 32 bits, those of a sequence need not.
-        qkv += (b * T).to(tl.int64) * WIDTH
-        cos += (b * T).to(tl.int64) * (HEAD // 2)
-        sin += (b * T).to(tl.int64) * (HEAD // 2)
-        k += pair.to(tl.int64) * S * HEAD
-        v += pair.to(tl.int64) * S * HEAD
-        sees = local + (b * T).to(tl.int64) * M + t[:, None] * M
-        norm_a, norm_b, key_norm_a, key_norm_b = half, half, half, half
-        if NORM:
-            norm_a = tl.load(q_norm + half, mask=half < HEAD // 2, other=0.0)
-            norm_b = tl.load(q_norm + HEAD // 2 + half, mask=half < HEAD // 2, other=0.0)
-            key_norm_a = tl.load(k_norm + half, mask=half < HEAD // 2, other=0.0)
-            key_norm_b = tl.load(k_norm + HEAD // 2 + half, mask=half < HEAD // 2, other=0.0)
-
-        at = t[:, None] * WIDTH + (head * GROUP + row % GROUP)[:, None] * HEAD + half[None]
-        turn = t[:, None] * (HEAD // 2) + half[None]
-        queries = there[:, None] & in_half
-        qa, qb = turned(
-            tl.load(qkv + at, mask=queries, other=0.0),
-            tl.load(qkv + at + HEAD // 2, mask=queries, other=0.0),
-            norm_a, norm_b, eps, tl.load(cos + turn, mask=queries, other=0.0),
-            tl.load(sin + turn, mask=queries, other=0.0), HEAD, NORM,
+        half = tl.arange(0, BLOCK_HALF)
+        WIDTH: tl.constexpr = (HEADS * GROUP + 2 * HEADS) * HEAD_DIM
+        # Offsets within a sequence fit 32 bits, offsets of a sequence need 64.
+        sequence = (b * T).to(tl.int64)
+        angles, keys = sequence * (HEAD_DIM // 2), pair.to(tl.int64) * S * HEAD_DIM
+        qkv, cos, sin, k, v = qkv + sequence * WIDTH, cos + angles, sin + angles, k + keys, v + keys
+        allowed = local + sequence * M + t[:, None] * M
+        qa, qb = load_rotated(
+            qkv, t[:, None] * WIDTH + (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + half[None],
+            valid[:, None] & (half < HEAD_DIM // 2)[None], load_norm(q_norm, HEAD_DIM, BLOCK_HALF), eps, cos,
+            sin, t[:, None] * (HEAD_DIM // 2) + half[None], HEAD_DIM,
         )
-        most = tl.full((ROWS,), FAR, tl.float32)
-        weight = tl.zeros((ROWS,), tl.float32)
-        sums = tl.zeros((ROWS, VALUES), tl.float32)
+        peak, weight = tl.full((BLOCK_M,), LOWEST_SCORE, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         first += split * span
         end = tl.minimum(first + span, total)
-
-        for start in range(first, tl.minimum(end, cached), KEYS):  # what is in the cache
-            n = start + key
-            old = n < tl.minimum(end, cached)
-            kept, slot = old[:, None] & in_half, n[:, None] * HEAD
-            ka = tl.load(k + slot + half[None], mask=kept, other=0)
-            kb = tl.load(k + slot + HEAD // 2 + half[None], mask=kept, other=0)
-            values = tl.load(v + slot + depth[None], mask=old[:, None] & in_head, other=0)
-            ka, kb = loaded(ka, qa.dtype, CONVERTS), loaded(kb, qa.dtype, CONVERTS)
-            values = loaded(values, qa.dtype, CONVERTS)
-            seen = old[None]
-            if WINDOWED:
-                seen = seen & (n[None] >= near[:, None])
-            if OLD:
-                drafted = there[:, None] & (old & (n >= committed))[None]
-                allowed = tl.load(sees + (n - committed)[None], mask=drafted, other=0) != 0
-                seen = seen & ((n < committed)[None] | allowed)
-            most, weight, sums = take_in(
-                qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION, APART
-            )
-
-        fresh = tl.arange(0, NEW)
-        for start in tl.range(tl.maximum(first, cached), end, NEW, num_stages=1):  # what the pass brings
-            place = start + fresh
-            i, new = place - cached, place < end
-            brought, own = new[:, None] & in_half, i[:, None] * WIDTH + (HEADS * GROUP + head) * HEAD
-            angle = i[:, None] * (HEAD // 2) + half[None]
-            new_ka, new_kb = turned(
-                tl.load(qkv + own + half[None], mask=brought, other=0.0),
-                tl.load(qkv + own + HEAD // 2 + half[None], mask=brought, other=0.0),
-                key_norm_a, key_norm_b, eps, tl.load(cos + angle, mask=brought, other=0.0),
-                tl.load(sin + angle, mask=brought, other=0.0), HEAD, NORM,
-            )
-            new_values = tl.load(
-                qkv + own + HEADS * HEAD + depth[None], mask=new[:, None] & in_head, other=0.0
-            )
-            # Rounded as the cache stores them, so that later passes read the same numbers.
-            held_ka = stored(new_ka, k.dtype.element_ty, CONVERTS)
-            held_kb = stored(new_kb, k.dtype.element_ty, CONVERTS)
-            held = stored(new_values, v.dtype.element_ty, CONVERTS)
-            if block == 0:
-                to = place[:, None] * HEAD
-                tl.store(k + to + half[None], held_ka, mask=brought)
-                tl.store(k + to + HEAD // 2 + half[None], held_kb, mask=brought)
-                tl.store(v + to + depth[None], held, mask=new[:, None] & in_head)
-            visible = new[None] & (tl.load(
-                sees + (M - T + i)[None], mask=there[:, None] & new[None], other=0
-            ) != 0)
-            most, weight, sums = take_in(
-                qa, qb, loaded(held_ka, qa.dtype, CONVERTS), loaded(held_kb, qa.dtype, CONVERTS),
-                loaded(held, qa.dtype, CONVERTS), visible, most, weight, sums, scale, PRECISION, APART,
-            )
-
-        group = pair * tl.num_programs(0) + block
-        last = splits == 1
+        peak, weight, sums = attend_to_cache(
+            qa, qb, k, v, allowed, valid, oldest, committed, first, tl.minimum(end, cached), peak, weight,
+            sums, scale, HEAD_DIM, BLOCK_N, CACHED_NODES, PRECISION, E4M3, SEPARATE_DOTS,
+        )
+        key_head = (HEADS * GROUP + head) * HEAD_DIM
+        peak, weight, sums = attend_to_pass(
+            qa, qb, qkv, key_head, key_head + HEADS * HEAD_DIM, k_norm, eps, cos, sin, k, v, allowed + M - T,
+            valid, cached, tl.maximum(first, cached), end, block == 0, peak, weight, sums, scale, WIDTH,
+            HEAD_DIM, BLOCK_NEW, PRECISION, E4M3, SEPARATE_DOTS,
+        )
+        is_last = splits == 1
         if splits > 1:
-            inside = tl.arange(0, ROWS)
-            scratch = inside[:, None] * VALUES + depth[None]
-            parts += group.to(tl.int64) * SPLITS * ROWS * VALUES
-            marks += group * SPLITS * 2 * ROWS
-            tl.store(parts + split * ROWS * VALUES + scratch, sums, mask=there[:, None])
-            tl.store(marks + split * 2 * ROWS + inside, most)
-            tl.store(marks + split * 2 * ROWS + ROWS + inside, weight)
-            tl.debug_barrier()  # the whole program has stored before it arrives
-            last = tl.atomic_add(arrived + group, 1, sem="acq_rel") == splits - 1
-            if last:
-                tl.store(arrived + group, 0)
-                most = tl.full((ROWS,), FAR, tl.float32)
-                weight = tl.zeros((ROWS,), tl.float32)
-                sums = tl.zeros((ROWS, VALUES), tl.float32)
-                for other in range(splits):  # past the first cache, which may hold what was there before
-                    their_most = tl.load(marks + other * 2 * ROWS + inside, cache_modifier=".cg")
-                    their_weight = tl.load(marks + other * 2 * ROWS + ROWS + inside, cache_modifier=".cg")
-                    theirs = tl.load(
-                        parts + other * ROWS * VALUES + scratch, mask=there[:, None], other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    higher = tl.maximum(most, their_most)
-                    kept_share, share = tl.exp2(most - higher), tl.exp2(their_most - higher)
-                    weight = weight * kept_share + their_weight * share
-                    sums = sums * kept_share[:, None] + theirs * share[:, None]
-                    most = higher
-        if last:
-            out += (b * T).to(tl.int64) * HEADS * GROUP * HEAD
-            goal = (t * (HEADS * GROUP) + head * GROUP + row % GROUP)[:, None] * HEAD + depth[None]
-            shares = sums / tl.where(weight > 0, weight, 1.0)[:, None]
-            tl.store(out + goal, shares.to(out.dtype.element_ty), mask=there[:, None] & in_head)
+            tile = pair * tl.num_programs(0) + block
+            partial_sums += tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_D
+            partial_softmax += tile * SPLITS * 2 * BLOCK_M
+            is_last, weight, sums = merge_splits(
+                partial_sums, partial_softmax, arrived + tile, split, splits, valid, peak, weight, sums
+            )
+        if is_last:
+            depth = tl.arange(0, BLOCK_D)
+            to = (t * (HEADS * GROUP) + head * GROUP + row % GROUP)[:, None] * HEAD_DIM + depth[None]
+            result = (sums / tl.where(weight > 0, weight, 1.0)[:, None]).to(out.dtype.element_ty)
+            mask = valid[:, None] & (depth < HEAD_DIM)[None]
+            tl.store(out + sequence * HEADS * GROUP * HEAD_DIM + to, result, mask=mask)
 
 
-def tiles(rows: int, dtype: torch.dtype, shared: int, head: int) -> tuple[int, int, int, int]:
-    """Return ROWS and KEYS of a tile for the rows of a key/value head, warps, and stages of loading.
+def tile_config(rows: int, dtype: torch.dtype, shared: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Return BLOCK_M, BLOCK_N, warps and stages for `rows` query rows of a key/value head.
 
-    head: its size. shared: bytes of shared memory; with few of them, loads are fewer stages ahead.
+    shared: bytes of shared memory. With few of them, fewer stages of loads are in flight.
     """
-    if dtype == torch.float32 and not INTERPRETED:  # products without tensor cores fill registers
+    if dtype == torch.float32 and not INTERPRETED:  # without tensor cores, products fill registers
         return 16, 16, 4, 1
-    if head > 128:  # Gemma 3 has heads of 256
+    if head_dim > 128:  # Gemma 3 has heads of 256
         return (16 if rows <= 16 else 32 if rows <= 32 else 64), 32, 8, 2
-    stages = 3 if shared >= PLENTY else 2
+    stages = 3 if shared >= THREE_STAGES else 2
     if rows <= 32:
         return (16 if rows <= 16 else 32), 64, 4, stages
-    # From compute capability 9.0 on, four warps multiply 64 rows at once; four more would compute the same.
-    # On an A100 four warps spill, as do blocks of 128.
-    return 64, 64, 4 if shared >= AMPLE else 8, stages
+    # On Hopper four warps multiply 64 rows at once; four more would compute the same. On an A100 four warps
+    # spill, as do blocks of 128.
+    return 64, 64, 4 if shared >= HOPPER else 8, stages
 
 
 @torch.library.custom_op("eagle_gpu::attend", mutates_args=("kv",))
@@ -232,33 +276,31 @@ def attend(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
     kv: Tensor, layer: int, length: Tensor, local: Tensor, oldest: Tensor | None = None,
 ) -> Tensor:
-    """qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd].
+    """Attend from qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` returns it -> [B, T, nh*hd].
 
-    Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]. Keys
-    and values go to slots length [B] + M - T ... of this layer of the caches kv [L, 2, B, nkv, S, hd], which
-    hold float8 if they are uint8. Every row sees the first `length` slots, with `oldest` [B, T]
-    from that one on, and of the M after them what local [B, T, M] says. Scores and sums are float32.
+    Query and key heads get RMSNorm (if there are weights [hd]) and RoPE by cos, sin [B, T, hd/2]. Keys and
+    values go to slots length [B] + M - T ... of this layer of kv [L, 2, B, nkv, S, hd], float8 if it is
+    uint8. Every token attends to the first `length` slots, with `oldest` [B, T] from that slot on, and to
+    those of the next M slots that local [B, T, M] allows. Scores and sums are float32.
     """
-    B, T, width = qkv.shape
-    _, _, _, nkv, S, hd = kv.shape
-    M, nh = local.shape[2], width // hd - 2 * nkv
-    rows, keys, warps, stages = tiles(nh // nkv * T, qkv.dtype, shared_memory(qkv.device), hd)
+    (B, T, width), (_, _, _, nkv, S, hd) = qkv.shape, kv.shape
+    M, nh, gpu = local.shape[2], width // hd - 2 * nkv, gpu_of(qkv.device)
+    rows, keys, warps, stages = tile_config(nh // nkv * T, qkv.dtype, gpu.shared_memory, hd)
     blocks = triton.cdiv(nh // nkv * T, rows)
-    splits = max(1, min(32, programs_at_once(qkv.device) // (blocks * nkv * B)))
-    values = max(16, triton.next_power_of_2(hd))
-    out, shared = qkv.new_empty(B, T, nh * hd), B * nkv * blocks if splits > 1 else 1  # groups of programs
-    parts, marks = (qkv.new_empty(shared * splits * rows * n, dtype=torch.float32) for n in (values, 2))
-    norms = (qkv, qkv) if q_norm is None else (q_norm, k_norm)
+    splits = max(1, min(MAX_SPLITS, gpu.multiprocessors // (blocks * nkv * B)))
+    depth = max(16, triton.next_power_of_2(hd))
+    out, tiles = qkv.new_empty(B, T, nh * hd), B * nkv * blocks if splits > 1 else 1  # with scratch memory
+    scratch = (qkv.new_empty(tiles * splits * rows * n, dtype=torch.float32) for n in (depth, 2))
     attend_kernel[(blocks, splits, B * nkv)](
-        qkv.contiguous(), cos.contiguous(), sin.contiguous(), *norms, kv[layer, 0], kv[layer, 1],
-        length.contiguous(), local.contiguous(), length if oldest is None else oldest.contiguous(), out,
-        parts, marks, counters(qkv.device, shared), T, M, S, eps, hd**-0.5 * LOG2_E.value,
-        HEADS=nkv, GROUP=nh // nkv, HEAD=hd, HALF=max(16, triton.next_power_of_2(hd // 2)), VALUES=values,
-        ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
-        NORM=q_norm is not None, OLD=M > T, WINDOWED=oldest is not None,
+        qkv.contiguous(), cos.contiguous(), sin.contiguous(), q_norm, k_norm, kv[layer, 0], kv[layer, 1],
+        length.contiguous(), local.contiguous(), None if oldest is None else oldest.contiguous(), out,
+        *scratch, arrival_counters(qkv.device, tiles), T, M, S, eps, hd**-0.5 * LOG2_E.value,
+        HEADS=nkv, GROUP=nh // nkv, HEAD_DIM=hd, BLOCK_HALF=max(16, triton.next_power_of_2(hd // 2)),
+        BLOCK_D=depth, BLOCK_M=rows, BLOCK_N=keys, BLOCK_NEW=min(keys, 32), SPLITS=splits,
+        MIN_SPLIT=keys if rows == 16 else 2 * keys, CACHED_NODES=M > T,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        CONVERTS=converts(qkv.device), APART=qkv.dtype.itemsize == 2 and is_blackwell(qkv.device),
-        num_warps=warps, num_stages=stages, **options(qkv.device),
+        E4M3=gpu.capability >= (8, 9), SEPARATE_DOTS=qkv.dtype.itemsize == 2 and gpu.capability >= (10, 0),
+        num_warps=warps, num_stages=stages, **launch_options(qkv.device),
     )
     return out
 

@@ -1,8 +1,8 @@
-"""Launch options of our kernels, and memory that they share.
+"""Launch options and counters that our kernels share.
 
-TORCHINDUCTOR_ENABLE_PDL=1 in the environment, which torch.compile's kernels read too, enables programmatic
-dependent launch: a kernel is set up early and waits, before it touches memory, until the one before it has
-ended. Compute capability 9.0 and later have it. Its gain has not been measured.
+TORCHINDUCTOR_ENABLE_PDL=1 in the environment, which torch.compile reads too, enables programmatic dependent
+launch (compute capability 9.0 and later): a kernel is set up early and waits, before it touches memory, until
+the kernel before it has ended. Its gain has not been measured.
 """
 from __future__ import annotations
 
@@ -14,40 +14,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import INTERPRETED
+from kernels.gpu.device import gpu_of
+
+MAX_COUNTERS = 1 << 16
 
 
 @cache
-def early(device: torch.device) -> bool:
-    """Return whether kernels on this device are set up early."""
-    asked = os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1" and not INTERPRETED
-    return asked and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def options(device: torch.device) -> dict[str, bool]:
-    """Return the arguments of a kernel that calls `begin`, and of its launch."""
-    return {"EARLY": True, "launch_pdl": True} if early(device) else {"EARLY": False}
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Return the launch arguments of a kernel that calls `wait_for_previous`."""
+    enabled = os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1" and gpu_of(device).capability >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr):
-    """Wait for the kernel before this one, and let the next one be set up: first in every kernel."""
-    if EARLY:
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the kernel before this one and let the next one be set up. The first call of every kernel."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
-_arrived: dict[torch.device, Tensor] = {}
+_counters: dict[torch.device, Tensor] = {}
 
 
-def counters(device: torch.device, count: int) -> Tensor:
-    """At least `count` zeros [n] int32, which a kernel leaves as zeros. Raises ValueError if there are fewer.
+def arrival_counters(device: torch.device, count: int) -> Tensor:
+    """Return at least `count` zeros [n] int32. A kernel that uses them leaves zeros.
 
-    They are made at the first call on a device, which no capture precedes, and never again: a captured graph
-    keeps their address. Kernels that follow each other on one stream share them.
+    They are allocated at the first call on a device, before any capture, and never again: captured graphs
+    keep their address. Kernels that follow each other on one stream share them. Raises ValueError if there
+    are fewer than `count`.
     """
-    if device not in _arrived:
-        _arrived[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    if count > len(_arrived[device]):
-        raise ValueError(f"{count} groups of programs in one kernel, at most {len(_arrived[device])}")
-    return _arrived[device]
+    if device not in _counters:
+        _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    if count > MAX_COUNTERS:
+        raise ValueError(f"{count} groups of programs in one kernel, at most {MAX_COUNTERS}")
+    return _counters[device]

@@ -1,7 +1,7 @@
-"""Two-stage top-k with log-probabilities, in one kernel: how a draft head ranks the children of a node.
+"""Two-stage top-k with log-probabilities in one kernel, for the children of draft nodes.
 
-A row is divided into chunks, one program each. Each program leaves the top k of its chunk and the sum of its
-exponentials in scratch memory; the last to arrive merges them. Equal logits come in the order of their ids.
+A row of logits is divided into chunks, one program each. Each program writes the top k of its chunk and its
+sum of exponentials to scratch memory; the last one to arrive merges them. Equal logits are ordered by id.
 """
 from __future__ import annotations
 
@@ -10,115 +10,102 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import begin, counters, options
+from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
 
 MAX_CHUNK = 2048  # logits of a program
-NONE = tl.constexpr(-(2**63))  # below every key
+MIN_KEY = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def ordered(x):
-    """Integers that are ordered as the float32 numbers x are."""
+def float_to_ordered(x):
+    """Convert float32 to int32 of the same order."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def number_of(order):
-    """The float32 numbers of `ordered` integers."""
+def ordered_to_float(order):
+    """Invert `float_to_ordered`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def key_of(x, place):
-    """A key [...] int64 that orders float32 numbers by value, equal ones by place, the first the largest."""
-    return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+def pack_key(x, index):
+    """Return int64 keys that order float32 numbers by value, and equal ones by descending index."""
+    return (float_to_ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @triton.jit
-def place_of(key):
-    """The place in a key."""
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def value_of(key):
-    """The number in a key."""
-    return number_of((key >> 32).to(tl.int32))
-
-
-@triton.jit
-def largest(keys, K, BEST: tl.constexpr):
-    """The K largest of keys [N], largest first, as [BEST]; K <= BEST."""
-    place, found = tl.arange(0, BEST), tl.full((BEST,), NONE, tl.int64)
+def largest_keys(keys, K, BLOCK_TOP: tl.constexpr):
+    """Return the K largest of keys [N], largest first, as [BLOCK_TOP]; K <= BLOCK_TOP."""
+    rank, top = tl.arange(0, BLOCK_TOP), tl.full((BLOCK_TOP,), MIN_KEY, tl.int64)
     for i in range(K):
         best = tl.max(keys, 0)
-        found = tl.where(place == i, best, found)
-        keys = tl.where(keys == best, NONE, keys)
-    return found
+        top = tl.where(rank == i, best, top)
+        keys = tl.where(keys == best, MIN_KEY, keys)
+    return top
 
 
 @triton.jit
 def top_k_kernel(
-    logits, noise, scores, ids, found, sums, arrived, V, K, ROWS, NOISE_ROWS, BEST: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, NOISY: tl.constexpr, EARLY: tl.constexpr,
+    logits, noise, scores, ids, chunk_keys, chunk_sums, arrived, V, K, ROWS, NOISE_ROWS,
+    BLOCK_TOP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One chunk of one row of logits [B, ROWS, V], plus noise [B, NOISE_ROWS, V] if NOISY.
+    """Rank one chunk of one row of logits [B, ROWS, V], plus noise [B, NOISE_ROWS, V], if any.
 
-    found [rows, CHUNKS, BEST], sums [rows, CHUNKS, 2]: scratch. WIDE: CHUNKS rounded up to a power of two.
+    chunk_keys [rows, CHUNKS, BLOCK_TOP], chunk_sums [rows, CHUNKS, 2]: scratch. BLOCK_CHUNKS: CHUNKS rounded
+    up to a power of two. arrived: zeros, and zeros again afterwards.
     """
-    begin(EARLY)
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = at < V
-    x = tl.load(logits + row.to(tl.int64) * V + at, mask=inside, other=float("-inf")).to(tl.float32)
-    if NOISY:
+    at, rank = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, BLOCK_TOP)
+    x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    if noise is not None:
         noise_row = (row // ROWS) * NOISE_ROWS + tl.minimum(row % ROWS, NOISE_ROWS - 1)
-        x += tl.load(noise + noise_row.to(tl.int64) * V + at, mask=inside, other=0.0)
-    slot = tl.arange(0, BEST)
-    keys = tl.where(inside, key_of(x, at), NONE)
-    tl.store(found + (row * CHUNKS + chunk) * BEST + slot, largest(keys, K, BEST))
-    peak = tl.maximum(tl.max(x, 0), -1e30)  # finite, though all may be -inf
-    tl.store(sums + (row * CHUNKS + chunk) * 2, peak)
-    tl.store(sums + (row * CHUNKS + chunk) * 2 + 1, tl.sum(tl.exp(x - peak), 0))
-    tl.debug_barrier()  # the whole program has stored before it arrives
+        x += tl.load(noise + noise_row.to(tl.int64) * V + at, mask=at < V, other=0.0)
+    top = largest_keys(tl.where(at < V, pack_key(x, at), MIN_KEY), K, BLOCK_TOP)
+    tl.store(chunk_keys + (row * CHUNKS + chunk) * BLOCK_TOP + rank, top)
+    peak = tl.maximum(tl.max(x, 0), -1e30)  # finite, even if all are -inf
+    tl.store(chunk_sums + (row * CHUNKS + chunk) * 2, peak)
+    tl.store(chunk_sums + (row * CHUNKS + chunk) * 2 + 1, tl.sum(tl.exp(x - peak), 0))
+    tl.debug_barrier()  # all threads have stored before the program arrives
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") == CHUNKS - 1:
         tl.store(arrived + row, 0)
-        # Loads pass the first cache, which may hold what was there before.
-        slots, each = tl.arange(0, WIDE * BEST), tl.arange(0, WIDE)
-        candidates = found + row * CHUNKS * BEST + slots
-        best = largest(
-            tl.load(candidates, mask=slots < CHUNKS * BEST, other=NONE, cache_modifier=".cg"), K, BEST
-        )
-        of_chunk, known = sums + (row * CHUNKS + each) * 2, each < CHUNKS
-        peaks = tl.load(of_chunk, mask=known, other=-1e30, cache_modifier=".cg")
-        totals = tl.load(of_chunk + 1, mask=known, other=0.0, cache_modifier=".cg")
+        # .cg bypasses L1, which may hold stale data.
+        i, chunks = tl.arange(0, BLOCK_CHUNKS * BLOCK_TOP), tl.arange(0, BLOCK_CHUNKS)
+        keys = chunk_keys + row * CHUNKS * BLOCK_TOP + i
+        keys = tl.load(keys, mask=i < CHUNKS * BLOCK_TOP, other=MIN_KEY, cache_modifier=".cg")
+        top = largest_keys(keys, K, BLOCK_TOP)
+        sums = chunk_sums + (row * CHUNKS + chunks) * 2
+        peaks = tl.load(sums, mask=chunks < CHUNKS, other=-1e30, cache_modifier=".cg")
+        totals = tl.load(sums + 1, mask=chunks < CHUNKS, other=0.0, cache_modifier=".cg")
         peak = tl.max(peaks, 0)
         log_total = peak + tl.log(tl.sum(totals * tl.exp(peaks - peak), 0))
-        tl.store(scores + row * K + slot, value_of(best) - log_total, mask=slot < K)
-        tl.store(ids + row * K + slot, place_of(best).to(tl.int64), mask=slot < K)
+        value, index = ordered_to_float((top >> 32).to(tl.int32)), 0x7FFFFFFF - (top & 0x7FFFFFFF)
+        tl.store(scores + row * K + rank, value - log_total, mask=rank < K)
+        tl.store(ids + row * K + rank, index, mask=rank < K)
 
 
 @torch.library.custom_op("eagle_gpu::top_k", mutates_args=())
 def top_k(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and ids [B, R, k] of the k largest of logits [B, R, V] + noise [B, R or 1, V].
-    """
+    """Return log-probabilities and ids [B, R, k] of the top k of logits [B, R, V] + noise [B, R or 1, V]."""
     B, R, V = logits.shape
-    chunk, best = min(MAX_CHUNK, triton.next_power_of_2(V)), triton.next_power_of_2(k)
+    chunk, block_top = min(MAX_CHUNK, triton.next_power_of_2(V)), triton.next_power_of_2(k)
     chunks = triton.cdiv(V, chunk)
-    scores, ids = _outputs(logits, noise, k)
-    found = ids.new_empty(B * R * chunks * best)
-    sums = scores.new_empty(B * R * chunks * 2)
+    scores, ids = _top_k_outputs(logits, noise, k)
+    chunk_keys = ids.new_empty(B * R * chunks * block_top)
+    chunk_sums = scores.new_empty(B * R * chunks * 2)
     top_k_kernel[(B * R, chunks)](
-        logits.contiguous(), logits if noise is None else noise.contiguous(), scores, ids, found, sums,
-        counters(logits.device, B * R), V, k, R, 1 if noise is None else noise.shape[1], BEST=best,
-        CHUNK=chunk, CHUNKS=chunks, WIDE=triton.next_power_of_2(chunks), NOISY=noise is not None, num_warps=4,
-        **options(logits.device),
+        logits.contiguous(), None if noise is None else noise.contiguous(), scores, ids, chunk_keys,
+        chunk_sums, arrival_counters(logits.device, B * R), V, k, R, 1 if noise is None else noise.shape[1],
+        BLOCK_TOP=block_top, CHUNK=chunk, CHUNKS=chunks, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
+        num_warps=4, **launch_options(logits.device),
     )
     return scores, ids
 
 
 @top_k.register_fake
-def _outputs(logits, noise, k):
+def _top_k_outputs(logits, noise, k):
     shape = (*logits.shape[:2], k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Top-k and top-p without sorting whole rows.
+"""Thresholds of top-k and top-p without sorting whole rows.
 
-Chunks of the vocabulary are sorted in parallel. How many logits reach a threshold, and their weight, are then
-found by bisection: the vocabulary is read once, not once for every few thresholds.
+Programs sort chunks of the vocabulary in parallel. Bisection then finds the threshold: binary search in every
+chunk counts the logits, or sums their weights, above each candidate.
 """
 from __future__ import annotations
 
@@ -10,127 +10,112 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import begin, options
-from kernels.gpu.ranking import number_of, ordered
+from kernels.gpu.launch import launch_options, wait_for_previous
+from kernels.gpu.ranking import float_to_ordered, ordered_to_float
 
 MAX_CHUNK = 2048  # logits that one program sorts
-LOWEST = tl.constexpr(-(2**31))  # below every ordered number
+MIN_ORDERED = tl.constexpr(-(2**31))
+THRESHOLDS, ROUNDS = tl.constexpr(32), tl.constexpr(7)  # 32^7 > 2^32
 
 
 @triton.jit
-def restrictions(temperature, top_k, top_p, b, V):
-    """Return whether top-k and whether top-p restrict sequence b."""
+def restricted(temperature, top_k, top_p, b, V):
+    """Return whether top-k restricts sequence b, and whether top-p does."""
     t, k, p = tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b)
     return (t > 0) & (k > 0) & (k < V), (t > 0) & (p < 1)
 
 
 @triton.jit
 def sort_kernel(
-    logits, temperature, top_k, top_p, order, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    logits, peak, temperature, top_k, top_p, order, mass, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Sort one chunk of one row, largest first: order [B * T, CHUNKS * CHUNK], as `ordered` integers."""
-    begin(EARLY)
+    """Sort one chunk of one row, largest first, to order [B * T, CHUNKS * CHUNK] of `float_to_ordered`.
+
+    mass, of the same shape: cumulative weights within a chunk. A weight is a softmax numerator in units of
+    2^-32 of the row's largest. peak [B * T]: the row's maximum.
+    """
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    by_k, by_p = restrictions(temperature, top_k, top_p, row // T, V)
+    by_k, by_p = restricted(temperature, top_k, top_p, row // T, V)
     if by_k | by_p:
         at = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(logits + row * V + at, mask=at < V, other=0.0)
-        key = tl.sort(tl.where(at < V, ordered(x), LOWEST), descending=True)
+        key = tl.sort(tl.where(at < V, float_to_ordered(x), MIN_ORDERED), descending=True)
         tl.store(order + row * CHUNKS * CHUNK + at, key)
-
-
-@triton.jit
-def mass_kernel(
-    order, temperature, top_k, top_p, mass, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr,
-):
-    """Sum the weights of a sorted chunk from its first logit on: mass [B * T, CHUNKS * CHUNK].
-
-    The unit of a weight is 2^-32 of the weight of the row's top-1 token.
-    """
-    begin(EARLY)
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, by_p = restrictions(temperature, top_k, top_p, row // T, V)
-    if by_p:
-        t, order = tl.load(temperature + row // T), order + row * CHUNKS * CHUNK
-        each, at = tl.arange(0, WIDE), chunk * CHUNK + tl.arange(0, CHUNK)
-        peak = tl.max(tl.load(order + each * CHUNK, mask=each < CHUNKS, other=LOWEST), 0)
-        key = tl.load(order + at)
-        share = tl.exp((number_of(key) - number_of(peak)) / t)
-        weight = tl.where(key == LOWEST, 0, (share * 4294967296.0).to(tl.int64))
+        weight = tl.exp((ordered_to_float(key) - tl.load(peak + row)) / tl.load(temperature + row // T))
+        weight = tl.where(key == MIN_ORDERED, 0, (weight * 4294967296.0).to(tl.int64))
         tl.store(mass + row * CHUNKS * CHUNK + at, tl.cumsum(weight, 0))
 
 
 @triton.jit
-def counts(order, thresholds, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr):
-    """Count the logits of each sorted chunk that reach each of thresholds [n] -> [WIDE, n]."""
-    chunk = tl.arange(0, WIDE)[:, None]
-    there = (chunk < CHUNKS) & (thresholds[None] >= LOWEST)
-    count = tl.zeros((WIDE, thresholds.shape[0]), tl.int32)
+def count_above(order, thresholds, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Count the logits of each sorted chunk at or above each of thresholds [n] -> [BLOCK_CHUNKS, n]."""
+    chunk = tl.arange(0, BLOCK_CHUNKS)[:, None]
+    live = (chunk < CHUNKS) & (thresholds[None] >= MIN_ORDERED)
+    count = tl.zeros((BLOCK_CHUNKS, thresholds.shape[0]), tl.int32)
     step = tl.full((), CHUNK, tl.int32)
     while step > 0:
         further = count + step
-        fits = there & (further <= CHUNK)
-        last = tl.load(order + chunk * CHUNK + further - 1, mask=fits, other=LOWEST)
+        fits = live & (further <= CHUNK)
+        last = tl.load(order + chunk * CHUNK + further - 1, mask=fits, other=MIN_ORDERED)
         count = tl.where(fits & (last >= thresholds[None]), further, count)
         step >>= 1
     return count
 
 
 @triton.jit
-def reaching(order, mass, kept, thresholds, MASS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-             WIDE: tl.constexpr):
-    """Count the logits of a row that reach each of thresholds [n]; if MASS, sum their weights instead.
+def total_above(order, mass, kept, thresholds, SUM_MASS: tl.constexpr, CHUNK: tl.constexpr,
+                CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Count the logits of a row at or above each of thresholds [n]; if SUM_MASS, sum their weights instead.
 
-    kept [WIDE, 1]: the first logits of each chunk, which alone have a weight.
+    kept [BLOCK_CHUNKS, 1]: how many logits of each chunk top-k has kept; others have no weight.
     """
-    count = counts(order, thresholds, CHUNK, CHUNKS, WIDE)
-    if MASS:
+    count = count_above(order, thresholds, CHUNK, CHUNKS, BLOCK_CHUNKS)
+    if SUM_MASS:
         count = tl.minimum(count, kept)
-        at = tl.arange(0, WIDE)[:, None] * CHUNK + count - 1
+        at = tl.arange(0, BLOCK_CHUNKS)[:, None] * CHUNK + count - 1
         return tl.sum(tl.load(mass + at, mask=count > 0, other=0), 0)
     return tl.sum(count.to(tl.int64), 0)
 
 
 @triton.jit
-def highest(order, mass, kept, needed, MASS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-            WIDE: tl.constexpr):
-    """Find the highest threshold, an ordered integer, that `needed` logits reach, or this much weight.
+def bisect(order, mass, kept, needed, SUM_MASS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+           BLOCK_CHUNKS: tl.constexpr):
+    """Return the highest threshold with `total_above` of at least `needed`.
 
-    Each of seven rounds tries 32 thresholds and leaves a 32nd of the range, of 2^32 at first.
+    Each round tries 32 thresholds and keeps a 32nd of the range, which is 2^32 at first.
     """
-    low, apart = tl.full((), -(2**31), tl.int64), tl.full((), 2**27, tl.int64)
-    for _ in range(7):
-        thresholds = low + apart * tl.arange(0, 32)
-        enough = reaching(order, mass, kept, thresholds, MASS, CHUNK, CHUNKS, WIDE) >= needed
-        low += apart * (tl.sum(enough.to(tl.int64), 0) - 1)  # the first is always reached
-        apart = tl.maximum(apart >> 5, 1)
+    low, step = tl.full((), -(2**31), tl.int64), tl.full((), 2**27, tl.int64)
+    for _ in range(ROUNDS):
+        thresholds = low + step * tl.arange(0, THRESHOLDS)
+        reached = total_above(order, mass, kept, thresholds, SUM_MASS, CHUNK, CHUNKS, BLOCK_CHUNKS) >= needed
+        low += step * (tl.sum(reached.to(tl.int64), 0) - 1)  # the first is always reached
+        step = tl.maximum(step // THRESHOLDS, 1)
     return low.to(tl.int32)
 
 
 @triton.jit
 def threshold_kernel(
     order, mass, temperature, top_k, top_p, out, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Find the lowest logit of a row that stays: out [B * T]."""
-    begin(EARLY)
+    """Write the lowest logit of a row that is kept to out [B * T]."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = row // T
-    by_k, by_p = restrictions(temperature, top_k, top_p, b, V)
-    order += row * CHUNKS * CHUNK
-    mass += row * CHUNKS * CHUNK
-    lowest, kept = tl.full((), -(2**31), tl.int32), tl.full((WIDE, 1), CHUNK, tl.int32)
+    by_k, by_p = restricted(temperature, top_k, top_p, b, V)
+    order, mass = order + row * CHUNKS * CHUNK, mass + row * CHUNKS * CHUNK
+    lowest, kept = tl.full((), -(2**31), tl.int32), tl.full((BLOCK_CHUNKS, 1), CHUNK, tl.int32)
     if by_k:
-        lowest = highest(order, mass, kept, tl.load(top_k + b), False, CHUNK, CHUNKS, WIDE)
+        lowest = bisect(order, mass, kept, tl.load(top_k + b), False, CHUNK, CHUNKS, BLOCK_CHUNKS)
     if by_p:
-        of_k = tl.zeros((1,), tl.int32) + lowest
-        kept = counts(order, of_k, CHUNK, CHUNKS, WIDE)
-        total = tl.sum(reaching(order, mass, kept, of_k, True, CHUNK, CHUNKS, WIDE), 0)
+        by_top_k = tl.zeros((1,), tl.int32) + lowest
+        kept = count_above(order, by_top_k, CHUNK, CHUNKS, BLOCK_CHUNKS)
+        total = tl.sum(total_above(order, mass, kept, by_top_k, True, CHUNK, CHUNKS, BLOCK_CHUNKS), 0)
         needed = tl.ceil(total.to(tl.float64) * tl.load(top_p + b).to(tl.float64)).to(tl.int64)
-        lowest = tl.maximum(lowest, highest(order, mass, kept, needed, True, CHUNK, CHUNKS, WIDE))
-    tl.store(out + row, tl.where(by_k | by_p, number_of(lowest), float("-inf")))
+        lowest = tl.maximum(lowest, bisect(order, mass, kept, needed, True, CHUNK, CHUNKS, BLOCK_CHUNKS))
+    tl.store(out + row, tl.where(by_k | by_p, ordered_to_float(lowest), float("-inf")))
 
 
 @torch.library.custom_op("eagle_gpu::thresholds", mutates_args=())
@@ -144,12 +129,11 @@ def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     chunks = triton.cdiv(V, chunk)
     order = logits.new_empty(B * T, chunks * chunk, dtype=torch.int32)
     mass = logits.new_empty(B * T, chunks * chunk, dtype=torch.int64)
-    out, requests = _thresholds(logits, temperature, top_k, top_p), (temperature, top_k, top_p)
-    sizes = {"CHUNK": chunk, "CHUNKS": chunks, "num_warps": 8, **options(logits.device)}
-    wide = {**sizes, "WIDE": triton.next_power_of_2(chunks)}
-    sort_kernel[B * T, chunks](logits.contiguous(), *requests, order, T, V, **sizes)
-    mass_kernel[B * T, chunks](order, *requests, mass, T, V, **wide)
-    threshold_kernel[(B * T,)](order, mass, *requests, out, T, V, **wide)
+    out, options = _thresholds(logits, temperature, top_k, top_p), (temperature, top_k, top_p)
+    constants = {"CHUNK": chunk, "CHUNKS": chunks, "num_warps": 8, **launch_options(logits.device)}
+    sort_kernel[B * T, chunks](logits.contiguous(), logits.amax(-1), *options, order, mass, T, V, **constants)
+    constants["BLOCK_CHUNKS"] = triton.next_power_of_2(chunks)
+    threshold_kernel[(B * T,)](order, mass, *options, out, T, V, **constants)
     return out
 
 

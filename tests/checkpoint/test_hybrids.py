@@ -22,7 +22,7 @@ from engine.target import load_target
 from families.hybrid import RING, Hybrid
 from kernels.choose import choose_backend
 from kernels.packed import ByteCaches, CpuCaches
-from kernels.quantized import BESIDE, Scheme
+from kernels.quantized import LM_HEAD_MODES, Scheme
 from quantize import main as quantize
 from sampling.options import Sampling
 from tree import TreeShape
@@ -154,7 +154,7 @@ def test_quantised_text(tmp_path, name, mode, most):
     """Drafted text is plain text, with caches in int8 too; the MTP layer is quantised with its target."""
     make_hybrid(tmp_path / "in", name, mtp=True, wide=True)
     source, out = convert(tmp_path / "in", tmp_path / "exact", quiet=True), tmp_path / mode
-    command = ["--group", "32", "--method", "nearest"] if mode in BESIDE else []
+    command = ["--group", "32", "--method", "nearest"] if mode in LM_HEAD_MODES else []
     assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
     exact, made = load_model(source)[0], requests(4, seed=5)
     assert 0 < off_by(out, exact, 1) < most

@@ -18,7 +18,7 @@ from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from kernels.choose import choose_backend
-from kernels.quantized import BESIDE, Scheme, quantize_linears
+from kernels.quantized import LM_HEAD_MODES, Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -42,7 +42,7 @@ def run(capsys, *args):
 
 def nearest(mode: str) -> tuple:
     """The options of a mode that needs no text."""
-    return ("--mode", mode, *((*GROUPED, "--method", "nearest") if mode in BESIDE else ()))
+    return ("--mode", mode, *((*GROUPED, "--method", "nearest") if mode in LM_HEAD_MODES else ()))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
     model, config = load_model(out)
     beside = {"int4": "int8", "w4a8": "w8a8"}.get(mode, mode)
-    written = {"mode": mode, "group": 32 if mode in BESIDE else 0, "lm_head": beside}
+    written = {"mode": mode, "group": 32 if mode in LM_HEAD_MODES else 0, "lm_head": beside}
     assert config["quantization"] == written and (out / "tokenizer.json").is_file()
     layer = model.layers[2].wqkv
     weight = before["layers.2.wqkv.weight"]
@@ -72,7 +72,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 @pytest.mark.parametrize("dtype, temperature", (("fp32", 1.0), ("bf16", 0.0)))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, text, mode, dtype, temperature):
     """In int4 and w4a8 its layers are calibrated, its lm_head and the head are int8 and w8a8."""
-    out, options = tmp_path / "q", (*GROUPED, "--calibrate", text) if mode in BESIDE else ()
+    out, options = tmp_path / "q", (*GROUPED, "--calibrate", text) if mode in LM_HEAD_MODES else ()
     assert run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *options)[0] == 0
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     head = load_head(out / "eagle3", target, "eagle3")

@@ -15,7 +15,7 @@ from helpers.sources import CONFIG, target_state, write_source
 from checkpoint.convert import convert
 from checkpoint.load import read_config
 from checkpoint.quantizing import Quantised, quantize_folder
-from kernels.quantized import BESIDE, FOUR_BITS, Scheme
+from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, Scheme
 from kernels.quantized import MODES as PRECISIONS
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def folder(golden, tmp_path_factory):
         # The seed gives the precisions of "wide" no near tie, which a sum over ranks may decide otherwise.
         convert(write_source(work / name, target_state(config, seed=3), config), out, quiet=True)
     for mode in PRECISIONS:
-        scheme = Scheme(mode, 32 if mode in FOUR_BITS else 0, BESIDE.get(mode, mode))
+        scheme = Scheme(mode, 32 if mode in FOUR_BITS else 0, LM_HEAD_MODES.get(mode, mode))
         quantize_folder(Quantised.of(work / "exact", scheme), made / mode)
     (made / "golden").symlink_to(golden)
     return made

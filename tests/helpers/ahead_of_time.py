@@ -49,18 +49,18 @@ class Compiled(NamedTuple):
 
 def compile_for(
     capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3,
-    early: bool = False,
+    pdl: bool = False,
 ) -> Compiled:
     """Compile `kernel` for a GPU of this compute capability, one of `SHARED`.
 
     given: for every argument a dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any
-    i32" (any integer), 1 (this integer, for which Triton compiles a kernel of its own), "fp32", or, for the
-    compile-time constants, the value. early: for programmatic launch.
+    i32" (any integer), 1 (this integer, for which Triton compiles a kernel of its own), None (no
+    tensor), "fp32", or, for the compile-time constants, the value. pdl: for programmatic dependent launch.
     """
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(kernel.params):
-        name, kind = param.name, early if param.name == "EARLY" else given[param.name]
-        if param.is_constexpr or kind == 1:
+        name, kind = param.name, pdl if param.name == "PDL" else given[param.name]
+        if param.is_constexpr or kind is None or kind == 1:
             signature[name], constants[name] = "constexpr", kind
             continue
         signature[name] = POINTERS[kind] if isinstance(kind, torch.dtype) else kind.removeprefix("any ")
@@ -68,7 +68,7 @@ def compile_for(
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
     made = triton.compile(source, target=target, options=options)
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
     with TemporaryDirectory() as folder:

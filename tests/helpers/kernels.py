@@ -39,7 +39,7 @@ def random_layer(mode: str | None, group: int, inputs: int, outputs: int, dtype:
         layer.weight.data, layer.bias.data = weight, bias
         return layer.to(dtype)
     if mode != "mxfp4":
-        return QuantizedLinear.of(weight, mode, group, bias)
+        return QuantizedLinear.from_weight(weight, mode, group, bias)
     layer = QuantizedLinear(inputs, outputs, True, mode, group)
     layer.weight.data = weight[:, ::2].mul(99).to(torch.int8).view(torch.uint8)
     layer.scale.data, layer.bias.data = weight[:, ::32].mul(2).add(123).to(torch.uint8), bias
@@ -50,7 +50,7 @@ def product(layer, x, activation: str | None):
     """What a layer gives of x, rounded as its mode does, in float64. activation: of a gate, if it has one."""
     exact = isinstance(layer, Linear)
     weight = layer.weight.double() if exact else layer.dequantize(torch.float64)
-    y = (x if exact else layer.rounded(x.float())).double() @ weight.T + layer.bias.double()
+    y = (x if exact else layer.round_inputs(x.float())).double() @ weight.T + layer.bias.double()
     return gated_activation(activation)(*y.chunk(2, -1)) if activation else y
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from helpers.ahead_of_time import SHARED, compile_for, dear, devices
 from triton import next_power_of_2
 
-from kernels.gpu import attention, cache, experts, products, ranking, sampling
+from kernels.gpu import attention, experts, products, ranking, sampling
 
 pytestmark = pytest.mark.slow
 EACH, THREE = devices(80, 86, 89, 90, 100, 120), devices(80, 90, 100)
@@ -21,10 +21,10 @@ BF16, F16, F32, I32, I64, BOOL = (
 )
 ANY = "any i32"
 KINDS = {  # of arguments, by name; others in capitals are any integers, the rest int64
-    "V": "i32", "S": "i32", "eps": "fp32", "plane_size": ANY, "kv": BF16, "local": BOOL,
+    "V": "i32", "S": "i32", "eps": "fp32", "kv": BF16, "local": BOOL,
     **dict.fromkeys(("arrived", "order", "tiles"), I32),
-    **dict.fromkeys(("logits", "noise", "scores", "sums", "temperature", "top_p"), F32),
-    **dict.fromkeys(("out", "cos", "sin", "parts", "marks"), F32),
+    **dict.fromkeys(("logits", "noise", "scores", "chunk_sums", "peak", "temperature", "top_p"), F32),
+    **dict.fromkeys(("out", "cos", "sin", "partial_sums", "partial_softmax"), F32),
 }
 
 
@@ -52,18 +52,20 @@ HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2, Qwen2.5-7B, Qwen3-14B; siz
 }
 
 
-def attend(capability, dtype, heads, rows, old=False, window=False, held=None, spilled=0, early=False):
+def attend(capability, dtype, heads, rows, old=False, window=False, held=None, spilled=0, pdl=False):
     nkv, group, hd, norm = HEADS[heads]
-    tall, keys, warps, stages = attention.tiles(rows * group, dtype, SHARED[capability], hd)
+    tall, keys, warps, stages = attention.tile_config(rows * group, dtype, SHARED[capability], hd)
     given = {
         **dict.fromkeys(("qkv", "q_norm", "k_norm", "out"), dtype),
         **dict.fromkeys(("k", "v"), held or dtype), "scale": "fp32", "HEADS": nkv,
-        "GROUP": group, "HEAD": hd, "HALF": next_power_of_2(hd // 2), "VALUES": next_power_of_2(hd),
-        "ROWS": tall, "KEYS": keys, "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
-        "WINDOWED": window, "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
-        "APART": capability >= 100 and dtype != F32,
+        "GROUP": group, "HEAD_DIM": hd, "BLOCK_HALF": next_power_of_2(hd // 2),
+        "BLOCK_D": next_power_of_2(hd), "BLOCK_M": tall, "BLOCK_N": keys, "BLOCK_NEW": min(keys, 32),
+        "SPLITS": 4, "MIN_SPLIT": 128, "CACHED_NODES": old, "PRECISION": "ieee" if dtype == F32 else "tf32",
+        "E4M3": capability >= 89, "SEPARATE_DOTS": capability >= 100 and dtype != F32,
     }
-    options = {"warps": warps, "stages": stages, "early": early}
+    given |= {} if norm else {"q_norm": None, "k_norm": None}
+    given |= {} if window else {"oldest": None}
+    options = {"warps": warps, "stages": stages, "pdl": pdl}
     made = compiled(capability, attention.attend_kernel, given, spilled, **options)
     assert made.on_tensor_cores or dtype == F32
     return made
@@ -98,7 +100,7 @@ def test_attention_in_float32(capability):
 
 def test_programmatic_launch():
     """The kernel waits for the one before it; it reads nothing before."""
-    made = attend(90, BF16, "llama", 1, early=True)
+    made = attend(90, BF16, "llama", 1, pdl=True)
     before, _, after = made.ptx.partition("griddepcontrol.wait")
     assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.wait" not in after
     assert not re.search(r"\b(ld|cp\.async|st)\.global|cp\.async", before)
@@ -109,11 +111,12 @@ def test_programmatic_launch():
 SORTED = {"CHUNK": sampling.MAX_CHUNK, "CHUNKS": 63}
 OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "top_k": (ranking.top_k_kernel, 4, {
-        "CHUNK": ranking.MAX_CHUNK, "NOISY": True, "BEST": 16, "CHUNKS": 16, "WIDE": 16}),
-    "move": (cache.move_kernel, 4, {"HEAD": 128, "HEADS": 8, "WINDOW": 16, "WIDTH": 128}),
-    "sort": (sampling.sort_kernel, 8, SORTED), "mass": (sampling.mass_kernel, 8, SORTED | {"WIDE": 64}),
-    "threshold": (sampling.threshold_kernel, 8, SORTED | {"WIDE": 64}),
-    "arrange": (experts.arrange_kernel, 4, {"S": ANY, "FEW": True, "ROWS": 16, "CHUNK": experts.CHUNK}),
+        "CHUNK": ranking.MAX_CHUNK, "BLOCK_TOP": 16, "CHUNKS": 16,
+        "BLOCK_CHUNKS": 16}),
+    "sort": (sampling.sort_kernel, 8, SORTED),
+    "threshold": (sampling.threshold_kernel, 8, SORTED | {"BLOCK_CHUNKS": 64}),
+    "sort experts": (experts.sort_kernel, 4, {
+        "S": ANY, "ONE_TILE": True, "BLOCK_M": 16, "CHUNK": experts.SORT_CHUNK}),
 }
 
 
@@ -137,12 +140,12 @@ def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spille
     """Compile a kernel that multiplies by weights, with a tile of so many rows."""
     bits, group, scale = WEIGHTS[kind]
     given = {
-        **dict.fromkeys(("x", "bias", "onto", "out"), dtype), "scale": scale,
+        **dict.fromkeys(("x", "bias", "residual", "out"), dtype), "scale": scale,
         **dict.fromkeys(("N", "K", "STRIDE"), "i32"),
-        "weight": dtype if bits == 16 else torch.int16, "BITS": bits, "GROUP": group, "ADDED": True,
-        "BIASED": kernel is experts.grouped_kernel, "EVEN": even,
-        "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": rows, **tile.kwargs,
+        "weight": dtype if bits == 16 else torch.int16, "BITS": bits, "GROUP": group, "EVEN_K": even,
+        "PRECISION": "ieee" if dtype == F32 else "tf32", "BLOCK_M": rows, **tile.kwargs,
     }
+    given |= {} if kernel is experts.grouped_kernel else {"bias": None}
     made = compiled(capability, kernel, given, spilled, warps=tile.num_warps, stages=tile.num_stages)
     assert made.on_tensor_cores == (dtype != F32)
     return made
@@ -156,8 +159,8 @@ def choices():
     for capability in (80, 86, 89, 90, 100, 120):
         for kind in ("int8", "int4/32", "int4/64", "int4/128"):
             bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "int4/64")
-            for rows in sorted({products.tile_rows(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
-                tried = products.tiles(rows, BF16, bits, SHARED[capability])
+            for rows in sorted({products.block_m(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
+                tried = products.tile_configs(rows, BF16, bits, SHARED[capability])
                 for choice in range(len(tried) if whole else 1):
                     case = capability, kind, rows, choice
                     yield case if case in QUICK else dear(case)[0]
@@ -168,7 +171,7 @@ QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "int4/64", 16, 0)
 
 @pytest.mark.parametrize("capability, kind, rows, choice", choices())
 def test_products(capability, kind, rows, choice):
-    tile = products.tiles(rows, BF16, WEIGHTS[kind][0], SHARED[capability])[choice]
+    tile = products.tile_configs(rows, BF16, WEIGHTS[kind][0], SHARED[capability])[choice]
     little = capability in (86, 89, 120) and kind != "int8"
     made = multiply(capability, products.product_kernel, kind, tile, rows, spilled=24 if little else 0)
     assert not made.chained
@@ -183,8 +186,8 @@ def test_products(capability, kind, rows, choice):
 @pytest.mark.parametrize("bits, rows", [(bits, rows) for bits in (4, 8) for rows in (16, 32, 64, 128)])
 def test_every_tile_fits(shared, bits, rows):
     """By an upper bound of all versions of Triton: what does not fit is launched by ranks, and raises."""
-    for tile in products.tiles(rows, BF16, bits, shared):
-        held = tile.kwargs["DEPTH"] * (2 * rows + tile.kwargs["COLUMNS"] * bits // 8)
+    for tile in products.tile_configs(rows, BF16, bits, shared):
+        held = tile.kwargs["BLOCK_K"] * (2 * rows + tile.kwargs["BLOCK_N"] * bits // 8)
         assert tile.num_stages > 1 and tile.num_stages * held <= shared
 
 
@@ -194,8 +197,8 @@ def test_every_tile_fits(shared, bits, rows):
 def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     """What is tried first; inputs that no tile divides."""
     bits = WEIGHTS[kind][0]
-    rows = products.tile_rows(60, dtype, bits)
-    tile = products.tiles(rows, dtype, bits, SHARED[capability])[0]
+    rows = products.block_m(60, dtype, bits)
+    tile = products.tile_configs(rows, dtype, bits, SHARED[capability])[0]
     multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
 
 
@@ -205,7 +208,7 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
 ])
 def test_experts(capability, kind, rows):
     """gpt-oss has 2880 inputs, which the tile of few rows does not divide."""
-    tile, even = experts.tile_of(rows, BF16), kind != "mxfp4" or rows > 1
+    tile, even = experts.tile_config(rows, BF16), kind != "mxfp4" or rows > 1
     options = {"even": even, "spilled": 8 if capability == 86 else 0}
-    made = multiply(capability, experts.grouped_kernel, kind, tile, tile.kwargs["ROWS"], **options)
+    made = multiply(capability, experts.grouped_kernel, kind, tile, tile.kwargs["BLOCK_M"], **options)
     assert capability != 90 or kind == "16 bits" or in_flight(made) == {"0x0"}

@@ -4,7 +4,7 @@ import torch
 
 from engine.step import TORCH
 from kernels import choose, quantized
-from kernels.gpu import here
+from kernels.gpu import device as gpu_device
 from tree import TreeShape
 
 GPU = torch.device("cuda:0")
@@ -15,7 +15,7 @@ def gpu(monkeypatch):
     """gpu(capability, multiply): pretend that there is one; `multiply` stands in for `torch._scaled_mm`."""
     def pretend(capability, multiply):
         monkeypatch.setattr(quantized, "FP8_DEVICES", set())
-        monkeypatch.setattr(here, "CAN", True)
+        monkeypatch.setattr(gpu_device, "HAS_TRITON", True)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch, "_scaled_mm", multiply)
         for name in ("zeros", "ones"):
@@ -41,7 +41,7 @@ def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
     gpu(capability, multiply)
     chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
     assert chosen is TORCH and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
-    assert here.capable(GPU) == (capability >= (8, 0))
+    assert gpu_device.runs_kernels(GPU) == (capability >= (8, 0))
     assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
 
 

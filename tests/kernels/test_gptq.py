@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.quantized import dequantize, scales, values
+from kernels.quantized import dequantize, quantized_values, scales_of
 
 
 def correlated(inputs: int, rows: int, seed: int) -> torch.Tensor:
@@ -23,8 +23,8 @@ def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
     q, scale = gptq(weight, second_moments(seen), group)
     assert q.dtype == torch.int8 and q.min() >= -8 and q.max() <= 7 and (q[3] == 0).all()
     assert scale.dtype == torch.bfloat16 and scale.shape == (40, inputs // group)
-    simple = scales(weight, "int4", group)
-    nearest = dequantize(values(weight, simple, "int4"), simple, torch.float32)
+    simple = scales_of(weight, "int4", group)
+    nearest = dequantize(quantized_values(weight, simple, "int4"), simple, torch.float32)
     for inputs in (seen, unseen):
         error = output_error(weight, dequantize(q, scale, torch.float32), inputs)
         assert error < 0.75 * output_error(weight, nearest, inputs)
@@ -38,7 +38,7 @@ def test_second_moments_in_panels(monkeypatch):
 
 def test_where_inputs_are_not_correlated_it_is_the_nearest():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
-    want = scales(weight, "int4", 64)
+    want = scales_of(weight, "int4", 64)
     for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):
         q, scale = gptq(weight, hessian, 64)
-        assert torch.equal(scale, want) and torch.equal(q, values(weight, want, "int4"))
+        assert torch.equal(scale, want) and torch.equal(q, quantized_values(weight, want, "int4"))

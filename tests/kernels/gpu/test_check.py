@@ -8,7 +8,8 @@ from shapes import random_models
 from engine import check as checking
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from kernels.gpu import attention, here, parts, products, sampling
+from kernels.gpu import attention, fallback, products, sampling
+from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.quantized import Scheme, quantize_linears
 from sampling.noise import restrict
 from sampling.options import Modes
@@ -24,16 +25,16 @@ def lowest(logits, *restrictions):
 @pytest.fixture
 def passes(device, backend, monkeypatch):
     """Passes of a random target and a head in int8, for two requests."""
-    if here.INTERPRETED:  # slowly
-        monkeypatch.setattr(attention, "programs_at_once", lambda device: 1)
+    if INTERPRETED:  # slowly
+        monkeypatch.setattr(attention, "gpu_of", lambda device: gpu_of(device)._replace(multiprocessors=1))
         monkeypatch.setattr(sampling, "thresholds", lowest)
-    monkeypatch.setattr(checking, "MAX_TOKENS", 66)
+    monkeypatch.setattr(checking, "MAX_CONTEXT", 66)
     target, head = random_models("tiny/3", torch.float32, device, None)
     quantize_linears(head, Scheme("int8", 0, None))
     backend.prepare(target, head)
     drafter = HeadDrafter(head, TreeShape(5, 1, 3))
     yield Engine(target, drafter, batch=2, max_seq_len=150, compile=False, chunks=(16,)).passes
-    parts.left_out.clear()
+    fallback.disabled.clear()
 
 
 def check(passes) -> list[str]:
@@ -43,12 +44,12 @@ def check(passes) -> list[str]:
     before = {name: x.clone() for name, x in passes.state.named_buffers()}
     checking.check(passes, Modes(noisy=True), lines.append)
     assert all(torch.equal(x, before[name]) for name, x in passes.state.named_buffers())
-    assert not parts.observers
+    assert not fallback.observers
     return lines
 
 
 def test_right_kernels_pass(passes):
-    assert not check(passes) and not parts.left_out
+    assert not check(passes) and not fallback.disabled
 
 
 def no_launch(*args):
@@ -70,8 +71,8 @@ def test_a_wrong_kernel_is_left_out(passes, monkeypatch, part, kernel, wrong):
     right = pkgutil.resolve_name(kernel)
     monkeypatch.setattr(kernel, lambda *a: wrong(right(*a), a))
     (line,) = check(passes)
-    assert line.startswith(f"the GPU path does without {part!r}, which is slower: ")
-    assert parts.left_out == {part} and passes.device_step.reads_length == (part != "attend")
+    assert line.startswith(f"kernel {part!r} falls back to PyTorch, which is slower: ")
+    assert fallback.disabled == {part} and passes.device_step.reads_length == (part != "attend")
 
 
 def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
@@ -84,11 +85,11 @@ def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
 
     (line,) = check(passes)
     assert line.startswith("the captured step is wrong and runs uncompiled: layer 1 ")
-    assert passes.captured is None and not parts.left_out and not check(passes)
+    assert passes.captured is None and not fallback.disabled and not check(passes)
 
 
 @pytest.mark.parametrize("what, wrong", (
-    ("kernels.gpu.cache.move_slots", lambda right, a: None),
+    ("kernels.gpu.cache.LayerCaches.move", lambda right, a: None),
     ("engine.step.Step.draw", lambda right, a: (right(*a) - 1).clamp(min=0)),
 ))
 def test_what_only_the_step_shows(passes, monkeypatch, what, wrong):
@@ -105,18 +106,18 @@ def test_ranks_leave_out_what_fails_on_any(passes, monkeypatch):
     class Ranks:
         def all_gather(self, x):
             sent.append(x)
-            return torch.stack((x, torch.tensor([part == "rank" for part in parts.PARTS])))
+            return torch.stack((x, torch.tensor([part == "rank" for part in fallback.KERNELS])))
 
     passes.target.ranks = Ranks()
-    assert checking.agreed(passes, {"attend": "wrong"}) == ["attend", "rank"]
+    assert checking.failed_on_any_rank(passes, {"attend": "wrong"}) == ["attend", "rank"]
 
 
 @pytest.mark.parametrize("four", (False, True))
 def test_the_layout_of_weights_is_inverted(four):
     weight = torch.randint(0, 256, (3, 70, 96), dtype=torch.uint8)
     weight = weight if four else weight.view(torch.int8)
-    words = torch.stack([products.laid_out(x) for x in weight])
-    assert torch.equal(products.as_stored(words, 70, 192 if four else 96, four), weight)
+    words = torch.stack([products.to_register_order(x) for x in weight])
+    assert torch.equal(products.from_register_order(words, 70, 192 if four else 96, four), weight)
 
 
 def test_lost_keys_are_seen_in_bfloat16():
@@ -126,6 +127,6 @@ def test_lost_keys_are_seen_in_bfloat16():
     attend = torch.nn.functional.scaled_dot_product_attention
     exact = attend(q.float(), k.float(), v.float()).bfloat16()
     right, wrong = attend(q, k, v), attend(q, k[:, :, 32:], v[:, :, 32:])
-    limit = checking.ONE_KERNEL * torch.finfo(torch.bfloat16).eps
+    limit = checking.KERNEL_EPS * torch.finfo(torch.bfloat16).eps
     assert (wrong - exact).abs().max() < 2e-2 and checking.difference("keys", wrong, exact, limit).ratio > 3
     assert checking.difference("keys", right, exact, limit).ratio < 0.5

@@ -13,16 +13,16 @@ from drafters.ngram import NGram
 from engine.engine import Engine
 from families.gemma3 import Gemma3Args
 from families.gpt_oss import GptOssArgs
-from kernels.gpu import here
 from kernels.gpu.cache import LayerCaches
-from kernels.gpu.experts import GroupedExperts
-from kernels.quantized import Scheme, replace_all
+from kernels.gpu.device import INTERPRETED
+from kernels.gpu.experts import fused_mix
+from kernels.quantized import Scheme, replace_linears
 from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
 COUPLED = NAMES
-if here.INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
+if INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
     COUPLED = ("eagle3", *dear("hydra++", "lookahead", "eagle3 window"))
     TRACES = dear(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
     BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
@@ -76,7 +76,7 @@ def test_tiny_families(device, backend, args):
     experts = hasattr(args, "num_experts")
     if experts:
         for layer in target.layers:
-            replace_all(layer.mlp, Scheme(None, 0, None, "mxfp4"))
+            replace_linears(layer.mlp, Scheme(None, 0, None, "mxfp4"))
         for name, x in target.named_parameters():
             if x.is_floating_point():
                 x.normal_(std=0.2)
@@ -86,7 +86,7 @@ def test_tiny_families(device, backend, args):
     made = [list(range(3, 23)) + [5, 6]], [Sampling(TOKENS)]
     written = ids(Engine(target, **options), *made)
     backend.prepare(target.to(device))
-    assert all((type(layer.mlp) is GroupedExperts) == experts for layer in target.layers)
+    assert all((getattr(layer.mlp, "fused", None) is fused_mix) == experts for layer in target.layers)
     for drafter in (None, NGram()):
         engine = Engine(target, drafter, **options)
         assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written

@@ -7,7 +7,7 @@ from helpers.ahead_of_time import dear
 
 from families.experts import Experts, MixtureArgs
 from kernels.gpu import experts
-from kernels.quantized import Scheme, replace_all
+from kernels.quantized import Scheme, replace_linears
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 3e-6), (torch.float16, 8e-3), (torch.bfloat16, 2e-2)]
@@ -26,7 +26,7 @@ def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
         x.normal_(std=x.shape[-1] ** -0.5)
     layer.to(dtype)
     if scheme.mode or scheme.experts:
-        replace_all(layer, scheme)
+        replace_linears(layer, scheme)
         for stack in (layer.w_gate_up, layer.w_down):
             stack.weight.random_(*(0, 256) if stack.group else (-128, 128))
             if scheme.experts:
@@ -38,8 +38,8 @@ def mixture(scheme, dtype, inner=INNER, **options) -> Experts:
 
 
 def ours(layer, device):
-    experts.take(layer := copy.deepcopy(layer).to(device))
-    assert type(layer) is experts.GroupedExperts
+    experts.fuse(layer := copy.deepcopy(layer).to(device))
+    assert layer.fused is experts.fused_mix
     return layer
 
 
@@ -66,23 +66,23 @@ def test_every_value(device):
     layer.w_down.weight.copy_((codes | codes.flip(0) << 4).repeat(2))
     powers = torch.tensor([0, 1, 2, 100, 127, 200, 254], dtype=torch.uint8)
     layer.w_down.scale.copy_(powers[:, None, None])
-    values, stack = layer.w_down(None, torch.float32), ours(layer, device).w_down
-    slots = experts.arrange(torch.arange(E, device=device).repeat_interleave(count)[:, None], E, 16)
+    values, stack = layer.w_down.dequantize(torch.float32), ours(layer, device).w_down
+    slots = experts.sort_assignments(torch.arange(E, device=device).repeat_interleave(count)[:, None], E, 16)
     x = torch.eye(64, device=device)[:count].repeat(E, 1)
-    y = experts.grouped(x, stack.weight, stack.scale, H, stack.group, None, *slots, E)
+    y = experts.grouped_product(x, stack.weight, stack.scale, H, stack.group, None, *slots, E)
     assert torch.equal(y.cpu().view(E, count, H), values[..., :count].transpose(1, 2))
 
 
 @pytest.mark.parametrize("rows, used, tall", [(1, 3, 16), (2, 2, 16), (60, 3, 16), (5, 2, 2), (90, 1, 32)])
 @pytest.mark.parametrize("skewed", (False, True))
-def test_arrange(device, monkeypatch, rows, used, tall, skewed):
+def test_sort_assignments(device, monkeypatch, rows, used, tall, skewed):
     """Every slot stands in one tile, of its expert. Most choose one expert, or none another."""
-    monkeypatch.setattr(experts, "CHUNK", 32)
+    monkeypatch.setattr(experts, "SORT_CHUNK", 32)
     scores = torch.rand(rows, E, generator=torch.Generator().manual_seed(rows))
     scores[:, 4] += 2 * skewed
     scores[:, 2] -= 2 * skewed
     chosen = scores.topk(used).indices
-    order, tiles = (x.cpu() for x in experts.arrange(chosen.to(device), E, tall))
+    order, tiles = (x.cpu() for x in experts.sort_assignments(chosen.to(device), E, tall))
     assert len(tiles) == min(rows * used, E + rows * used // tall)
     found = []
     for expert, first, end in tiles.tolist():
@@ -96,11 +96,11 @@ def test_one_graph_for_every_routing(device):
     """Operations have the same shapes whatever rows choose; `torch.compile` sees each as one node."""
     layer = ours(mixture(WEIGHTS[1], torch.float32), device)
     x, chosen = torch.randn(5, H, device=device), torch.arange(15, device=device).view(5, 3) % E
-    slots, checks = experts.arrange(chosen, E, 16), ("test_schema", "test_faketensor")
+    slots, checks = experts.sort_assignments(chosen, E, 16), ("test_schema", "test_faketensor")
     stack = layer.w_gate_up
-    torch.library.opcheck(experts.arrange, (chosen, E, 16), test_utils=checks)
+    torch.library.opcheck(experts.sort_assignments, (chosen, E, 16), test_utils=checks)
     given = x, stack.weight, stack.scale, stack.outputs, 0, None, *slots, 5
-    torch.library.opcheck(experts.grouped, given, test_utils=checks)
+    torch.library.opcheck(experts.grouped_product, given, test_utils=checks)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         x = torch.randn(1, 5, H, device=device)

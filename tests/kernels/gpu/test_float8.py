@@ -8,14 +8,14 @@ from kernels import float8 as defined
 from kernels.gpu import float8
 
 WAYS = [False]  # with the device's instruction?
-if torch.cuda.is_available() and float8.converts(torch.device("cuda")):
+if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
     WAYS += [True]
 
 
 @triton.jit
 def kernel(x, out, N: tl.constexpr, READS: tl.constexpr, CONVERTS: tl.constexpr):
     i = tl.arange(0, N)
-    convert: tl.constexpr = float8.loaded if READS else float8.stored
+    convert: tl.constexpr = float8.from_cache if READS else float8.to_cache
     tl.store(out + i, convert(tl.load(x + i), out.dtype.element_ty, CONVERTS))
 
 

@@ -4,7 +4,7 @@ import torch
 from helpers.ahead_of_time import dear
 
 from kernels.gpu import products
-from kernels.gpu.launch import counters
+from kernels.gpu.launch import arrival_counters
 from kernels.quantized import QuantizedLinear
 
 # Where the interpreter should round to bfloat16 it cuts off.
@@ -23,16 +23,16 @@ def case(device, dtype, mode, group, rows, N, K, bias=True):
     """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
     weight, shift = torch.randn(N, K, generator=draw), torch.randn(N, generator=draw).to(dtype)
-    layer = QuantizedLinear.of(weight, mode, group, shift if bias else None)
+    layer = QuantizedLinear.from_weight(weight, mode, group, shift if bias else None)
     layer.exact = layer.dequantize(torch.float64).to(device)
     x, onto = (torch.randn(rows, n, generator=draw).to(device, dtype) for n in (K, N))
-    products.take(layer.to(device))
+    products.fuse(layer.to(device))
     return layer, x, onto
 
 
 def exactly(layer, x):
     """The product in float64, of x as the mode rounds it."""
-    y = layer.rounded(x).double() @ layer.exact.T
+    y = layer.round_inputs(x).double() @ layer.exact.T
     return y if layer.bias is None else y + layer.bias.double()
 
 
@@ -61,7 +61,7 @@ def test_every_value(device, mode, group):
     layer.weight.data = torch.arange(layer.weight.numel()).reshape(layer.weight.shape).to(layer.weight.dtype)
     layer.scale.data.fill_(1)
     values = layer.dequantize(torch.float32).T.to(device)
-    products.take(layer.to(device))
+    products.fuse(layer.to(device))
     for dtype, _ in DTYPES:
         some = torch.tensor([0, 1, 126, 127, 128, 200, 255])
         x = torch.eye(K)[some].to(device, dtype)
@@ -73,12 +73,12 @@ def test_every_value(device, mode, group):
 def test_programs_share_tiles(device, dtype, mode, group, bits):
     """One tile of columns and many inputs: the sums come in parts, the same at every call."""
     layer, x, _ = case(device, dtype, mode, group, 3, 64, 4096, bias=False)
-    tile = products.tiles(16, dtype, bits, 1 << 17)[0].kwargs
-    assert tile["COLUMNS"] == 64 and 4096 // tile["DEPTH"] >= 2 * products.LEAST_STEPS
+    tile = products.tile_configs(16, dtype, bits, 1 << 17)[0].kwargs
+    assert tile["BLOCK_N"] == 64 and 4096 // tile["BLOCK_K"] >= 2 * products.MIN_STEPS
     found = layer(x)
     assert error(found, exactly(layer, x)) < (2e-2 if dtype == torch.bfloat16 else 2e-6)
     assert torch.equal(layer(x), found)
-    assert not counters(found.device, 1).any()
+    assert not arrival_counters(found.device, 1).any()
 
 
 def test_shapes_and_layouts(device):

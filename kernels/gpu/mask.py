@@ -1,4 +1,4 @@
-"""The attention mask of our GPU kernels: not a tensor [B, T, n], but what it is computed from."""
+"""The attention mask of the Triton kernels: not a tensor [B, T, n], but what it is computed from."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -10,11 +10,12 @@ from engine.draft import once
 from model import last_seen
 
 
-class Sight(NamedTuple):
-    """Which cache slots each token of a pass attends to: the arguments of `tree.visible_slots`.
+class TreeMask(NamedTuple):
+    """The arguments of `tree.visible_slots`, and sliding windows.
 
-    The pass's own tokens are the last T of the M slots that `local` [B, T, M] describes. first [B, T]: the
-    first committed slot that each token sees; None: it sees all.
+    local [B, T, M]: which of the M slots after the first `length` each token attends to; the pass's own
+    tokens are the last T of them. first [B, T]: the first committed slot that each token attends to; None:
+    all of them.
     """
 
     slots: Tensor
@@ -27,7 +28,7 @@ class Sight(NamedTuple):
         visible = tree.visible_slots(self.slots, self.length, self.local)
         return visible if self.first is None else visible & (self.slots >= self.first[..., None])
 
-    def within(self, window: int) -> Sight:
+    def within(self, window: int) -> TreeMask:
         """Return the mask of layers with a sliding window, see `model.last_seen`."""
         first = self.length[:, None] + self.local.sum(-1) - window
         return self._replace(local=once(last_seen(self.local, window)), first=once(first))

@@ -1,0 +1,23 @@
+"""Kernels that fall back to their PyTorch definitions if `engine.check` finds them wrong."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+
+KERNELS = "attend", "linear", "experts", "rank", "restrict"
+disabled: set[str] = set()  # kernels whose PyTorch definition runs instead
+observers: list[Callable] = []  # the last is called instead of a kernel: (name, kernel, definition, args)
+
+
+def with_fallback(name: str, definition: Callable) -> Callable:
+    """Decorate a method that launches the kernel `name`. definition: the method it overrides."""
+    def decorate(kernel: Callable) -> Callable:
+        @wraps(kernel)
+        def kernel_or_definition(*args, **options):
+            if observers and name not in disabled:
+                return observers[-1](name, partial(kernel, **options), partial(definition, **options), args)
+            return (definition if name in disabled else kernel)(*args, **options)
+
+        return kernel_or_definition
+
+    return decorate
