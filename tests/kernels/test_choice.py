@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from engine.runtime import Runtime
 from engine.step import TORCH
 from kernels import choose, quantized
 from kernels.gpu import device as gpu_device
@@ -42,7 +43,14 @@ def test_what_a_gpu_can_do(gpu, capability, multiply, has_fp8, said):
     chosen = choose.choose_backend(GPU, kernels=capability < (8, 0), log=lines.append)
     assert chosen is TORCH and lines == said and (GPU in quantized.FP8_DEVICES) == has_fp8
     assert gpu_device.runs_kernels(GPU) == (capability >= (8, 0))
-    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize("dtype", ("fp16", "bf16"))
+def test_cublas_sums_in_float32(dtype):
+    flag = f"allow_{dtype}_reduced_precision_reduction"
+    setattr(torch.backends.cuda.matmul, flag, True)
+    Runtime(device="cpu", compile=False).prepare()
+    assert not getattr(torch.backends.cuda.matmul, flag)
 
 
 def test_trees_on_gpus():
