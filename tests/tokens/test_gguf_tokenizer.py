@@ -44,7 +44,8 @@ def test_bpe_encodes_as_the_original(pre, setting, tmp_path):
     tok = rebuilt(tmp_path, "gpt2", tokens, pre=pre, merges=merges, bos_token_id=0, eos_token_id=2, **setting)
     assert (tok.vocab_size, tok.bos_id) == (model.get_vocab_size(), 0)
     assert (tok.template, tok.tool_template) == (CHATML, "T")
-    adds_bos = setting.get("add_bos_token", pre in ("llama-bpe", "llama3", "llama-v3", "tekken"))
+    llamas = "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken"
+    adds_bos = setting.get("add_bos_token", pre in llamas)
     for text in (*CORPUS, "a   b</think><|im_end|>"):
         assert tok.encode(text, bos=False, parse_special=True) == model.encode(text).ids
         assert (tok.encode(text)[:1] == [0]) is adds_bos
@@ -57,6 +58,13 @@ def test_bpe_encodes_as_the_original(pre, setting, tmp_path):
     ("gpt-2", 2, ["it", "'s", " 1234", "\n\n", " x"]), ("smollm", 2, ["a", " ", "1", "2", "3", "4"]),
     ("llama-bpe", 1, ["It", "'S", " ", "123", "45", "!!\n\n", " x"]),
     ("qwen2", 2, ["It", "'S", " ", "1", "2", "3", "(x"]),
+    ("qwen35", 2, ["It", "'S", " ก็ก", " हिन्दी", " عَر", " ", "1", "2", "(x"]),
+    ("seed-coder", 2, ["It", "'S", " ", "1", "2", "!!", "\n\n", " x"]),
+    *((pre, 2, ["It", "'S", " ก", "็ก", " ", "123", "4", "!!\n\n", " x"]) for pre in ("dbrx", "smaug-bpe")),
+    *((pre, 1, ["It", "'S", " ", "123", "4", "!!\n", " x"]) for pre in ("falcon3", "pixtral", "midm-2.0")),
+    ("deepseek-llm", 2, ["It", "'", "S", " ", "ก็ก", "!\"", "\n", " x", "1", "2", " Gr", "öß", "e", "中文", "\u3000。"]),
+    ("deepseek-coder", 2, ["It", "'", "S", " ", "ก", "็", "ก", "!", "\n", " Größe", "1", "2", "中", "。"]),
+    ("llama4", 1, ["it's", " WE'LL", " ก็ก", " hello", "World", " ", "123", "4", " a", "/\n/"]),
     ("tekken", 1, ["hello", "World", " HTTPServer", " ", "1", "2", " a", "/\n/"]),
     ("gpt-4o", 1, ["it's", " WE'LL", " hello", "World", " ", "123", "4", " a", "/\n/"]),
     ("deepseek-v3", 2, ["abc", " ", "123", "4", ".foo", "中文", "ab", "!c"]),
