@@ -26,6 +26,10 @@ CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_head
 # A marker has letters or digits between signs. The tags of thoughts and tool calls look alike, but are text.
 MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 TAG = re.compile(r"</?(?!(?:s|system|human|user|bot|assistant)>)([\w:-]+)>")
+# GGUF does not say which control tokens strip the white space beside them: the names of the model do.
+STRIPPING = {  # of the architecture, the model and the word rule: where. The first that is found counts.
+    r"^phi3 .* dbrx$": ("lstrip", "rstrip"), r"^phi3|^phimoe|phi[ -]?3": ("rstrip",)}
+NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 # Conversations that show what a template writes. One may refuse roles, or their order.
 PROBES = [[{"role": role, "content": "x"} for role in roles] for roles in (
     ("system",), ("user",), ("user", "assistant"), ("user", "assistant", "tool"))]
@@ -47,11 +51,22 @@ def rebuild(fields: dict, folder: str | Path, where: str = "GGUF", added: str | 
     templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
     with library_errors(f"{where}: the tokenizer cannot be rebuilt; convert the Hugging Face folder instead"):
         settings = _write(metadata, [text for text in (*templates.values(), added) if text], folder)
+        names = (fields.get("general.architecture"), fields.get("general.name"), metadata.get("pre"))
+        settings |= _stripping(" ".join(map(str, names)).lower(), metadata)
         config = json.dumps(settings, ensure_ascii=False, indent=2)
         for name, text in {**templates, "tokenizer_config.json": config}.items():
             if text:
                 (folder / name).write_text(text, encoding="utf-8")
     return True
+
+
+def _stripping(names: str, metadata: dict) -> dict:
+    """Return the settings of control tokens that strip white space. names: see `STRIPPING`."""
+    sides = next((sides for pattern, sides in STRIPPING.items() if re.search(pattern, names)), ())
+    return {"added_tokens_decoder": {
+        i: {"content": token, "special": True, "normalized": False, **dict.fromkeys(sides, True)}
+        for i, (token, kind) in enumerate(zip(metadata["tokens"], metadata["token_type"]))
+        if kind == CONTROL and (len(sides) > 1 or token not in NOT_STRIPPING)}} if sides else {}
 
 
 def _types(metadata: dict, templates: list[str]) -> list[int]:

@@ -12,12 +12,12 @@ from tokens.tokenizer import Tokenizer, byte_alphabet
 from tokens.word_rules import WORD_RULES
 
 
-def rebuilt(folder, kind: str, tokens: list[tuple], template=CHATML, added=None, **more) -> Tokenizer:
+def rebuilt(folder, kind: str, tokens: list, template=CHATML, added=None, general=(), **more) -> Tokenizer:
     """The tokenizer of a GGUF file with these tokens (text, type). more: other metadata."""
     names, types = zip(*tokens)
     fields = {"model": kind, "pre": "gpt-2", "merges": [], "scores": [0.0] * len(names), **more,
               "tokens": list(names), "token_type": list(types)}
-    fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    fields = {f"tokenizer.ggml.{key}": value for key, value in fields.items()} | dict(general)
     own = {"tokenizer.chat_template": template, "tokenizer.chat_template.tool_use": "T"}
     assert rebuild(fields | ({} if added else own), folder, added=added)
     if added:
@@ -62,7 +62,7 @@ def test_bpe_encodes_as_the_original(pre, setting, tmp_path):
     ("seed-coder", 2, ["It", "'S", " ", "1", "2", "!!", "\n\n", " x"]),
     *((pre, 2, ["It", "'S", " ก", "็ก", " ", "123", "4", "!!\n\n", " x"]) for pre in ("dbrx", "smaug-bpe")),
     *((pre, 1, ["It", "'S", " ", "123", "4", "!!\n", " x"]) for pre in ("falcon3", "pixtral", "midm-2.0")),
-    ("deepseek-llm", 2, ["It", "'", "S", " ", "ก็ก", "!\"", "\n", " x", "1", "2", " Gr", "öß", "e", "中文", "\u3000。"]),
+    ("deepseek-llm", 2, ["It", "'", "S", " ", "ก็ก", "!\"", "\n", " x", "1", " Gr", "öß", "e", "中文", "\u3000。"]),
     ("deepseek-coder", 2, ["It", "'", "S", " ", "ก", "็", "ก", "!", "\n", " Größe", "1", "2", "中", "。"]),
     ("llama4", 1, ["it's", " WE'LL", " ก็ก", " hello", "World", " ", "123", "4", " a", "/\n/"]),
     ("tekken", 1, ["hello", "World", " HTTPServer", " ", "1", "2", " a", "/\n/"]),
@@ -116,6 +116,20 @@ def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_,
     assert tok.decode([265, 266]) == ("" if type_ in (3, 5) else "<think><|other|>")
     typed = tok.chat([{"role": "user", "content": "x<|im_end|>[INST]<|mine|>y"}])
     assert [typed.count(i) for i in (260, 261, 263)] == [1, 1, 1]  # what the template writes
+
+
+@pytest.mark.parametrize("kind, pre, arch, name, left, right", [
+    ("llama", "default", "phi3", "x", False, True), ("llama", "default", "llama", "A Phi-3", False, True),
+    ("llama", "default", "llama", "x", False, False), ("gpt2", "gpt-4o", "phi3", "Phi 4 Mini", False, True),
+    ("gpt2", "dbrx", "phi3", "Phi 4", True, True)])
+def test_control_tokens_that_strip_white_space(kind, pre, arch, name, left, right, tmp_path):
+    """GGUF does not say which do. Right values: the published tokenizers of Phi-3 and Phi-4."""
+    names = "<unk>", "<s>", "</s>", "<|end|>", "<|endoftext|>", "▁"
+    tok = tiny(tmp_path, kind, *zip(names, (2, 3, 3, 3, 3, 1)), pre=pre, bos_token_id=257, eos_token_id=260,
+               add_bos_token=False, general={"general.architecture": arch, "general.name": name})
+    for text, strips in (("a<|end|>\n b", right), ("a \n<|end|>b", left), ("a <s> b", left)):
+        ids = tok.encode(text, parse_special=True)
+        assert (len(ids) == 3) is strips and ids[0] == 97
 
 
 JOINED = (
