@@ -7,6 +7,7 @@ from pathlib import Path
 
 from checkpoint.dense import dense_fields, rope_of, rope_type
 from checkpoint.load import CONFIG, check_rope, rope_fields
+from common.cli import note
 from common.errors import InputError
 from common.schema import named
 
@@ -26,9 +27,12 @@ def model_fields(path: Path, config: dict) -> dict:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     where = path / CONFIG if path.suffix != ".gguf" else path
     rope, local = _rope_of_kinds(path, config, rope_of(config))
-    fields = dense_fields(where, config | {"rope_parameters": rope})
+    fields = dense_fields(where, config | {"rope_parameters": rope, "rope_scaling": None})
     fields["rope_scaling"], longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
     fields["max_seq_len"] = longest
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        note(f"warning: {where}: has rope_parameters and rope_scaling; the latter counts, with rope_theta"
+             f" {fields['rope_base']:g}")
     special = {  # written only where they are set
         "windows": _windows(where, config, fields["num_layers"], longest if local is None else math.inf),
         "local_rope_base": local, "query_scalar": config.get("query_pre_attn_scalar"),

@@ -106,8 +106,17 @@ def dense_fields(where: Path, config: dict) -> dict:
 
 
 def rope_of(config: dict) -> dict:
-    """Return the parameters of a config's RoPE, of transformers 5 or 4."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Return the parameters of a config's RoPE, of transformers 5 or 4.
+
+    If both keys are set, the older one counts, as in transformers 5: somebody added it for longer texts. It
+    has no base; that of rope_parameters stays, where transformers 5.23 falls back to 10,000.
+    """
+    parameters, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    if full := parameters.get("full_attention"):
+        return parameters | {"full_attention": rope_of({"rope_parameters": full, "rope_scaling": scaling})}
+    base = {key: parameters.get(key, config.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    given = {key: value for key, value in scaling.items() if value is not None}
+    return {key: value for key, value in base.items() if value is not None} | given if given else parameters
 
 
 def rope_type(rope: dict) -> str:

@@ -40,6 +40,11 @@ SAME = {
     "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+NO_MODELS = {  # by general.type
+    "adapter": "a LoRA adapter (llama-export-lora merges it into its model)",
+    "imatrix": "an importance matrix",
+    "mmproj": "the part of a model that reads images or sounds", "vocab": "a vocabulary without weights",
+}
 FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
 MTP = {  # of the layer after the last, under nextn.
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
@@ -50,6 +55,11 @@ MTP = {  # of the layer after the last, under nextn.
 def open_file(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
     fields, stored = read_gguf(path)
+    kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else "model")
+    kind = kind if kind != "model" or stored else "vocab"
+    if kind != "model":
+        known = NO_MODELS.get(kind, f"of the type {kind!r}")
+        raise InputError(f"{path}: is {known}, not a model; name the GGUF file of the model")
     arch = str(fields.get("general.architecture"))
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")

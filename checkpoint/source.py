@@ -22,7 +22,8 @@ import extensions
 from checkpoint.load import CONFIG, is_ours
 from checkpoint.weights import STORED_DTYPES, listed, opened
 from common.errors import InputError, library_errors
-from common.files import check_file, read_json
+from common.files import read_json
+from common.lfs import check_pointer
 from extensions import SOURCE_FILES
 from tokens.files import TOKENIZER_FILES, encoder_of
 
@@ -119,6 +120,20 @@ def _shards(index: Path) -> list[str]:
     return [*dict.fromkeys(read_json(index)["weight_map"].values())]
 
 
+def _of_shards(index: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
+    """Return each tensor from the file that the index names: another may have an old copy."""
+    named, found = read_json(index)["weight_map"], {}
+    for file in _shards(index):
+        for name, entry in _one_file(index.with_name(file), load).items():
+            unsure = name in found and name not in named
+            if unsure and not torch.equal(found[name].read(), entry.read()):
+                raise InputError(f"{index}: does not name {name}, of which {file} and another file have"
+                                 " different copies")
+            if named.get(name, file) == file:
+                found[name] = entry
+    return found
+
+
 def open_source(path: Path) -> Source:
     """Open a checkpoint at a path of `resolve_source`. Raises InputError if a file is missing or damaged."""
     if path.is_dir():
@@ -134,8 +149,9 @@ def _open_folder(path: Path) -> Source:
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
-    files = _shards(path / name) if name.endswith(".json") else [name]
-    tensors = {name: entry for file in files for name, entry in _one_file(path / file, load).items()}
+    tensors = (_of_shards if name.endswith(".json") else _one_file)(path / name, load)
+    if encoder := encoder_of(path):
+        check_pointer(path / encoder)
     if text := config.get("text_config"):  # of a model that reads images, too
         config = text | {key: value for key, value in config.items() if value is not None}
     file = path / "generation_config.json"
@@ -145,7 +161,7 @@ def _open_folder(path: Path) -> Source:
     return Source(
         path, (config.get("architectures") or [config.get("model_type")])[0], config, tensors,
         stop_ids=unique_ids(stop_ids), bos_id=next(iter(unique_ids(bos_id)), None),
-        tokenizer=partial(_copy_tokenizer, path) if encoder_of(path) else None)
+        tokenizer=partial(_copy_tokenizer, path) if encoder else None)
 
 
 def _copy_tokenizer(source: Path, folder: Path, added: str | None) -> bool:
@@ -155,6 +171,8 @@ def _copy_tokenizer(source: Path, folder: Path, added: str | None) -> bool:
 
 
 def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
+    check_pointer(path)
+
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
         # process's memory until the last tensor.
@@ -169,7 +187,6 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    check_file(path)
     with library_errors(f"{path}: damaged, or more than a pickle of tensors"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
         # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.

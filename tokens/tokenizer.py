@@ -105,9 +105,9 @@ class JsonBackend:
         self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._byte_level, self._byte_fallback, self.strips_space = files.decoder_of(model, path)
-        self._rendered = rendered = tokenizers.Tokenizer(model.model)  # both share the vocabulary
-        rendered.normalizer, rendered.pre_tokenizer = model.normalizer, model.pre_tokenizer
-        rendered.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
+        self._rendered = copy = tokenizers.Tokenizer(model.model)  # both share the vocabulary
+        copy.normalizer, copy.pre_tokenizer = model.normalizer, model.pre_tokenizer
+        copy.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
         model.encode_special_tokens = True
         self.control = {t.content: i for i, t in self.added.items() if t.special and t.content}
         self.finder = Finder(self.added.values(), self.control, model.normalizer)
@@ -129,8 +129,8 @@ class JsonBackend:
         The library gets a stand-in for each of them, a string that no text contains.
         """
         starts = [0, *(end for _, end, _ in spans)]
-        cut = [text[start:begin] + self._stand_ins[i] for start, (begin, _, i) in zip(starts, spans)]
-        return [self._originals.get(i, i) for i in self.encode("".join(cut) + text[starts[-1] :], False)]
+        cut = "".join(text[start:begin] + self._stand_ins[i] for start, (begin, _, i) in zip(starts, spans))
+        return [self._originals.get(i, i) for i in self.encode(cut + text[starts[-1] :], False)]
 
     def bytes_of(self, i: int) -> bytes:
         """Return the bytes that an id of the vocabulary stands for, b"" for other ids."""
@@ -172,10 +172,8 @@ class Tokenizer:
         self.has_template = self.template is not None
         self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
         self.strips_space = bool(backend.strips_space)
-        self.vocab_size = backend.size
+        self.control, self.vocab_size = backend.control, backend.size
         self.piece = cache(self._bytes_of)
-
-        self.control = backend.control
         self.stop_ids = files.stop_ids(self.special_tokens_map.get("eos_token"), self.control)
         self._names = {i: text.encode() for text, i in self.control.items()}
 
@@ -205,7 +203,7 @@ class Tokenizer:
         """
         self._check_size(text, at_most)
         text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
-        with library_errors(f"{self._file}: cannot encode this text"):
+        with library_errors(f"{self._file.name}: cannot encode this text"):
             ids = self._backend.encode(text, parse_special)
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
 
@@ -223,7 +221,7 @@ class Tokenizer:
         rendered = self.render(hidden, **more).encode("utf-8", "replace").decode()
         self._check_size(rendered, at_most)
         text, find = rendered.translate(originals), self._backend.finder.find
-        with library_errors(f"{self._file}: cannot encode this text"):
+        with library_errors(f"{self._file.name}: cannot encode this text"):
             spans = find(rendered, normalized=False)
             if {*find(text)} <= {*spans}:
                 return self._backend.encode(text, parse_special=True)

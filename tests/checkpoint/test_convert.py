@@ -10,7 +10,7 @@ from helpers.converting import run
 from helpers.launching import run as run_alone
 from helpers.sources import CONFIG, target_state, write_source
 from helpers.tokenizers import write_byte_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
 from checkpoint.load import load_model, read_config
@@ -42,6 +42,18 @@ def test_folders(tmp_path, target, form, tied):
     assert (model.lm_head is None) == bool(tied) and isinstance(model, Transformer)
     assert written["stop_ids"] == [3, 5] and written["bos_id"] == 1 and written["kind"] == "target"
     assert (written["norm_eps"], written["rope_base"], written["max_seq_len"]) == (1e-5, 5000.0, 128)
+
+
+def test_tensors_come_from_the_files_that_the_index_names(tmp_path, target):
+    """Each shard has old copies of all others, as an overlay's base has."""
+    state = target_state()
+    source = write_source(tmp_path / "in", state, form="safetensors-sharded")
+    named = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in {*named.values()}:
+        save_file({n: t if named[n] == file else t + 1 for n, t in state.items()}, source / file)
+    out = convert(source, tmp_path / "out", quiet=True)
+    exact = load_file(target / "model.safetensors")
+    torch.testing.assert_close(load_file(out / "model.safetensors"), exact, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype, expected", [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import TARGETS, WINDOW, WINDOWS, V, greedy, make_target
+from helpers.families import LLAMA3, TARGETS, WINDOW, WINDOWS, V, greedy, make_target
 from helpers.heads import make_head, write_head
 
 from checkpoint.convert import convert, family_of
@@ -121,3 +121,25 @@ def test_what_a_config_means(family, keys, windows, longest):
     source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
     fields = family_of(source).fields(source)
     assert (fields.get("windows"), fields["max_seq_len"]) == (windows, longest)
+
+
+DEFAULT, KINDS = {"rope_type": "default", "rope_theta": 5e5}, ("full_attention", "sliding_attention")
+
+
+@pytest.mark.parametrize("family, keys, base, scaling", [
+    ("Qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 5e5, "yarn"),
+    ("Qwen3", {"rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 2e4}}, 2e4, "linear"),
+    ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 3e4,
+               "rope_parameters": {"rope_type": "default"}}, 3e4, "linear"),
+    ("Llama", {"rope_scaling": LLAMA3 | {"rope_theta": None}}, 5e5, "llama3"),
+    ("Llama", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": LLAMA3 | DEFAULT}, 5e5, None),
+    ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_parameters": dict.fromkeys(KINDS, DEFAULT)}, 5e5, "linear"),
+])
+def test_rope_scaling_counts_beside_rope_parameters(family, keys, base, scaling):
+    """As in transformers 5. The base stays, which is lost there."""
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    config = sizes | {"num_hidden_layers": 8, "num_attention_heads": 4, "rope_parameters": DEFAULT} | keys
+    source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
+    fields = family_of(source).fields(source)
+    assert (fields["rope_base"], (fields["rope_scaling"] or {}).get("rope_type")) == (base, scaling)

@@ -1,5 +1,6 @@
 """Sources and folders that cannot be used: one line that says why, a status, and nothing left on disk."""
 import hashlib
+import json
 import math
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from helpers.converting import run
 from helpers.refusals import refused
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
 from checkpoint.folder import verify_weights
@@ -47,7 +48,17 @@ def gguf_file(keep: float = 1.0, **options):
     return make
 
 
-K0 = "model.layers.0.self_attn.k_proj.weight"
+K0, LFS = "model.layers.0.self_attn.k_proj.weight", "version https://git-lfs.github.com/spec/v1\n"
+
+
+def unname(folder: Path, names=(K0,)) -> None:
+    """Put another copy of a tensor into the shards that lack it, and take it out of the index."""
+    index = folder / "model.safetensors.index.json"
+    given = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {n: f for n, f in given.items() if n not in names}}))
+    for file in {*given.values()} - {given[K0]}:
+        save_file(load_file(folder / file) | {K0: torch.zeros(32, 32)}, folder / file)
+
 
 BAD_TARGETS = {
     "unknown architecture": (folder_with("Mamba"), "MambaForCausalLM"),
@@ -55,6 +66,13 @@ BAD_TARGETS = {
         folder_with(then=lambda f: os.truncate(f / "model.safetensors", 50_000)), "truncated"),
     "truncated GGUF data": (gguf_file(0.7), "truncated"),
     "one part of a split GGUF": (gguf_file(extra=lambda w: w.add_uint16("split.count", 2)), "split GGUF"),
+    **{f"GGUF {kind}": (gguf_file(extra=lambda w, kind=kind: w.add_type(kind)), words) for kind, words in {
+        "adapter": "a LoRA adapter", "imatrix": "an importance matrix", "speech": "'speech'"}.items()},
+    "GGUF without weights": (lambda f: write_gguf(f / "m.gguf", {}), "a vocabulary without weights"),
+    **{f"a pointer of Git LFS: {file}": (
+        folder_with(then=lambda folder, file=file: (folder / file).write_text(LFS)), f"{file}: is a Git LFS")
+        for file in ("model.safetensors", "tokenizer.json", "tokenizer.model")},
+    "shards that disagree, unnamed by the index": (folder_with(form="safetensors-sharded", then=unname), K0),
     "missing tensor": (folder_with(drop=[K0]), f"{K0} [32, 32] is missing"),
     "wrong shape": (
         folder_with(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),

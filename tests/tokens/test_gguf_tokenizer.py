@@ -62,7 +62,7 @@ def test_bpe_encodes_as_the_original(pre, setting, tmp_path):
     ("seed-coder", 2, ["It", "'S", " ", "1", "2", "!!", "\n\n", " x"]),
     *((pre, 2, ["It", "'S", " ก", "็ก", " ", "123", "4", "!!\n\n", " x"]) for pre in ("dbrx", "smaug-bpe")),
     *((pre, 1, ["It", "'S", " ", "123", "4", "!!\n", " x"]) for pre in ("falcon3", "pixtral", "midm-2.0")),
-    ("deepseek-llm", 2, ["It", "'", "S", " ", "ก็ก", "!\"", "\n", " x", "1", " Gr", "öß", "e", "中文", "\u3000。"]),
+    ("deepseek-llm", 2, ["It", "'", "S", " ", "ก็ก", "!\"", "\n", " x", "1", " Gr", "öß", "e", "中"]),
     ("deepseek-coder", 2, ["It", "'", "S", " ", "ก", "็", "ก", "!", "\n", " Größe", "1", "2", "中", "。"]),
     ("llama4", 1, ["it's", " WE'LL", " ก็ก", " hello", "World", " ", "123", "4", " a", "/\n/"]),
     ("tekken", 1, ["hello", "World", " HTTPServer", " ", "1", "2", " a", "/\n/"]),
