@@ -191,7 +191,7 @@ def run(o) -> None:
     for name in parts:
         report(source / name, out / name, errors[name])
     if ids is not None:
-        result = compare(source, out, ids)
+        result = compare(source, out, ids, choose_backend("cpu", log=note).prepare)
         print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
               f" {result['quantised_perplexity']:.3f}, same next token {result['agreement']:.1%}")
 

