@@ -6,12 +6,8 @@
             print(event.text)
 
 A request is admitted between two steps into a free slot of the batch. Its prompt is read in chunks; other
-requests go on decoding between them. A request that finishes leaves at once. Slots are compact: those that
-decode come first, then those whose prompts are being read, then the free ones. So a step runs on the first
-slots only, and a scheduler may choose a smaller tree for more requests.
-
-A free slot keeps its tokens as a cached prefix. A request that shares a prefix with them, or with a running
-request, reads only the rest of its prompt.
+requests go on decoding between them. A request that finishes leaves at once (`engine.slots`). A prompt that
+shares a prefix with a free slot or a running request is read from there on.
 
 On CUDA a step reads nothing back to the host before it is launched, unless a grammar constrains a request.
 The device decides where a sequence stops (stop ids, token limit) and cuts it exactly there. The host learns
@@ -34,12 +30,11 @@ from engine.passes import Emission, Emitted, Passes, Rows, arrived, step_counts
 from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Guide, Request
 from engine.scheduler import Choice, Scheduler
+from engine.slots import Slots
 from model import Transformer
 from sampling.options import Modes, Sampling
-from tokens.tokenizer import Tokenizer, common_prefix
+from tokens.tokenizer import Tokenizer
 from tree import TreeShape
-
-MIN_COPIED_PREFIX = 32  # tokens of another slot, beyond the prefix in a free slot, that are worth a copy
 
 
 class Pending(NamedTuple):
@@ -95,12 +90,7 @@ class Engine:
         # A step may not touch a sequence whose prompt is being read, if the target keeps a state of it.
         self.step_counts = (not target.keeps_state and counts) or step_counts(batch, on_cuda)
         self.scheduler.attach(self)
-        self._requests: list[Request | None] = [None] * batch  # by slot, as the next three
-        self._cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
-        self._unread = [1] * batch  # how many of these the drafter has not read, at most
-        self._used_at = [0] * batch  # when a slot was taken or left
-        self._decoding = self._reading = 0  # numbers of requests; their slots come first, in this order
-        self._clock = 0
+        self.slots = Slots(self.passes, self.drafter, batch, self.lag)
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._modes: dict[bool, Modes] = {}  # of the drafted and of the plain requests; empty: unknown
@@ -109,7 +99,7 @@ class Engine:
     @property
     def free(self) -> int:
         """Number of requests that could be admitted now."""
-        return self.batch - self._decoding - self._reading
+        return self.slots.free
 
     @property
     def busy(self) -> bool:
@@ -119,7 +109,7 @@ class Engine:
     @property
     def requests(self) -> list[Request]:
         """The requests that hold a slot."""
-        return [request for request in self._requests if request]
+        return [request for request in self.slots.requests if request]
 
     # -- admit and leave ----------------------------------------------------------------------
 
@@ -154,12 +144,9 @@ class Engine:
             guide = self.guide(sampling)
         stream = self.tokenizer and self.tokenizer.output(sampling, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
-        request.slot, shared = self._take_slot(prompt)
+        shared = self.slots.take(request)
         # One token back: the drafter read its last row together with the token that followed it then.
         request.cached = request.read = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
-        self._requests[request.slot], self._cached[request.slot] = request, []
-        self._reading += 1
-        self._touch(request.slot)
         self.passes.caches.begin(request.slot, request.cached)
         try:
             self.state.begin(request.slot, prompt, sampling, self.max_seq_len, plain)
@@ -173,109 +160,12 @@ class Engine:
             raise
         return request
 
-    def _touch(self, slot: int) -> None:
-        self._clock += 1
-        self._used_at[slot] = self._clock
-
-    def _take_slot(self, prompt: list[int]) -> tuple[int, int]:
-        """Return the first free slot, now with the longest known prefix of the prompt, and its length.
-
-        The prefix is copied if it belongs to a running request, or if its slot holds much more than it.
-        """
-        first = self._decoding + self._reading
-        free = range(first, self.batch)
-        held = {slot: self._cached[slot] for slot in free}
-        held |= {request.slot: self._held(request) for request in self.requests}
-        shared = {
-            slot: self.passes.caches.reusable(slot, common_prefix(prompt, tokens))
-            for slot, tokens in held.items()
-        }
-        source = max(shared, key=shared.__getitem__)
-        taken = min(free, key=self._used_at.__getitem__)  # least recently used
-        lost = len(self._cached[source]) - shared[source]
-        if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self._cached[taken])):
-            taken = source
-        elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
-            source = taken
-        self._read_behind(source, shared[source])
-        self._swap(taken, first)
-        if source != taken:
-            now = taken if source == first else source
-            for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
-                target.copy_(origin)
-        return first, shared[source]
-
-    def _read_behind(self, slot: int, count: int) -> None:
-        """Let the drafter read what it has not read of the first `count` tokens in a slot."""
-        request = self._requests[slot]
-        held = self._held(request) if request else self._cached[slot]
-        unread = request.unread if request else self._unread[slot]
-        if not self.passes.unread or count <= max(0, len(held) + 1 - unread):
-            return
-        span = self.passes.span(int(self.state.length[slot]))
-        with torch.no_grad():
-            self.passes.read_behind(self.passes.rows(slot, 1), span, unread)
-        if request:
-            request.unread = 1
-        self._unread[slot] = 1
-
-    def _held(self, request: Request) -> list[int]:
-        """Return the tokens of a request in the target's caches and, except the unread, in the drafter's."""
-        if request.slot >= self._decoding:
-            return request.prompt[: request.read]
-        return request.tokens[: max(0, request.length - 1)]
-
     def leave(self, request: Request) -> None:
         """Free the slot of a request, whether it has finished or not. The caches keep its tokens."""
-        slot = request.slot
-        if not request.here:
-            return
-        self._unread[slot], self._cached[slot] = request.unread, self._held(request)
-        request.here, self._requests[slot] = False, None
-        self.state.done[slot], self.state.reading[slot] = True, False
-        self._touch(slot)
-        if slot < self._decoding:
-            self._decoding -= 1
+        if request.here:
+            self.state.done[request.slot], self.state.reading[request.slot] = True, False
             self._modes.clear()
-            self._swap(slot, self._decoding)
-            slot = self._decoding
-        else:
-            self._reading -= 1
-        self._swap(slot, self._decoding + self._reading)
-
-    def _decode(self, request: Request) -> None:
-        """Let a request whose prompt has been read decode."""
-        self.passes.caches.keep(request.slot)
-        self._swap(request.slot, self._decoding)
-        self._decoding += 1
-        self._reading -= 1
-        self._modes.clear()
-
-    def _swap(self, one: int, other: int) -> None:
-        """Swap two slots and all that is in them."""
-        if one == other:
-            return
-        if length := max(self._live(one), self._live(other)):
-            for a, b in zip(self._sequence(one, length), self._sequence(other, length)):
-                saved = a.clone()  # of one layer at a time: all of a long sequence's would take gigabytes
-                a.copy_(b)
-                b.copy_(saved)
-        self.state.swap(one, other)
-        for by_slot in (self._requests, self._cached, self._unread, self._used_at):
-            by_slot[one], by_slot[other] = by_slot[other], by_slot[one]
-        for slot in (one, other):
-            if request := self._requests[slot]:
-                request.slot = slot
-
-    def _live(self, slot: int) -> int:
-        """Return an upper bound on the cache slots in use in a batch slot."""
-        if request := self._requests[slot]:
-            return min(request.length + (self.lag + 1) * self.passes.max_commit, self.passes.slots)
-        return len(self._cached[slot])
-
-    def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
-        """Return views of the first `length` cache slots of a batch slot, and of its drafter's state."""
-        return self.passes.caches.sequence(slot, length) + self.drafter.sequence(slot, length)
+            self.slots.release(request)
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -286,17 +176,17 @@ class Engine:
         Returns what has been emitted; a request whose event has a `finish` has left.
         """
         events, unread = [], 0
-        if self._reading:
+        if self.slots.reading:
             began = time.perf_counter()
             last = self._read_prompts()
             self.prompt_seconds += time.perf_counter() - began
             if last:
                 events += self._read(0)
-        kinds = {request.plain for request in self._requests[: self._decoding]}
+        kinds = {request.plain for request in self.slots.requests[: self.slots.decoding]}
         if len(kinds) > 1 and self.target.keeps_state:  # it cannot freeze a sequence
             kinds = {True}
         for plain in sorted(kinds):
-            members = self._requests[: self._decoding]  # requests may have left in the step before
+            members = self.slots.requests[: self.slots.decoding]  # requests may have left in the step before
             if len(kinds) > 1:
                 members = [r if r.plain == plain else None for r in members]
             if not any(members):
@@ -361,7 +251,7 @@ class Engine:
 
     def finish_prompts(self) -> None:
         """Read all prompts to their end without decoding."""
-        while self._reading:
+        while self.slots.reading:
             self._read_prompts()
             self._read(0)
 
@@ -370,14 +260,15 @@ class Engine:
 
         Returns whether a prompt was read to its end; that request decodes from now on.
         """
-        reading, passes = self._requests[self._decoding : self._decoding + self._reading], self.passes
-        if self._decoding or any(r.prompt_scores is not None for r in reading):
-            reading = [min(reading, key=lambda r: self._used_at[r.slot])]
+        slots, passes = self.slots, self.passes
+        reading = slots.requests[slots.decoding : slots.decoding + slots.reading]
+        if slots.decoding or any(r.prompt_scores is not None for r in reading):
+            reading = [min(reading, key=lambda r: slots.used_at[r.slot])]
         rows = passes.rows(reading[0].slot, len(reading))
         if passes.prepared and len(reading) > 1:  # passes exist for one sequence and for all
             rows = passes.rows(0, self.batch)
         size = passes.chunk_size(max(len(r.prompt) - r.read for r in reading))
-        starts = [len(tokens) for tokens in self._cached]  # do not overwrite the prefix in a free slot
+        starts = [len(tokens) for tokens in slots.cached]  # do not overwrite the prefix in a free slot
         ending: list[Request | None] = [None] * rows.count
         for r in reading:
             starts[r.slot] = r.read
@@ -396,7 +287,8 @@ class Engine:
             return False
         self._pending.append(Pending(ending, passes.to_host(rows.state, modes.scored)))
         for r in filter(None, ending):
-            self._decode(r)
+            self.slots.start_decoding(r)
+            self._modes.clear()
         return True
 
     def _launch(self, members: list[Request | None], plain: bool) -> object:

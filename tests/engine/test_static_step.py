@@ -114,7 +114,7 @@ def two_groups(models) -> Engine:
     engine.passes.captured = lambda key, call, still: call()
     for i in range(3):
         engine.admit([5, 6 + i], Sampling(40), plain=i == 1)
-    while engine._decoding < 3:
+    while engine.slots.decoding < 3:
         engine.step()
     return engine
 
@@ -125,7 +125,8 @@ def test_launches_and_exchanges_upload_nothing(two_groups):
     """
     members = [[r if r.plain == plain else None for r in two_groups.requests] for plain in (False, True)]
     with torch.no_grad(), Uploads() as uploads:
-        two_groups._launch(members[0], False), two_groups._launch(members[1], True), two_groups._swap(0, 2)
+        two_groups._launch(members[0], False), two_groups._launch(members[1], True), two_groups.slots.swap(0,
+        2)
     assert not uploads.seen
 
 

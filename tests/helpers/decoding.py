@@ -102,7 +102,7 @@ def decode(
                 engine.leave(request)
                 del here[request]
         assert len(here) == len(engine.requests) == engine.batch - engine.free
-        assert all(engine._requests[request.slot] is request for request in engine.requests)
+        assert all(engine.slots.requests[request.slot] is request for request in engine.requests)
     return found
 
 

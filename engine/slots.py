@@ -1,0 +1,140 @@
+"""The slots of a batch: which request holds which, and the prefixes that free slots keep in the caches.
+
+Slots are compact: the requests that decode come first, then those whose prompts are being read, then the free
+slots. So a step runs on the first slots only. A free slot keeps its tokens. A prompt that starts like them,
+or like a running request, takes that prefix over.
+"""
+from __future__ import annotations
+
+import torch
+
+from engine.draft import Drafter
+from engine.passes import Passes
+from engine.request import Request
+from tokens.tokenizer import common_prefix
+
+MIN_COPIED_PREFIX = 32  # tokens of another slot, beyond the prefix in a free slot, that are worth a copy
+
+
+class Slots:
+    """The slots of an engine. decoding, reading: numbers of requests; their slots come first, in this order.
+
+    passes: they run over the slots. lag: steps that the host reads late.
+    """
+
+    def __init__(self, passes: Passes, drafter: Drafter, batch: int, lag: int):
+        self.passes, self.drafter, self.batch, self.lag = passes, drafter, batch, lag
+        self.decoding = self.reading = 0
+        self.requests: list[Request | None] = [None] * batch  # by slot, as the next three
+        self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
+        self.unread = [1] * batch  # how many of these the drafter has not read, at most
+        self.used_at = [0] * batch  # when a slot was taken or released
+        self._clock = 0
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return self.batch - self.decoding - self.reading
+
+    def take(self, request: Request) -> int:
+        """Give a request the first free slot, with the longest known prefix of its prompt. Returns its
+        length.
+
+        The prefix is copied if it belongs to a running request, or if its slot holds much more than it.
+        """
+        first = self.decoding + self.reading
+        free = range(first, self.batch)
+        held = {slot: self.cached[slot] for slot in free}
+        held |= {one.slot: self._held(one) for one in self.requests if one}
+        shared = {
+            slot: self.passes.caches.reusable(slot, common_prefix(request.prompt, tokens))
+            for slot, tokens in held.items()
+        }
+        source = max(shared, key=shared.__getitem__)
+        taken = min(free, key=self.used_at.__getitem__)  # least recently used
+        lost = len(self.cached[source]) - shared[source]
+        if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self.cached[taken])):
+            taken = source
+        elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
+            source = taken
+        self._read_behind(source, shared[source])
+        self.swap(taken, first)
+        if source != taken:
+            now = taken if source == first else source
+            for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
+                target.copy_(origin)
+        request.slot, self.requests[first], self.cached[first] = first, request, []
+        self.reading += 1
+        self._touch(first)
+        return shared[source]
+
+    def start_decoding(self, request: Request) -> None:
+        """Move a request whose prompt has been read to those that decode."""
+        self.passes.caches.keep(request.slot)
+        self.swap(request.slot, self.decoding)
+        self.decoding += 1
+        self.reading -= 1
+
+    def release(self, request: Request) -> None:
+        """Free the slot of a request. The caches keep its tokens."""
+        slot = request.slot
+        self.unread[slot], self.cached[slot] = request.unread, self._held(request)
+        request.here, self.requests[slot] = False, None
+        self._touch(slot)
+        if slot < self.decoding:
+            self.decoding -= 1
+            self.swap(slot, self.decoding)
+            slot = self.decoding
+        else:
+            self.reading -= 1
+        self.swap(slot, self.decoding + self.reading)
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap two slots and all that is in them."""
+        if one == other:
+            return
+        if length := max(self._live(one), self._live(other)):
+            for a, b in zip(self._sequence(one, length), self._sequence(other, length)):
+                saved = a.clone()  # of one layer at a time: all of a long sequence's would take gigabytes
+                a.copy_(b)
+                b.copy_(saved)
+        self.passes.state.swap(one, other)
+        for by_slot in (self.requests, self.cached, self.unread, self.used_at):
+            by_slot[one], by_slot[other] = by_slot[other], by_slot[one]
+        for slot in (one, other):
+            if request := self.requests[slot]:
+                request.slot = slot
+
+    def _touch(self, slot: int) -> None:
+        self._clock += 1
+        self.used_at[slot] = self._clock
+
+    def _held(self, request: Request) -> list[int]:
+        """Return the tokens of a request in the target's caches and, except the unread, in the drafter's."""
+        if request.slot >= self.decoding:
+            return request.prompt[: request.read]
+        return request.tokens[: max(0, request.length - 1)]
+
+    def _live(self, slot: int) -> int:
+        """Return an upper bound on the cache slots in use in a batch slot."""
+        if request := self.requests[slot]:
+            return min(request.length + (self.lag + 1) * self.passes.max_commit, self.passes.slots)
+        return len(self.cached[slot])
+
+    def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
+        """Return views of the first `length` cache slots of a batch slot, and of its drafter's state."""
+        return self.passes.caches.sequence(slot, length) + self.drafter.sequence(slot, length)
+
+    def _read_behind(self, slot: int, count: int) -> None:
+        """Let the drafter read what it has not read of the first `count` tokens in a slot."""
+        request = self.requests[slot]
+        held = self._held(request) if request else self.cached[slot]
+        unread = request.unread if request else self.unread[slot]
+        if not self.passes.unread or count <= max(0, len(held) + 1 - unread):
+            return
+        span = self.passes.span(int(self.passes.state.length[slot]))
+        with torch.no_grad():
+            self.passes.read_behind(self.passes.rows(slot, 1), span, unread)
+        if request:
+            request.unread = 1
+        self.unread[slot] = 1
