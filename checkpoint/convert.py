@@ -39,11 +39,12 @@ from checkpoint.load import (
     build_module,
     check_config,
     check_head_fits,
+    check_shapes,
     is_converted,
+    opened,
     read_config,
 )
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
-from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill
 from common.cli import DTYPES, note, short_dtype
 from common.errors import InputError, library_errors

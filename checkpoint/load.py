@@ -11,24 +11,31 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 import extensions
-from checkpoint.weights import Stored, check_shapes, listed, opened
-from common.errors import InputError
-from common.files import read_json
+from common.errors import InputError, first_line
+from common.files import check_file, read_json
 from common.schema import ABSENT, Schema, Sha256, Text, Wrong, named, schema_of, whole
 from head import Head, HeadArgs
 from model import LLAMA3, Linear, ModelArgs, Transformer, blank
 
+Shapes = dict[str, tuple[int, ...]]
+STORED_DTYPES = {  # safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
@@ -266,3 +273,43 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
                              f" has {size}")
     if (last := max(head.aux_layers)) > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")
+
+
+# -- safetensors files ------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A tensor as a file stores it. dtype: safetensors' name for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
+    """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
+    check_file(path)
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
+    except SafetensorError as e:
+        raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
+
+
+def listed(path: Path, advice: str) -> dict[str, Stored]:
+    """Return the tensors of a file by name. Raises InputError."""
+    with opened(path, advice) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+
+
+def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
+    """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise InputError(f"{where}: tensor {name} {list(shape)} is missing")
+        if tuple(shapes[name]) != tuple(shape):
+            raise InputError(f"{where}: tensor {name} has shape {list(shapes[name])}, expected {list(shape)}")
+    for name in shapes:
+        if name not in expected:
+            raise InputError(f"{where}: unexpected tensor {name!r} {list(shapes[name])}")

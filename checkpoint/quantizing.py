@@ -19,9 +19,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint.folder import check_exact
-from checkpoint.load import ADVICE, CONFIG, WEIGHTS, build_module, described, load_model, read_config
+from checkpoint.load import (
+    ADVICE,
+    CONFIG,
+    STORED_DTYPES,
+    WEIGHTS,
+    build_module,
+    described,
+    listed,
+    load_model,
+    opened,
+    read_config,
+)
 from checkpoint.source import Entry
-from checkpoint.weights import STORED_DTYPES, listed, opened
 from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.schema import named

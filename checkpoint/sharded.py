@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.load import ADVICE, WEIGHTS, build_module, check_config, load_weights
-from checkpoint.weights import Stored, listed
+from checkpoint.load import ADVICE, WEIGHTS, Stored, build_module, check_config, listed, load_weights
 from head import Head
 from kernels.quantized import Scheme
 from kernels.tp import Ranks, Shard, shard_module

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 import extensions
-from checkpoint.load import CONFIG, is_ours
-from checkpoint.weights import STORED_DTYPES, listed, opened
+from checkpoint.load import CONFIG, STORED_DTYPES, is_ours, listed, opened
 from common.errors import InputError, library_errors
 from common.files import read_json
 from common.lfs import check_pointer

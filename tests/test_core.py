@@ -15,7 +15,7 @@ from tree import link
 
 # What one EAGLE request in PyTorch imports, and nothing else. Numbers may only fall.
 CORE = (
-    "checkpoint/__init__.py", "checkpoint/load.py", "checkpoint/weights.py", "common/__init__.py",
+    "checkpoint/__init__.py", "checkpoint/load.py", "common/__init__.py",
     "common/cli.py", "common/errors.py", "common/files.py", "common/machine.py", "common/schema.py",
     "engine/__init__.py", "engine/draft.py", "engine/drafting.py", "engine/engine.py", "engine/graphs.py",
     "engine/passes.py", "engine/prompt.py", "engine/request.py", "engine/runtime.py", "engine/scheduler.py",
@@ -25,7 +25,7 @@ CORE = (
     "sampling/options.py", "tokens/__init__.py", "tokens/files.py", "tokens/templates.py",
     "tokens/tokenizer.py", "tree.py",
 )
-MAX_FILES, MAX_LINES = 32, 3_800  # with code; without blank lines, comments and docstrings
+MAX_FILES, MAX_LINES = 31, 3_800  # with code; without blank lines, comments and docstrings
 REPLAY = """
 import json, sys
 from llm import LLM
