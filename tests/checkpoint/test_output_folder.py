@@ -58,7 +58,8 @@ def test_trouble_while_writing(tmp_path, capsys, monkeypatch, trouble, expected,
     monkeypatch.setattr(writer, "_cast", cast)
     code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out")
     assert code == status and len(err) == 1 and expected in err[0]
-    assert len(folders) == 5 and len(folders[0]) == 1 and folders[0] != ["out"]  # a temporary one
+    assert len(folders) >= 5  # tensors are cast in parallel
+    assert len(folders[0]) == 1 and folders[0] != ["out"]  # a temporary one
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 

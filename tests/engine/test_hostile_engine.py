@@ -87,7 +87,7 @@ def test_ctrl_c_anywhere(models, seed):
 def test_lookup_alone_drafts_deeper_than_the_joint_tree(models):
     """Buffers are as large as the longest commit of any drafter that a step may run."""
     small = TreeShape(3, 1, 1)
-    scheduler = CostScheduler(Tuner((small, small), cuts=False))
+    scheduler = CostScheduler(Tuner((small, small)))
     scheduler.tuner.next = lambda requests, count: None  # the head is off: lookup drafts alone
     drafter = Mixed(NGram(shortest=1), HeadDrafter(models[1], small))
     engine = Engine(models[0], drafter, max_seq_len=300, compile=False, scheduler=scheduler)
