@@ -27,7 +27,8 @@ from tokens.channels import has_channels, shown_channels
 from tokens.tokenizer import Tokenizer, TooLong
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
+FILES = {"/": "page.html"} | {f"/{name}": name for name in (
+    "page.js", "markdown.js", "tree.js", "page.css", "markdown-it.js", "highlight.js", "LICENSES.txt")}
 LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # to many clients, which split there
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
 OPEN = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # without a key, as in vLLM

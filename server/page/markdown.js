@@ -1,195 +1,63 @@
-// Markdown as nodes of the page, never as HTML text: what a model writes cannot become markup or script.
-// Every piece of text knows where it stands in the source, so that ranges of it can be marked.
+// Markdown as nodes of the page. markdown-it escapes HTML, so what a model writes cannot become markup or script.
+import markdownit from "./markdown-it.js";
 
-function node(tag, attributes = {}) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
+const md = markdownit({ html: false, breaks: true });
+md.validateLink = (url) => /^https?:\/\//i.test(url);
+md.renderer.rules.image = (tokens, i) => { // nothing is fetched from another machine
+  const { escapeHtml } = md.utils, { content, attrs } = tokens[i];
+  return `<a href="${escapeHtml(new Map(attrs).get("src"))}">${escapeHtml(content)}</a>`;
+};
 
-class Writer {
-  constructor(source, marks) {
-    this.source = source;
-    this.marks = marks ?? []; // [start, end) of what is marked, in order, and a probability if there is one
-  }
-
-  // The text start..end of the source, what is marked in spans.
-  text(into, start, end) {
-    let at = start;
-    for (const [from, to, probability] of this.marks) {
-      if (to <= at) continue;
-      if (from >= end) break;
-      if (from > at) into.append(this.source.slice(at, from));
-      const span = node("span", { class: "d" });
+// Put the parts of rendered text that marks cover, ranges [start, end, probability] of the source, into spans.
+// Rendered characters come in the order of the source, which has markup between them.
+function colour(into, source, marks) {
+  const walker = document.createTreeWalker(into, NodeFilter.SHOW_TEXT), texts = [];
+  while (walker.nextNode()) texts.push(walker.currentNode);
+  let at = 0, next = 0;
+  const markAt = (c) => {
+    const found = /\s/.test(c) ? (source[at] === c ? at : -1) : source.indexOf(c, at);
+    if (found >= 0) at = found + 1;
+    while (next < marks.length && marks[next][1] < at) next += 1;
+    return next < marks.length && marks[next][0] < at ? next : -1;
+  };
+  for (const node of texts) {
+    const parts = [];
+    for (const c of node.data) {
+      const mark = markAt(c);
+      if (parts.at(-1)?.mark === mark) parts.at(-1).text += c;
+      else parts.push({ mark, text: c });
+    }
+    node.replaceWith(...parts.map(({ mark, text }) => {
+      if (mark < 0) return text;
+      const span = document.createElement("span"), probability = marks[mark][2];
+      span.className = "d";
+      span.textContent = text;
       if (probability) span.dataset.tip = `drafted, ${probability} likely`;
-      span.textContent = this.source.slice(Math.max(from, at), Math.min(to, end));
-      into.append(span);
-      at = Math.min(to, end);
-    }
-    if (at < end) into.append(this.source.slice(at, end));
-  }
-
-  // Code, strong, emphasis, struck text and links within start..end.
-  inline(into, start, end) {
-    const { source } = this;
-    let plain = start;
-    let at = start;
-    const flush = (to) => { if (to > plain) this.text(into, plain, to); };
-    const wrap = (tag, open, close, length) => {
-      flush(at);
-      const made = node(tag);
-      if (tag === "code") this.text(made, open, close);
-      else this.inline(made, open, close);
-      into.append(made);
-      plain = at = close + length;
-    };
-    while (at < end) {
-      const c = source[at];
-      if (c === "\\" && at + 1 < end && /[\\`*_~[\]()#|>-]/.test(source[at + 1])) {
-        flush(at);
-        plain = at + 1;
-        at += 2;
-        continue;
-      }
-      if (c === "`") {
-        const ticks = /^`+/.exec(source.slice(at, end))[0];
-        const close = source.indexOf(ticks, at + ticks.length);
-        if (close >= 0 && close + ticks.length <= end) { wrap("code", at + ticks.length, close, ticks.length); continue; }
-      }
-      const pair = source.slice(at, at + 2);
-      if (pair === "**" || pair === "__" || pair === "~~") {
-        const close = source.indexOf(pair, at + 2);
-        if (close > at + 2 && close + 2 <= end) { wrap(pair === "~~" ? "del" : "strong", at + 2, close, 2); continue; }
-        at += 2;
-        continue;
-      }
-      if ((c === "*" || c === "_") && /\S/.test(source[at + 1] ?? "") && !/\w/.test(c === "_" ? source[at - 1] ?? "" : "")) {
-        const close = this.closing(c, at + 1, end);
-        if (close > at + 1) { wrap("em", at + 1, close, 1); continue; }
-      }
-      if (c === "[") {
-        const found = /^\[([^\]\n]*)\]\(([^()\s]+)\)/.exec(source.slice(at, end));
-        if (found && /^https?:\/\//.test(found[2])) {
-          flush(at);
-          const link = node("a", { href: found[2], target: "_blank", rel: "noopener noreferrer nofollow" });
-          this.inline(link, at + 1, at + 1 + found[1].length);
-          into.append(link);
-          plain = at = at + found[0].length;
-          continue;
-        }
-      }
-      at += 1;
-    }
-    flush(end);
-  }
-
-  // Where emphasis that was opened by c before `start` is closed; -1 if nowhere.
-  closing(c, start, end) {
-    for (let at = start; at < end; at++) {
-      if (this.source[at] === c && /\S/.test(this.source[at - 1]) && this.source[at + 1] !== c) return at;
-      if (this.source[at] === c && this.source[at + 1] === c) at += 1;
-    }
-    return -1;
+      return span;
+    }));
   }
 }
 
-// source as blocks in `into`; marks: ranges of it, in order; copier: makes a button for a text.
+// Render source into `into`; copier: makes a button that copies a text.
 export function render(into, source, marks, copier) {
-  const writer = new Writer(source, marks);
-  const made = document.createDocumentFragment();
-  const lines = [];
-  for (let start = 0; start <= source.length;) {
-    const end = source.indexOf("\n", start) < 0 ? source.length : source.indexOf("\n", start);
-    lines.push({ start, end, text: source.slice(start, end) });
-    start = end + 1;
+  into.innerHTML = md.render(source);
+  for (const link of into.querySelectorAll("a")) {
+    link.target = "_blank";
+    link.rel = "noopener noreferrer nofollow";
   }
-  let i = 0;
-  const lists = []; // open ones: {indent, list}
-  const block = (found) => { lists.length = 0; made.append(found); return found; };
-  while (i < lines.length) {
-    const { start, end, text } = lines[i];
-    const fence = /^\s*(`{3,}|~{3,})/.exec(text);
-    if (fence) {
-      let last = i + 1;
-      while (last < lines.length && !lines[last].text.trim().startsWith(fence[1])) last += 1;
-      const code = node("code");
-      if (last > i + 1) writer.text(code, lines[i + 1].start, lines[Math.min(last, lines.length) - 1].end);
-      const box = node("div", { class: "code" }), pre = node("pre", { tabindex: "0" });
-      pre.append(code);
-      box.append(copier(() => code.textContent), pre);
-      block(box);
-      i = last + 1;
-      continue;
-    }
-    if (!text.trim()) { i += 1; continue; }
-    const heading = /^(#{1,6})\s+/.exec(text);
-    if (heading) {
-      writer.inline(block(node(`h${Math.min(6, heading[1].length + 2)}`)), start + heading[0].length, end);
-      i += 1;
-      continue;
-    }
-    if (/^\s*([-*_])(\s*\1){2,}\s*$/.test(text)) { block(node("hr")); i += 1; continue; }
-    const item = /^(\s*)([-*+]|\d{1,9}[.)])\s+/.exec(text);
-    if (item) {
-      const indent = item[1].length;
-      while (lists.length && lists.at(-1).indent > indent) lists.pop();
-      if (!lists.length || lists.at(-1).indent < indent) {
-        const ordered = /\d/.test(item[2]);
-        const list = node(ordered ? "ol" : "ul", ordered ? { start: String(parseInt(item[2], 10)) } : {});
-        (lists.at(-1)?.list.lastElementChild ?? made).append(list);
-        lists.push({ indent, list });
-      }
-      const entry = node("li");
-      writer.inline(entry, start + item[0].length, end);
-      lists.at(-1).list.append(entry);
-      i += 1;
-      continue;
-    }
-    if (text.includes("|") && /^\s*\|?\s*:?-{2,}:?\s*(\|\s*:?-{2,}:?\s*)*\|?\s*$/.test(lines[i + 1]?.text ?? "")) {
-      const table = node("table");
-      for (let row = i; row < lines.length && lines[row].text.includes("|"); row++) {
-        if (row === i + 1) continue;
-        const cells = node("tr");
-        for (const cell of lines[row].text.matchAll(/[^|]+/g)) {
-          if (!cell[0].trim() && (cell.index === 0 || cell.index + cell[0].length === lines[row].text.length)) continue;
-          const one = node(row === i ? "th" : "td");
-          const from = lines[row].start + cell.index;
-          writer.inline(one, from + cell[0].length - cell[0].trimStart().length, from + cell[0].trimEnd().length);
-          cells.append(one);
-        }
-        table.append(cells);
-      }
-      block(table);
-      while (i < lines.length && lines[i].text.includes("|")) i += 1;
-      continue;
-    }
-    const quote = /^\s*>\s?/.exec(text);
-    if (quote) {
-      const box = block(node("blockquote"));
-      while (i < lines.length && /^\s*>/.test(lines[i].text)) {
-        const skip = /^\s*>\s?/.exec(lines[i].text)[0].length;
-        const line = node("div");
-        writer.inline(line, lines[i].start + skip, lines[i].end);
-        box.append(line);
-        i += 1;
-      }
-      continue;
-    }
-    if (lists.length && /^\s{2,}/.test(text)) { // an item goes on
-      const entry = lists.at(-1).list.lastElementChild;
-      entry.append(" ");
-      writer.inline(entry, end - text.trimStart().length, end);
-      i += 1;
-      continue;
-    }
-    const paragraph = block(node("p"));
-    let first = true;
-    while (i < lines.length && lines[i].text.trim() && (first || !/^(\s*[-*+]\s|\s*\d{1,9}[.)]\s|#{1,6}\s|\s*>|\s*(```|~~~))/.test(lines[i].text))) {
-      if (!first) paragraph.append(node("br"));
-      writer.inline(paragraph, lines[i].start, lines[i].end);
-      first = false;
-      i += 1;
-    }
+  for (const code of into.querySelectorAll("pre > code")) {
+    const language = /language-(\S+)/.exec(code.className)?.[1] ?? "", text = code.textContent;
+    if (globalThis.hljs.getLanguage(language)) code.innerHTML = globalThis.hljs.highlight(text, { language }).value;
+    code.parentElement.tabIndex = 0;
   }
-  into.replaceChildren(made);
+  if (marks?.length) colour(into, source, marks);
+  for (const pre of into.querySelectorAll("pre")) {
+    const box = document.createElement("div"), head = document.createElement("div"), label = document.createElement("span");
+    box.className = "code";
+    head.className = "head";
+    label.textContent = /language-(\S+)/.exec(pre.firstElementChild?.className)?.[1] ?? "";
+    head.append(label, copier(() => pre.textContent));
+    pre.replaceWith(box);
+    box.append(head, pre);
+  }
 }

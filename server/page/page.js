@@ -3,7 +3,9 @@ import { render } from "./markdown.js";
 import { draw, percent } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
-const SETTINGS = ["system", "temperature", "top_p", "seed", "max_tokens", "speculate", "beside", "coloured"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_tokens"];
+const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "beside", "coloured"];
+const FEWEST = 40; // tokens of answers whose speeds are compared
 // Prompts with many accepted drafts: 1.7 to 2.1 tokens per step with smollm2-135m and its EAGLE-3 head, means
 // of three seeds at temperature 0.7. The seeds are not those that the prompts were chosen by.
 const PROMPTS = [
@@ -35,6 +37,7 @@ let conversations = sound(store.read("conversations", []));
 let current = null; // a conversation: {id, title, messages: [{role, content, marks, figures, finish, plain}]}
 let running = null; // the answer in progress: {stop, message}
 let edited = null; // the message in the input: {index, unsent}; unsent: words that it displaced
+let trees = [], shown = 0; // of the steps of the last answer, and which one is shown
 let method = "none"; // the server's, of --speculate
 let drafts = true; // the server has a drafter
 
@@ -45,6 +48,7 @@ function say(words, action, act) {
   const button = element("button", { type: "button", onclick: () => { say(null); act?.(); } }, action ?? "Close");
   $("banner").replaceChildren(...(words ? [words, button] : []));
   const follows = atEnd();
+  $("banner").classList.toggle("note", Boolean(action));
   $("banner").hidden = !words;
   if (follows) toEnd();
 }
@@ -71,12 +75,17 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// A button that shows an icon; its name is for the pointer and for screen readers.
+function icon(sign, name, onclick) {
+  return element("button", { type: "button", class: "icon", "aria-label": name, title: name, onclick }, sign);
+}
+
 function copier(text) {
-  return element("button", { type: "button", onclick: (event) => {
-    const done = () => { event.target.textContent = "Copied"; setTimeout(() => { event.target.textContent = "Copy"; }, 1500); };
+  return icon("⧉", "Copy", (event) => {
+    const done = () => { event.target.textContent = "✓"; setTimeout(() => { event.target.textContent = "⧉"; }, 1500); };
     if (navigator.clipboard) navigator.clipboard.writeText(text()).then(done, () => say("Copying is not allowed here."));
     else say("Copying needs https or localhost.");
-  } }, "Copy");
+  });
 }
 
 // One answer, as it comes: its text, and a line of figures.
@@ -119,6 +128,8 @@ function speed({ figures: { tokens = 0, seconds = 0 } = {} }) {
 function speedup(message) {
   const done = (answer) => ["stop", "length"].includes(answer.finish) && speed(answer);
   if (!done(message) || !done(message.plain)) return [];
+  const fewest = Math.min(message.figures.tokens, message.plain.figures.tokens);
+  if (fewest < FEWEST) return [element("div", { class: "speedup" }, `${count(fewest, "token")}: too few to compare speeds`)];
   const ratio = (speed(message) / speed(message.plain)).toFixed(2);
   return [element("div", { class: "speedup" }, element("strong", {}, `${ratio}×`),
     "the speed of plain decoding, in this one run · ",
@@ -126,15 +137,14 @@ function speedup(message) {
 }
 
 function messageNode(message, index) {
-  const button = (name, onclick) => element("button", { type: "button", onclick }, name);
-  const again = index === current.messages.length - 1 ? [button("Regenerate", regenerate)] : [];
+  const again = index === current.messages.length - 1 ? [icon("↻", "Regenerate", regenerate)] : [];
   if (message.role === "user") {
     return element("article", { class: "message user" }, element("h2", {}, "You"),
       element("div", { class: "text" }, message.content), element("div", { class: "tools" },
-        button("Edit", () => edit(index)), button("Delete", () => removeTurn(index)), ...again));
+        icon("✎", "Edit", () => edit(index)), icon("🗑", "Delete", () => removeTurn(index)), ...again));
   }
   const { plain } = message;
-  const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : "Answer", message)];
+  const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : message.model || "Answer", message)];
   if (plain) panels.push(new Panel("Plain decoding", plain));
   const node = element("article", { class: `message assistant${plain ? " beside" : ""}` },
     element("div", { class: "answers" }, ...panels.map((panel) => panel.node)), ...(plain ? speedup(message) : []),
@@ -179,9 +189,11 @@ function toEnd() {
 }
 
 function showList() {
-  $("conversations").replaceChildren(...conversations.map((one) => element("li", {},
+  const sought = $("search").value.trim().toLowerCase();
+  const has = (one) => [one.title, ...one.messages.map(({ content }) => content)].join("\n").toLowerCase().includes(sought);
+  $("conversations").replaceChildren(...conversations.filter(has).map((one) => element("li", {},
     element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
-    element("button", { type: "button", "aria-label": `Delete ${one.title}`, onclick: () => remove(one) }, "×"))));
+    icon("✎", `Rename ${one.title}`, () => rename(one)), icon("×", `Delete ${one.title}`, () => remove(one)))));
 }
 
 // Store all conversations. An old answer stays until a new one is complete.
@@ -215,6 +227,7 @@ function open(conversation) {
   if (edited !== null) endEdit();
   current = conversation;
   $("tree").hidden = true;
+  trees = [];
   store.write("open", current.id);
   toggleSide(false);
   showConversation();
@@ -223,6 +236,13 @@ function open(conversation) {
 
 function begin() {
   open({ id: `${Date.now()}-${Math.random()}`, title: "New conversation", messages: [] });
+}
+
+function rename(conversation) {
+  conversation.title = prompt("Name of the conversation:", conversation.title)?.trim() || conversation.title;
+  keep();
+  if (conversation === current) $("title").textContent = $("title").title = current.title;
+  showList();
 }
 
 function remove(conversation) {
@@ -417,7 +437,7 @@ async function about() {
 }
 
 function settings() {
-  const numbers = Object.fromEntries(["temperature", "top_p", "max_tokens"].map((id) => [id, Number($(id).value)]));
+  const numbers = Object.fromEntries(NUMBERS.map((id) => [id, Number($(id).value)]));
   return { ...numbers, seed: Number($("seed").value || Math.floor(Math.random() * 2 ** 31)) };
 }
 
@@ -439,7 +459,7 @@ async function reply({ before, words, title, edit }) {
   const system = $("system").value.trim();
   if (system) history.unshift({ role: "system", content: system });
   const body = { messages: history, stream: true, return_speculation: true, ...settings() };
-  const message = { role: "assistant", content: "", marks: [], method };
+  const message = { role: "assistant", content: "", marks: [], method, model: $("model").textContent };
   if (drafts && $("beside").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
   conversation.messages = [...conversation.messages, message];
   const control = new AbortController();
@@ -456,9 +476,9 @@ async function reply({ before, words, title, edit }) {
   showConversation();
   const node = $("messages").lastElementChild;
   let due = false;
-  let tree = null;
+  trees = [];
   const seen = (newest) => {
-    tree = newest ?? tree;
+    if (newest?.texts.length > 1) trees.push(newest); // else a step without a draft
     if (performance.now() - kept > 2000 && message.content && !conversation.deleted) {
       kept = performance.now();
       keep();
@@ -470,7 +490,7 @@ async function reply({ before, words, title, edit }) {
       if (conversation !== current) return;
       const follows = atEnd();
       for (const panel of node.panels) panel.show();
-      if (tree) showTree(tree);
+      if (trees.length) showTree(trees.length - 1);
       if (follows) toEnd();
     });
   };
@@ -507,12 +527,17 @@ async function reply({ before, words, title, edit }) {
   }
 }
 
-function showTree(tree) {
-  if (tree.texts.length < 2) return; // a step without a draft
+function showTree(number) {
+  const follows = atEnd(), tree = trees[number];
+  shown = number;
   $("tree").hidden = false;
-  const accepted = count(tree.path.length - 1, "drafted token");
-  $("tree").firstElementChild.textContent = `Last draft: ${count(tree.texts.length, "node")}, ${accepted} accepted`;
+  const accepted = `${tree.path.length - 1} of ${count(tree.texts.length - 1, "drafted token")} accepted`;
+  $("tree").firstElementChild.textContent = `Draft tree: ${accepted}`;
+  $("step").textContent = `Step ${number + 1} of ${trees.length}`;
+  $("earlier").disabled = number === 0;
+  $("later").disabled = number === trees.length - 1;
   draw($("drawing"), tree);
+  if (follows) toEnd(); // the panel takes room from the messages
 }
 
 function send(event) {
@@ -547,7 +572,7 @@ for (const id of SETTINGS) {
     if (!input.validity.valid) { // take the nearest value that the server accepts
       const value = input.step === "any" ? Number(input.value) : Math.round(input.value);
       input.value = Math.min(input.max, Math.max(input.min, value));
-      say(`${input.parentElement.textContent.trim()}: between ${input.min} and ${input.max}.`);
+      say(`${input.parentElement.textContent.trim()}: from ${input.min} to ${input.max}, so it is ${input.value} now.`);
     }
     store.write("settings", Object.fromEntries(SETTINGS.map((name) => {
       const one = $(name);
@@ -578,6 +603,9 @@ $("stop").addEventListener("click", () => { running?.stop(); $("input").focus();
 $("export").addEventListener("click", save);
 $("tree").open = store.read("tree", innerWidth > 736);
 $("tree").firstElementChild.addEventListener("click", () => store.write("tree", !$("tree").open)); // soon so
+$("earlier").addEventListener("click", () => showTree(shown - 1));
+$("later").addEventListener("click", () => showTree(shown + 1));
+$("search").addEventListener("input", showList);
 $("new").addEventListener("click", begin);
 $("menu").addEventListener("click", () => toggleSide(!$("side").classList.contains("shown")));
 $("input").addEventListener("keydown", (event) => {

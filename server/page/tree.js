@@ -19,7 +19,7 @@ export function percent(logarithm) {
 export function draw(into, { texts, parent, path, scores }) {
   const children = texts.map(() => []);
   for (let i = 1; i < texts.length; i++) children[parent[i]].push(i);
-  const taken = new Set(path);
+  const taken = new Set(path.slice(1)); // the root is the model's own token
   const places = [];
   let rows = 0;
   const place = (node, depth) => {

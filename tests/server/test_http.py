@@ -10,6 +10,8 @@ import httpx
 import pytest
 from helpers.serving import serving
 
+from server.app import FILES
+
 pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "tell me something"}]
 CHAT = {"messages": MESSAGES, "seed": 1}
@@ -193,7 +195,7 @@ def test_routes(server):
     assert described["max_model_len"] == 300 and described["method"] == "eagle3"
     assert "chat_template" in server.get("/tokenizer_info").json()
     assert server.get("/v1/chat/completions").headers["Allow"] == "POST"
-    for file in ("/", "/page.js", "/markdown.js", "/tree.js", "/page.css", "/openapi.json", "/docs"):
+    for file in (*FILES, "/openapi.json", "/docs"):
         assert server.get(file).status_code == 200
     for path in ("/nothing", "/v1/models/other/one", "/page.py", "/../serve.py", "/%2e%2e/serve.py"):
         found = server.get(path)
