@@ -45,8 +45,8 @@ class LLM:
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
     max_seq_len: most tokens of prompt and output (default: `Target.room`). verify: compare weights with their
     sha256, None: where they have one. ranks: `kernels.tp.Ranks`, if torchrun has started several processes.
-    serves: see `Target.engine`. runtime: fields of `Runtime`, such as device="cpu" or dtype=torch.bfloat16.
-    log: called with one line when something slow starts or ends.
+    make_engine: a variant of `Target.engine`. runtime: fields of `Runtime`, such as device="cpu" or
+    dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
     Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
     on wrong arguments.
     """
@@ -55,7 +55,7 @@ class LLM:
         self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
-        ranks=None, verify: bool | None = False, serves: bool = False, **runtime,
+        ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
         given = locals()
@@ -77,7 +77,7 @@ class LLM:
             extensions.load(extensions.UNUSED_HEADS)(folder, log)
         self.target: Target = load_target(folder, where, log, ranks)
         self.tokenizer = self.target.tokenizer
-        self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len, serves=serves)
+        self.engine = make_engine(self.target, drafting, batch=batch_size, max_seq_len=max_seq_len)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
 
     def encode(self, prompt: Prompt, **options) -> list[int]:

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import time
+from functools import partial
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
@@ -29,7 +30,8 @@ def parser() -> Options:
         help="check first that weights have the sha256 of their config.json (default: where it has one)")
 
     add = p.add_argument_group("requests").add_argument
-    add("--slots", type=within(1, 256), help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
+    add("--slots", type=within(1, 256),
+        help="requests decoded at once (default 4 on a CPU, 16 on a GPU; fewer if memory is short)")
     add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
     add("--max-tokens", type=within(1, 1 << 20), default=2048,
         help="of an answer whose request gives no limit (default 2048)")
@@ -100,13 +102,15 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     from server.app import Server, make_app
     from server.metrics import Metrics
     from server.ranks import Channel, Leader, follow
-    from server.run import serve
+    from server.run import largest_engine, serve
     from server.worker import Worker
 
-    batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
-    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
-              ranks=ranks, verify=o.verify, serves=True, **vars(runtime))
+    slots = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
+    make_engine = partial(largest_engine, smallest=slots if o.slots or ranks else 1)
+    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=slots, max_seq_len=o.max_seq_len, log=note,
+              ranks=ranks, verify=o.verify, make_engine=make_engine, **vars(runtime))
     engine, checkpoint = llm.engine, llm.target.checkpoint
+    batch = engine.batch
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     note(f"loaded {checkpoint}; caches of {batch} x {engine.passes.slots} slots:"

@@ -47,6 +47,21 @@ class Uvicorn(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def largest_engine(target, drafting, *, batch: int, max_seq_len: int | None, smallest: int):
+    """Make an engine that serves `batch` requests at once, or half as many, and so on, until caches fit.
+
+    smallest: the fewest requests. target: an `engine.target.Target`. Errors are those of its `engine`.
+    """
+    while True:
+        try:
+            return target.engine(drafting, batch=batch, max_seq_len=max_seq_len, serves=True)
+        except ValueError as e:
+            if batch // 2 < smallest:
+                raise
+            batch //= 2
+            target.log(f"{batch} slots: {e}")
+
+
 def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:
     """Answer requests until SIGTERM or Ctrl-C; current ones then get `grace` seconds to end."""
     config = uvicorn.Config(

@@ -1,14 +1,17 @@
 """Where and how a target cannot run, and what it cannot decode, is refused before anything is compiled."""
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from common.errors import InputError
+from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime
 from engine.target import Target, load_target
 from sampling.options import Sampling
+from server.run import largest_engine
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,16 @@ def test_caches_that_do_not_fit(target, monkeypatch):
         target.engine(batch=9)
     monkeypatch.setattr("engine.passes.free_memory", lambda device: None)  # not known: not refused
     target.engine(batch=9)
+
+
+def test_a_server_takes_as_many_slots_as_fit(target, monkeypatch):
+    """A card with room for four slots serves four of sixteen; as many as were asked for, or an error."""
+    make = partial(largest_engine, target, Drafting(), max_seq_len=300)
+    room = make(batch=4, smallest=4).passes.cache_bytes
+    monkeypatch.setattr("engine.passes.free_memory", lambda device: room + 1)
+    assert make(batch=16, smallest=1).batch == 4
+    with pytest.raises(ValueError, match="the caches of 16 x"):
+        make(batch=16, smallest=16)
 
 
 @pytest.mark.parametrize("compile", (False, True))
