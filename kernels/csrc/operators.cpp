@@ -188,7 +188,7 @@ std::tuple<Numbers, Numbers> angles(const Longs& positions, const Numbers& inver
   return {cosine, sine};
 }
 
-// A pass of an EAGLE-3 head, as networks/eagle.py: run_layers has it, over tokens [B, T] and features [B, T, H] -> the
+// A pass of an EAGLE-3 head, as head.py: Eagle3Head.run_layers has it, over tokens [B, T] and features [B, T, H] -> the
 // residual stream.
 Tensor head(const Longs& tokens, const Dense& feature, const Longs& positions, const Longs& slots,
             const Flags& visible, const Head& of) {
