@@ -72,8 +72,11 @@ def _first(tensors: dict[str, Entry]) -> str:
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """Return the tensors without `model.` in front (vLLM), and SGLang's norms under speculators' names."""
-    renamed = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+    """Return the tensors without `model.` in front (vLLM); norms of SGLang under speculators' names, EAGLE-1
+    of speculators under SafeAILab's.
+    """
+    renamed = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
+               "fusion_fc": "fc", "transformer": "layers.0"}
 
     def rename(name: str) -> str:
         first, dot, rest = name.removeprefix("model.").partition(".")

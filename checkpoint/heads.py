@@ -34,6 +34,9 @@ def kind_of(source: Source) -> str | None:
     config, names = source.config, {name.removeprefix("model.") for name in source.tensors}
     classes = " ".join(map(str, config.get("architectures") or ()))
     said = config.get("speculators_model_type")
+    kinds = f"{classes} {said} {config.get('model_type')}".lower()
+    if other := re.search("(mlp|lstm)_?speculator", kinds):
+        raise InputError(f"{source.path}: {other[1].upper()} speculators are not supported; use another head")
     if any(name.startswith("hydra_mlp.") for name in names):
         return "hydra"
     if any(map(MEDUSA.fullmatch, names)):
@@ -48,6 +51,10 @@ def kind_of(source: Source) -> str | None:
             config.get(key) is not None for key in ("pard_token", "ptd_token_id")):
         return "p-eagle"
     norms = {"layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"}
+    if said == "eagle" or "EagleSpeculator" in classes:
+        if config.get("layernorms"):
+            raise InputError(f"{source.path}: EAGLE-1 heads with layernorms (HASS) are not supported")
+        return "eagle"
     if said or config.get("draft_vocab_size") or norms & names:
         return "eagle3"
     return "eagle" if "fc.weight" in names else None

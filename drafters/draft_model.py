@@ -7,6 +7,8 @@ allow.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,8 @@ def build(setup: Setup) -> DraftModel:
     if not isinstance(setup.tree, TreeShape):
         raise InputError("--speculate draft-model: takes --tree auto, paper or nodes,depth,width only")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
-    if own["vocab_size"] != vocab_size:
+    # Of two models with the same ids, one may have more rows after them.
+    if own["vocab_size"] != vocab_size and (target.ranks or not setup.tokenizer):
         raise InputError(f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {vocab_size}")
     if own["max_seq_len"] < setup.max_seq_len:
         raise InputError(f"{folder}: reads {own['max_seq_len']} tokens, there is room for"
@@ -80,11 +83,27 @@ def build(setup: Setup) -> DraftModel:
         tokenizer = Tokenizer.load(folder)
         if tokenizer is None or not same_ids(tokenizer, setup.tokenizer):
             raise InputError(f"{folder}: has no tokenizer, or one that gives other ids than the target's")
+        if tokenizer.vocab_size > min(own["vocab_size"], vocab_size):
+            raise InputError(f"{folder}: has {own['vocab_size']} rows in its embedding, the target"
+                             f" {vocab_size};"
+                             f" their tokenizer has {tokenizer.vocab_size} ids")
     weight, ranks = target.embed.weight, target.ranks and target.ranks.for_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
+    fit_vocabulary(model, vocab_size)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)
     return DraftModel(model, setup.tree, drafting.coupled)
+
+
+def fit_vocabulary(model: Transformer, size: int) -> None:
+    """Give a model this many rows: those of its padding are cut, or the last row is repeated."""
+    rows = torch.arange(size).clamp(max=model.args.vocab_size - 1)
+    for layer in filter(None, (model.embed, model.lm_head) if size != model.args.vocab_size else ()):
+        for tensor in layer.parameters():
+            # Indexing does not support fp8, so its bytes are indexed.
+            chosen = tensor.data.view(torch.uint8)[rows.to(tensor.device)]
+            tensor.data = chosen.view(tensor.dtype)
+    model.args = replace(model.args, vocab_size=size)
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:

@@ -73,6 +73,8 @@ EAGLE1_HEADS = {
     "own embedding": ({"embedding": True}, "Llama-3"),
     "tied target": ({}, "Llama-3.2"),
     "vLLM's copy": ({}, "Llama-3"),
+    "speculators": ({"bias": True}, "Llama-3"),
+    "speculators, names of SafeAILab": ({}, "Llama-3"),
 }
 
 
@@ -86,6 +88,14 @@ def test_eagle1_head(tmp_path, base, name):
         copied = {f"model.{n}": t for n, t in state.items()} | {
             "model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.lm_head.weight}
         files = copied, {"model_type": "eagle", "model": config}
+    if "speculators" in name:
+        names = {} if "names" in name else {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+        theirs = state
+        for ours, other in names.items():
+            theirs = {n.replace(ours, other): t for n, t in theirs.items()}
+        files = theirs, {
+            "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
+            "transformer_layer_config": config}
     head = load_head(converted(tmp_path, folder, *files), target, "eagle")
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
     embed = state.get("embed_tokens.weight", target.embed.weight)

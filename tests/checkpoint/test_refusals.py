@@ -103,6 +103,10 @@ BAD_HEADS = {
     "no d2t": (folder_with("head", ["d2t", "t2d"]), "d2t"),
     "d2t too far": (folder_with("head", ["t2d"], {"d2t": D2T + 90}), "d2t"),
     "t2d says otherwise": (folder_with("head", add={"t2d": ~T2D}), "t2d"),
+    "an MLP speculator": (
+        only({"emb.0.weight": torch.zeros(96, 32)}, config={"model_type": "mlp_speculator"}), "MLP spec"),
+    "HASS in speculators": (folder_with(
+        "head", speculators_model_type="eagle", layernorms=True), "(HASS) are not supported"),
     "missing norm": (folder_with("head", [NORM]), NORM),
     "a target that is not converted": (folder_with("head"), "not converted yet", "target-source"),
     "no target": (folder_with("head"), "not a folder", "nowhere"),

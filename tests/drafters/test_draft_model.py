@@ -1,8 +1,14 @@
 """A smaller model drafts: it reads what the target reads."""
+import shutil
+
 import pytest
+import torch
+from helpers import edit
 from helpers.decoding import ids, plain
+from safetensors.torch import load_file, save_file
 
 from drafters.draft_model import DraftModel
+from engine.drafting import Drafting
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape
@@ -23,3 +29,17 @@ def test_the_target_itself_is_never_wrong(models, temperature):
         assert request.cached == 0 if text is prompt else request.cached > len(text) - 8
         assert [request.ids] == ids(plain(models), [text], Sampling(41, temperature, seed=5))
         text = [*request.tokens, 50, 51, 52]
+
+
+@pytest.mark.parametrize("rows", [288, 352])
+def test_other_rows_after_the_last_id(golden, llm, tmp_path, rows):
+    """As Qwen2.5 0.5B has, beside 7B: ids are the same, and the target itself is never wrong."""
+    shutil.copytree(golden, folder := tmp_path / "draft")
+    state = load_file(golden / "model.safetensors")
+    kept = torch.arange(rows).clamp(max=319)
+    save_file(state | {n: state[n][kept] for n in ("embed.weight", "lm_head.weight") if n in state},
+              folder / "model.safetensors")
+    edit(folder, vocab_size=rows)
+    request, = llm.target.engine(Drafting("draft-model", folder, tree=CHAIN)).generate(
+        [[256, *range(97, 120)]], Sampling(21))
+    assert set(request.accept_lengths[:-1]) == {CHAIN.max_commit}

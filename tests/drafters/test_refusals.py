@@ -17,12 +17,11 @@ TREE = TreeShape(8, 2, 3)
 def folder(golden, tmp_path_factory) -> Path:
     """Draft models, which are the target again, and token files, each with something that does not fit."""
     folder = tmp_path_factory.mktemp("drafts")
-    for name in ("renamed", "short", "larger"):
-        ignored = shutil.ignore_patterns("tokenizer*") if name == "larger" else None
-        shutil.copytree(golden, folder / name, ignore=ignored)
+    for name in ("renamed", "short", "smaller"):
+        shutil.copytree(golden, folder / name)
     tokenizer = (golden / "tokenizer.json").read_text()
     (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
-    edit(folder / "short", max_seq_len=64), edit(folder / "larger", vocab_size=321)
+    edit(folder / "short", max_seq_len=64), edit(folder / "smaller", vocab_size=64)
     for name, ids in {"other": [320] * 9, "few": [7] * 7}.items():
         (folder / name).write_bytes(torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
     (folder / "cut").write_bytes(bytes(41))
@@ -39,7 +38,7 @@ def folder(golden, tmp_path_factory) -> Path:
     ({"method": "eagle3", "tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
     *(({"method": "draft-model", "draft": name}, f"{name}: {words}") for name, words in (
         ("renamed", "has no tokenizer, or one that gives other ids"),
-        ("larger", "has a vocabulary of 321, the target one of 320"),
+        ("smaller", "has 64 rows in its embedding, the target 320; their tokenizer has 258 ids"),
         ("short", "reads 64 tokens, there is room for 65; --max-seq-len 64"),
     )),
     *(({"method": "rest", "flags": {"datastore": name}}, f"--datastore {name}: {words}") for name, words in (
