@@ -11,6 +11,7 @@ from engine.request import Event
 from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_body
 from server.replies import ChatReply
 
+JSON = {"content-type": "application/json"}  # bodies have been read as such
 STATE = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
 SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # in a chat, if they are given
 
@@ -64,7 +65,8 @@ class ResponsesBody(Strict, extra="allow"):
                 words = f"{name}: nothing is stored here; send the whole conversation as input"
                 raise Refusal(400, words, "invalid_value", name)
         choice = self.tool_choice
-        fields = {name: value for name, value in more.items() if name in ChatBody.model_fields} | {
+        known = ChatBody.model_fields.keys() - {"n"}  # a response has one answer
+        fields = {name: value for name, value in more.items() if name in known} | {
             "messages": self.messages(), "tools": [tool.nested for tool in self.tools],
             "max_completion_tokens": self.max_output_tokens, "response_format": self.text.format,
             "tool_choice": choice if isinstance(choice, str) else Tool(**choice.nested).model_dump(),
@@ -73,7 +75,7 @@ class ResponsesBody(Strict, extra="allow"):
         try:
             return ChatBody(**fields)
         except ValidationError as e:
-            raise refusal_of_body([{**x, "loc": ("body", *x["loc"])} for x in e.errors()], {}) from None
+            raise refusal_of_body([{**x, "loc": ("body", *x["loc"])} for x in e.errors()], JSON) from None
 
     def messages(self) -> list[dict]:
         """Return the messages of a chat. Thoughts and calls belong to one message of the assistant."""

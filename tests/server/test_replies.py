@@ -147,7 +147,8 @@ def test_responses(tmp_path, template, text, kinds, texts):
     history += [{"type": "function_call_output", "call_id": one.call_id, "output": "7"} for one in calls]
     again = client.responses.create(**asked | {"input": history})
     wrong = [http.post("/v1/responses", json=asked | more).json() for more in (
-        {"previous_response_id": "y"}, {"input": [{"type": "image"}]}, {"tools": [{"type": "web_search"}]})]
+        {"previous_response_id": "y"}, {"input": [{"type": "image"}]}, {"tools": [{"type": "web_search"}]},
+        {"tool_choice": {"type": "function", "name": "h"}})]
     worker.stop()
     assert [one.type for one in whole.output] == [one.type for one in streamed.output] == kinds
     for found in whole, streamed:
@@ -159,7 +160,7 @@ def test_responses(tmp_path, template, text, kinds, texts):
     for one, other in zip(whole.output, streamed.output):
         if one.type == "function_call":
             assert (one.name, one.arguments) == (other.name, other.arguments)
-    for found, words in zip(wrong, ("nothing is stored here", "input.0: 'image'", "tools.0.type")):
+    for found, words in zip(wrong, ("nothing is stored here", "input.0: 'image'", "tools.0.type", "tool_choice: names no")):
         assert words in found["error"]["message"]
 
 
