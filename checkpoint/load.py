@@ -132,7 +132,9 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         if config["kind"] == "target" and "stop_ids" not in config:
             raise Wrong("stop_ids", ABSENT, "a list")
     if kind and config["kind"] != kind:
-        raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder")
+        methods = [method for method, known in extensions.METHODS.items() if known.draft == config["kind"]]
+        other = f"; --speculate {' or '.join(methods)} drafts with it" if kind in extensions.HEADS else ""
+        raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder{other}")
     return config
 
 

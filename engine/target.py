@@ -46,6 +46,8 @@ def load_target(
     if kernels or (not on_cpu and "quantization" in config):  # which also looks for tensor cores for fp8
         choose = extensions.load(extensions.STEPS)
         backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
+    if model.embed.weight.dtype == torch.float16 and model.args.qkv_bias:
+        log("--dtype fp16: Qwen2's activations overflow it, which gives wrong text; use bf16 or fp32")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
     target.put_on_kernels(model)
     if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest

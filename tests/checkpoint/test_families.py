@@ -143,3 +143,11 @@ def test_rope_scaling_counts_beside_rope_parameters(family, keys, base, scaling)
     source = Source(Path("x"), f"{family}ForCausalLM", config, {}, [], None, bool)
     fields = family_of(source).fields(source)
     assert (fields["rope_base"], (fields["rope_scaling"] or {}).get("rope_type")) == (base, scaling)
+
+
+@pytest.mark.parametrize("name, warned", [("Qwen2", True), ("Qwen3", False)])
+def test_qwen2_overflows_in_fp16(tmp_path, name, warned):
+    make_target(tmp_path / "in", name)
+    folder, said = convert(tmp_path / "in", tmp_path / "out", quiet=True), []
+    load_target(folder, Runtime("cpu", "fp16", kernels=False), said.append)
+    assert any("Qwen2's activations overflow" in line for line in said) is warned
