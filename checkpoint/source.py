@@ -116,12 +116,19 @@ def _weight_file(names: Iterable[str]) -> str | None:
 
 
 def _shards(index: Path) -> list[str]:
-    return [*dict.fromkeys(read_json(index)["weight_map"].values())]
+    return [*dict.fromkeys(_weight_map(index).values())]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    check_pointer(index)
+    if not isinstance(found := read_json(index).get("weight_map"), dict):
+        raise InputError(f"{index}: has no weight_map, which names the file of each tensor; download it again")
+    return found
 
 
 def _of_shards(index: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     """Return each tensor from the file that the index names: another may have an old copy."""
-    named, found = read_json(index)["weight_map"], {}
+    named, found = _weight_map(index), {}
     for file in _shards(index):
         for name, entry in _one_file(index.with_name(file), load).items():
             unsure = name in found and name not in named

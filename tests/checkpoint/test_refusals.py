@@ -72,6 +72,9 @@ BAD_TARGETS = {
     **{f"a pointer of Git LFS: {file}": (
         folder_with(then=lambda folder, file=file: (folder / file).write_text(LFS)), f"{file}: is a Git LFS")
         for file in ("model.safetensors", "tokenizer.json", "tokenizer.model")},
+    "an index without a map": (folder_with(
+        form="safetensors-sharded", then=lambda f: (f / "model.safetensors.index.json").write_text("{}")),
+        "has no weight_map"),
     "shards that disagree, unnamed by the index": (folder_with(form="safetensors-sharded", then=unname), K0),
     "missing tensor": (folder_with(drop=[K0]), f"{K0} [32, 32] is missing"),
     "wrong shape": (
