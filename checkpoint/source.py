@@ -122,7 +122,7 @@ def _shards(index: Path) -> list[str]:
 def _weight_map(index: Path) -> dict[str, str]:
     check_pointer(index)
     if not isinstance(found := read_json(index).get("weight_map"), dict):
-        raise InputError(f"{index}: has no weight_map, which names the file of each tensor; download it again")
+        raise InputError(f"{index}: has no weight_map, which names the file of each tensor; load it again")
     return found
 
 
