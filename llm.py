@@ -122,10 +122,11 @@ class LLM:
 
         continue_final_message: continue the last message, as "prefix": True in it does. See `generate`.
         """
-        goes_on = {"continue_final_message": True} if continue_final_message else {}
-        ids = self.encode(messages, variables={**(variables or {}), **goes_on})
+        if continue_final_message and isinstance(variables, dict | None):
+            variables = {**(variables or {}), "continue_final_message": True}
+        ids = self.encode(messages, variables=variables)
         self._warm_up(options := with_options(Sampling, sampling))
-        return self.engine.generate([ids], options, continues=bool(goes_on))[0]
+        return self.engine.generate([ids], options, continues=continue_final_message)[0]
 
     def _warm_up(self, sampling: Sampling) -> None:
         """Time the trees to choose from, and compile, before the first text of a kind: greedy or sampled."""

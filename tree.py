@@ -54,7 +54,7 @@ class TreeShape:
     @property
     def name(self) -> str:
         """T/D/k, as the documentation writes it."""
-        return "plain" if self.nodes == 1 else f"{self.nodes}/{self.depth}/{self.width}"
+        return f"{self.nodes}/{self.depth}/{self.width}"
 
     def limited(self, nodes: int, levels: int) -> TreeShape:
         """Return the shape of a tree with fewer nodes and with `levels` expansions."""

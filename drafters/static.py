@@ -42,7 +42,7 @@ class AnyTree:
     @property
     def name(self) -> str:
         """The name in records."""
-        return "plain" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{self.nodes} nodes"
 
     def limited(self, nodes: int, levels: int) -> AnyTree:
         """Return the shape of a tree with fewer nodes."""

@@ -377,7 +377,7 @@ class Engine:
         request.first, request.last = request.first or now, now
         if shape:
             request.accept_lengths.append(count)
-            request.trees[shape.name] += 1
+            request.trees["plain" if shape.nodes == 1 else shape.name] += 1
             request.spent["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
         request.finish = self._finish(request, emitted)
         if request.finish:
