@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.load import CONFIG, WEIGHTS, is_ours
+from checkpoint.load import CONFIG, WEIGHTS, read_config
 from common.errors import InputError
-from common.files import read_json
 from engine.drafting import Drafting
 from extensions import METHODS
 
@@ -24,7 +23,7 @@ def heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[s
     """Yield the methods whose head is in a target's folder, or may be the one in `draft`, and where it is."""
     for name in PRIORITY:
         folder = Path(draft or checkpoint / METHODS[name].draft)
-        if (folder / "config.json").is_file():
+        if (folder / CONFIG).is_file():
             yield name, folder
 
 
@@ -37,13 +36,13 @@ def draft_model_beside(checkpoint: Path) -> Path | None:
     def size(folder: Path) -> int:
         return (folder / WEIGHTS).stat().st_size
 
-    vocabulary, found = read_json(checkpoint / CONFIG)["vocab_size"], []
+    vocabulary, found = read_config(checkpoint, "target")["vocab_size"], []
     for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
-        with contextlib.suppress(InputError, OSError):
-            other, folder = read_json(config), config.parent
-            if is_ours(other) and other["kind"] == "target" and not other.get("delta_layers"):
-                near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
-                found += [folder] if near and size(folder) <= MAX_DRAFT_SIZE * size(checkpoint) else []
+        with contextlib.suppress(InputError, OSError):  # another program's, or damaged
+            folder, other = config.parent, read_config(config.parent, "target")
+            near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
+            if near and not other.get("delta_layers") and size(folder) <= MAX_DRAFT_SIZE * size(checkpoint):
+                found.append(folder)
     return min(found, key=size, default=None)
 
 

@@ -16,7 +16,6 @@ from engine.draft import Drafter
 from tree import Tree, TreeShape, best_below
 
 MIN_SCORE = math.log(0.2)  # of a tree without a network, below which it is left out on a CPU
-UNSCORED = math.log(0.4)  # assumed log-probability of a drafted token if its drafter gives none
 
 
 def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
@@ -47,7 +46,7 @@ def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
 
 def is_likely(tree: Tree) -> bool:
     """Return whether a drafted node is accepted more often than once in five times."""
-    return tree.scores is None or bool((tree.scores[:, 1:] > MIN_SCORE).any())
+    return bool((tree.scores[:, 1:] > MIN_SCORE).any())
 
 
 class Mixed(Drafter):
@@ -129,14 +128,14 @@ class Mixed(Drafter):
     def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
         costs, temperature = state.costs, state.temperature.clamp(0, 1)[:, None]
         trees, levels = [], 0
+        # A tree without a network may be left out, once that of the network is known.
         for part in sorted(self.parts, key=lambda part: part.network is None):
             if costs is not None:  # a compiled graph must change nothing but tensors
                 state.costs = costs if part is self.grown else None
             tree = step.draft(part, state, slots, noise)
             if trees and costs is not None and part.network is None and not is_likely(tree):
                 continue  # joining costs more than it gains
-            scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
-            trees.append(tree._replace(scores=scores * (1 + (part.sampled - 1) * temperature)))
+            trees.append(tree._replace(scores=tree.scores * (1 + (part.sampled - 1) * temperature)))
             levels = state.levels if part is self.grown else levels
         if costs is not None:
             state.costs, state.levels = costs, levels

@@ -288,7 +288,7 @@ class Engine:
         self._pending.append(Pending(ending, passes.to_host(rows.state, modes.scored)))
         for r in filter(None, ending):
             self.slots.start_decoding(r)
-            self._modes.clear()
+        self._modes.clear()
         return True
 
     def _launch(self, members: list[Request | None], plain: bool) -> object:

@@ -32,6 +32,10 @@ GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, 
 UNREAD = 512  # most tokens of plain decoding that a head reads later
 
 
+class CachesTooLarge(ValueError):
+    """The caches do not fit in memory. The message gives the numbers."""
+
+
 class Emission(NamedTuple):
     """Tokens that a pass emitted, on their way to the host: `State.out` and, if asked for, the scores.
 
@@ -179,13 +183,13 @@ class Passes:
         return drafter
 
     def _check_memory(self, slots: int, unread_bytes: int) -> int:
-        """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
+        """Return the bytes of all KV caches and unread features. Raises CachesTooLarge."""
         dtype, size = self.target.embed.weight.dtype, (self.batch, slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, dtype) + unread_bytes
         free, beside = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
         if free is not None and need + beside > free:
             passes = f" and passes {beside / 1e9:.1f} GB" if beside else ""
-            raise ValueError(
+            raise CachesTooLarge(
                 f"the caches of {self.batch} x {slots} slots need {need / 1e9:.1f} GB{passes},"
                 f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
                 " decoded together"

@@ -191,11 +191,22 @@ class Tuner:
         """Return the costs that limit a tree drafted without a network; None if they are unknown."""
         if not self._costs and self.assumed is None:
             return None
-        confidence = [0.0] * count
-        for r in requests:
-            confidence[r.slot] = r.acceptance.headless_confidence.value
-        speed = pooled(r.acceptance.without_head for r in requests) * len(requests)
-        return self.costs(count, is_noisy(requests)).marginal(speed, shape, confidence)
+        confidence = [r.acceptance.headless_confidence.value for r in requests]
+        speed = pooled(r.acceptance.without_head for r in requests)
+        return self._marginal(requests, count, shape, speed, confidence)
+
+    def _marginal(
+        self, requests: list[Request], count: int, shape: TreeShape, speed: float, confidence: list[float]
+    ) -> MarginalCosts:
+        """Return the costs that limit a tree, for `count` slots.
+
+        speed: tokens of a request in the time of a plain step. confidence: of each request.
+        """
+        by_slot = [0.0] * count
+        for request, value in zip(requests, confidence):
+            by_slot[request.slot] = value
+        costs = self.costs(count, is_noisy(requests))
+        return costs.marginal(speed * len(requests), shape, by_slot)
 
     def next(self, requests: list[Request], count: int) -> Plan | None:
         """Choose the tree of the next step over `count` batch slots, which hold these requests."""
@@ -232,11 +243,9 @@ class Tuner:
             drafts, self._hold_steps, min_confidence = True, PROBE_STEPS - 1, 1.0
         self._choice = Plan(shape) if drafts else None
         if drafts and self.cuts:
-            confidence = [0.0] * count
-            for r in requests:
-                confidence[r.slot] = max(r.acceptance.confidence.value, min_confidence)
-            speed = max(with_head, without_head) * len(requests)
-            self._choice = Plan(shape, self.costs(*key).marginal(speed, shape, confidence))
+            confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
+            speed = max(with_head, without_head)
+            self._choice = Plan(shape, self._marginal(requests, count, shape, speed, confidence))
         return self._choice
 
     def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
@@ -430,7 +439,7 @@ class CostScheduler(Scheduler):
 
         engine.lag = 0
         try:
-            for count in self.counts if self.tuner.is_timed else ():
+            for count in self.counts if self.tuner.assumed is None else ():
                 self.tuner.run_trials(count, sampling.temperature > 0, lambda count=count: run(count))
         finally:
             engine.lag = lag
@@ -471,10 +480,12 @@ def schedule(
     if static:
         tuned = tree == "auto" and grown is not None
         return drafter, CostScheduler(Tuner(fixed, cuts=False)) if tuned else None
+    if tree not in (None, "auto"):
+        return drafter, None
     if grown is None:
         return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.whole))
-    levels = (grown.deepest if grown.deepest is not None else grown.max_trees[0].depth)
-    if tree not in (None, "auto") or grown.vocabulary < grown.max_trees[0].width or levels < 2:
+    levels = grown.deepest if grown.deepest is not None else grown.max_trees[0].depth
+    if grown.vocabulary < grown.max_trees[0].width or levels < 2:
         return drafter, None
     shapes = tuple(replace(shape, depth=min(shape.depth, levels)) for shape in grown.max_trees)
     return with_tree(drafter, shapes[0]), CostScheduler(Tuner(shapes))

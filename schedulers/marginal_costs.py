@@ -1,14 +1,11 @@
 """The marginal cost of drafted levels and nodes, which limits a tree to those that reduce latency."""
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tree import Tree, best_below
-
-UNSCORED = math.log(0.4)  # assumed log-probability of a drafted token if its drafter gives none
 
 
 class MarginalCosts(NamedTuple):
@@ -54,7 +51,6 @@ class MarginalCosts(NamedTuple):
 
     def limit(self, step, tree: Tree) -> Tree:
         """Return the nodes of a proposed tree that are worth their cost. step: an `engine.step.Step`."""
-        scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
-        scores, tokens, parents = (x[:, 1:] for x in (scores.float(), tree.tokens, tree.parent - 1))
+        scores, tokens, parents = (x[:, 1:] for x in (tree.scores.float(), tree.tokens, tree.parent - 1))
         nodes = tree.tokens.shape[1]
         return step.call(best_below, tree.tokens[:, 0], scores, tokens, parents, nodes, nodes - 1, self)

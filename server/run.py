@@ -12,6 +12,7 @@ import time
 import uvicorn
 
 from common.cli import note
+from engine.passes import CachesTooLarge
 from server.worker import Worker
 
 LAST_WORDS = 3  # seconds for the errors that end requests after the grace period
@@ -55,7 +56,7 @@ def largest_engine(target, drafting, *, batch: int, max_seq_len: int | None, sma
     while True:
         try:
             return target.engine(drafting, batch=batch, max_seq_len=max_seq_len, serves=True)
-        except ValueError as e:
+        except CachesTooLarge as e:
             if batch // 2 < smallest:
                 raise
             batch //= 2

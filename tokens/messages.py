@@ -93,7 +93,7 @@ def _render(template, context: dict, messages: list[dict]) -> str:
     filled = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
     try:
         found = of(messages)
-    except Exception:
+    except Exception:  # a template can raise anything
         if filled == messages:
             raise
         return of(filled)

@@ -115,7 +115,7 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
     given = start.args
     layers = shape.num_layers or given.num_layers
     if type(start) is not network and not (isinstance(start, Eagle3Head) and network is PEagleHead):
-        raise ValueError(f"--start: {network.__name__} cannot begin as {type(start).__name__}")
+        raise ValueError(f"--start: {network.__name__} cannot start from {type(start).__name__}")
     several = layers > 1 and isinstance(start, Eagle3Head) and network is not PEagleHead
     if several or getattr(given, "recycle_normed", False):
         raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"

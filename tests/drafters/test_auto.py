@@ -47,6 +47,8 @@ def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
         shutil.copy(golden / "config.json", tmp_path / name)
         weights = (golden / "model.safetensors").read_bytes()
         (tmp_path / name / "model.safetensors").write_bytes(weights[: len(weights) // part])
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"format": 2, "kind": "target"}')
     said: list[str] = []
     found = Drafting("auto").resolve(folder, said.append)
     assert (found.method, found.draft) == ("lookup+draft-model", tmp_path / "smaller") and len(said) == 1

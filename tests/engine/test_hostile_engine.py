@@ -84,6 +84,15 @@ def test_ctrl_c_anywhere(models, seed):
     assert 0 < interrupted < 30
 
 
+def test_steps_are_timed_where_the_host_reads_late(models):
+    """As on a GPU, where `--tree auto` has nothing but the trials of the warmup to go by."""
+    engine = tuned(models, lag=1)
+    engine.scheduler.tuner = Tuner((SMALL, SMALL), cuts=False)
+    engine.scheduler.attach(engine)
+    engine.warm_up()
+    assert engine.lag == 1 and engine.scheduler.tuner._costs and not engine.busy
+
+
 def test_lookup_alone_drafts_deeper_than_the_joint_tree(models):
     """Buffers are as large as the longest commit of any drafter that a step may run."""
     small = TreeShape(3, 1, 1)
