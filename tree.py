@@ -43,14 +43,6 @@ class TreeShape:
                 f" {self.candidates} + the root"
             )
 
-    @classmethod
-    def parse(cls, text: str) -> TreeShape:
-        """Parse "nodes,depth,width" or a `name`. Raises ValueError on anything else."""
-        numbers = text.replace("/", ",").split(",")
-        if len(numbers) != 3:
-            raise ValueError(f"tree: {text!r} is not nodes,depth,width")
-        return cls(*map(int, numbers))
-
     @property
     def name(self) -> str:
         """T/D/k, as the documentation writes it."""

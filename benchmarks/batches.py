@@ -28,9 +28,9 @@ from ours import Sampling
 
 from common.cli import note
 from common.errors import InputError
+from engine.drafting import read_tree
 from extensions import METHODS
 from tokens.dataset import read_prompts
-from tree import TreeShape
 
 PLAIN, DRAFTED, PEER = "plain", "drafted", "transformers"
 
@@ -94,7 +94,7 @@ def action(o) -> None:
     questions = [ids for ids in map(model.encode, mixed) if len(ids) + o.max_new_tokens < o.max_seq_len]
     if not questions:
         raise InputError(f"no question and its answer fit in --max-seq-len {o.max_seq_len}")
-    room, tree = (max(o.batch), o.max_seq_len), o.tree and TreeShape.parse(o.tree)
+    room, tree = (max(o.batch), o.max_seq_len), o.tree and read_tree(o.tree)
     contenders = {PLAIN: model.places("none", None, *room).answer}
     contenders[DRAFTED] = model.places(o.speculate, tree, *room).answer
     if o.transformers:

@@ -38,6 +38,7 @@ from shapes import shape_of
 from checkpoint.load import read_config
 from common.cli import note
 from common.errors import InputError, first_line
+from engine.drafting import read_tree
 from tokens.dataset import read_prompts
 from tree import PAPER_TREE, TreeShape
 
@@ -100,7 +101,7 @@ def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[
         started.enter_context(peer)
         found["OpenVINO"] = Entry(peer.contender(stop_ids))
         trees = {f"chain of {n}": TreeShape(n + 1, n - 1, 1) for n in o.openvino_chains}
-        trees |= {f"tree {spec}": TreeShape.parse(spec) for spec in o.openvino_trees}
+        trees |= {f"tree {spec}": read_tree(spec) for spec in o.openvino_trees}
         for name, tree in trees.items() if o.openvino_head else ():
             found[f"OpenVINO, EAGLE-3, {name}"] = Entry(peer.contender(stop_ids, tree), "OpenVINO")
     return found

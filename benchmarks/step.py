@@ -41,6 +41,7 @@ from shapes import write_gguf
 from checkpoint.load import read_config
 from common.cli import note
 from common.errors import InputError, first_line
+from engine.drafting import read_tree
 from kernels.quantized import MODES, MXFP4
 from tree import TreeShape
 
@@ -147,7 +148,7 @@ def action(o) -> None:
         raise InputError("--llama-bench: runs random weights; give --shape")
     where = {"device": o.device, "kv": o.kv, "isa": o.isa, "autotune": o.autotune}
     where |= {"compile": o.compile, "kernels": o.kernels}
-    trees = [TreeShape.parse(spec) for spec in o.tree]
+    trees = [read_tree(spec) for spec in o.tree]
     rows, record, roof = [], bench.describe(o) | {"kv": o.kv, "model": o.checkpoint or o.shape}, 0.0
     for source in o.checkpoint or o.modes:
         if o.checkpoint:

@@ -20,8 +20,8 @@ from bench import positive
 from checkpoint.load import read_config
 from common.cli import within
 from common.errors import InputError
+from engine.drafting import read_tree
 from tokens.dataset import read_prompts
-from tree import TreeShape
 
 
 def action(o) -> None:
@@ -36,7 +36,7 @@ def action(o) -> None:
     for head, tree, window in itertools.product(heads, o.tree, o.draft_window):
         kind = read_config(head)["kind"]
         runner = model.runner(
-            "eagle2" if kind == "eagle" else kind, TreeShape.parse(tree), draft=head, window=window,
+            "eagle2" if kind == "eagle" else kind, read_tree(tree), draft=head, window=window,
             max_seq_len=o.max_seq_len,
         )
         for temperature in o.temperature:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +46,6 @@ MAX_MATCH = 4  # tokens of context that are compared, the root included
 FIRST = (0.05, 0.15, 0.34, 0.43, 0.74)
 FURTHER = (0.50, 0.60, 0.70, 0.74, 0.90)
 SAMPLED = 1.8  # factor of their logarithms at temperature 1
-MIN_LOG_PROBABILITY = math.log(0.2)  # of the first token, for a tree to be verified on a CPU
 HISTORY_TOKENS = 32_768
 SEPARATOR = -1
 INDEXED = (8, 4, 2)  # tokens of the n-grams of a token file that are indexed

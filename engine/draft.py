@@ -179,11 +179,6 @@ class NetworkDrafter(Drafter):
         if drafts is not None and levels > drafts:
             raise ValueError(f"tree: {levels} levels below its root, the head drafts {drafts} tokens ahead")
 
-    @property
-    def deepest(self) -> int | None:
-        """The depth of the deepest tree, None: unlimited."""
-        return None if self.drafts is None else self.drafts - 1
-
     def with_tree(self, shape: TreeShape) -> NetworkDrafter:
         """Return a drafter of other trees with the same network and, if allocated, the same caches."""
         other = copy.copy(self)

@@ -484,7 +484,7 @@ def schedule(
         return drafter, None
     if grown is None:
         return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.whole))
-    levels = grown.deepest if grown.deepest is not None else grown.max_trees[0].depth
+    levels = grown.max_trees[0].depth if grown.drafts is None else grown.drafts - 1
     if grown.vocabulary < grown.max_trees[0].width or levels < 2:
         return drafter, None
     shapes = tuple(replace(shape, depth=min(shape.depth, levels)) for shape in grown.max_trees)
