@@ -23,13 +23,13 @@ fetch: $(VENV)/ready
 	$(RUN) -m demo.fetch
 
 test: $(VENV)/ready-dev
-	$(RUN) -m pytest -n 2 -m "not dear" tests
+	$(RUN) -m pytest -n 2 -m "not expensive" tests
 
 test-all: $(VENV)/ready-dev
 	$(RUN) -m pytest -n 2 tests
 
 test-fast: $(VENV)/ready-dev
-	$(RUN) -m pytest -n 2 -m "not (dear or slow or compile or kernels or network)" tests
+	$(RUN) -m pytest -n 2 -m "not (expensive or slow or compile or kernels or network)" tests
 
 lint: $(VENV)/ready-dev
 	$(RUN) -m ruff check .

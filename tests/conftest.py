@@ -16,11 +16,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that compile come first, then those with other slow tests: workers take file after file, so the
     quick ones fill the end.
     """
-    weights, dearest = {"compile": 2, "kernels": 2, "dear": 2, "slow": 1}, {}
+    weights, most_expensive = {"compile": 2, "kernels": 2, "expensive": 2, "slow": 1}, {}
     for item in items:
         weight = max((weights.get(mark.name, 0) for mark in item.iter_markers()), default=0)
-        dearest[item.path] = max(weight, dearest.get(item.path, 0))
-    items.sort(key=lambda item: -dearest[item.path])
+        most_expensive[item.path] = max(weight, most_expensive.get(item.path, 0))
+    items.sort(key=lambda item: -most_expensive[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.network
-@pytest.mark.dear
+@pytest.mark.expensive
 @pytest.mark.parametrize("name", models.MODELS)
 def test_tokens_and_greedy_text_are_those_of_transformers(name):
     pytest.importorskip("accelerate")

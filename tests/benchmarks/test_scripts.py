@@ -90,7 +90,7 @@ def test_a_hugging_face_copy_is_the_target():
     assert copy.generation_config.eos_token_id == config["stop_ids"]
 
 
-@pytest.mark.dear
+@pytest.mark.expensive
 def test_startup():
     """Cold starts compile the kernels."""
     (cold,) = run("startup", "--checkpoint TARGET --repeat 1 --prompt x")["eagle3"]["cold"]

@@ -48,7 +48,7 @@ WINDOWED = [
 MIXTURES = "Mixtral", "Qwen3-MoE"
 ON_KERNELS = [pytest.param(name, True, marks=pytest.mark.kernels) for name in (*WINDOWED, *MIXTURES)]
 IN_PYTORCH = [  # one of each kind of windows; the others differ in what the kernels' rows show, too
-    pytest.param(name, False, marks=[pytest.mark.dear] * (
+    pytest.param(name, False, marks=[pytest.mark.expensive] * (
         name in WINDOWED and name not in ("Mistral with its window", "Gemma 3", "gpt-oss")
     )) for name in TARGETS
 ]

@@ -86,7 +86,7 @@ FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3"  # with a state, mixt
 
 
 @pytest.fixture(scope="module", params=[
-    pytest.param(name, marks=[pytest.mark.dear] * (name != "Qwen3-Next")) for name in FAMILIES
+    pytest.param(name, marks=[pytest.mark.expensive] * (name != "Qwen3-Next")) for name in FAMILIES
 ])
 def family(request, tmp_path_factory):
     """A target on the kernels, its EAGLE-3 and EAGLE-1 heads, requests and their plain texts."""
@@ -107,7 +107,7 @@ def family(request, tmp_path_factory):
 @pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.dear] * (name not in {"p-eagle", "dspark", "hydra++"}))
+    pytest.param(name, marks=[pytest.mark.expensive] * (name not in {"p-eagle", "dspark", "hydra++"}))
     for name in DRAFTING
 ])
 def test_families(family, name):

@@ -105,8 +105,8 @@ def test_a_tree_is_as_large_as_pays():
         sizes = [size for size in rehearsed(**seconds).run(300) if size]
         return sum(size[at] for size in sizes) / len(sizes)
 
-    cheap, usual, dear = (mean(0, node=x) for x in (0.05, 0.3, 1.5))
-    assert cheap > usual + 1 > dear + 1.5
+    cheap, usual, high = (mean(0, node=x) for x in (0.05, 0.3, 1.5))
+    assert cheap > usual + 1 > high + 1.5
     assert mean(1) > mean(1, level=2.0) + 1
     costs = rehearsed().tuner.costs(1, False)
     hard, easy = (costs.marginal(1.5, MAX_TREES[0], [confidence]) for confidence in (0.3, 1.0))

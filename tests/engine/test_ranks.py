@@ -64,7 +64,9 @@ def alone(folder):
     return json.loads(json.dumps(everything(folder)))
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.dear)], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.expensive)], ids="{} ranks".format
+)
 def dealt(request, folder, tmp_path_factory):
     """What so many processes give."""
     out = tmp_path_factory.mktemp("said") / "said.json"

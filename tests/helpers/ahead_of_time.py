@@ -24,15 +24,15 @@ POINTERS = {
 }
 
 
-def dear(*cases) -> list:
+def expensive(*cases) -> list:
     """Cases of a test that run in `make test-all` alone."""
     cases = (case if isinstance(case, tuple) else (case,) for case in cases)
-    return [pytest.param(*case, marks=pytest.mark.dear) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.expensive) for case in cases]
 
 
 def devices(*capabilities: int) -> list:
-    """Compute capabilities; all but an H100's are dear."""
-    return [capability if capability == 90 else dear(capability)[0] for capability in capabilities]
+    """Compute capabilities; all but an H100's are expensive."""
+    return [capability if capability == 90 else expensive(capability)[0] for capability in capabilities]
 
 
 class Compiled(NamedTuple):

@@ -9,7 +9,7 @@ from model import KVCache, Linear, Pass, gated_activation
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
 USUAL = {isa.available()[0], "avx2"}
-EACH = [pytest.param(name, marks=[pytest.mark.dear] * (name not in USUAL)) for name in isa.available()]
+EACH = [pytest.param(name, marks=[pytest.mark.expensive] * (name not in USUAL)) for name in isa.available()]
 DTYPES = (torch.float32, torch.bfloat16)
 # Of one product, relative to the largest: rounding of the output.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from helpers.ahead_of_time import SHARED, compile_for, dear, devices
+from helpers.ahead_of_time import SHARED, compile_for, devices, expensive
 from triton import next_power_of_2
 
 from kernels.gpu import attention, experts, products, ranking, sampling
@@ -73,7 +73,7 @@ def attend(capability, dtype, heads, rows, old=False, window=False, held=None, s
 
 @pytest.mark.parametrize("capability", EACH)
 @pytest.mark.parametrize("heads, rows, old, window", [
-    ("llama", 10, True, False), ("qwen3", 60, False, False), ("llama", 10, True, True), *dear(
+    ("llama", 10, True, False), ("qwen3", 60, False, False), ("llama", 10, True, True), *expensive(
         ("llama", 1, False, False), ("llama", 8, False, False), ("smollm2", 12, False, False),
         ("qwen2.5", 60, False, False), ("qwen2.5", 8, True, False), ("14b", 60, False, False),
         ("80", 60, False, False), ("96", 60, False, False), ("llama", 60, False, True),
@@ -85,7 +85,7 @@ def test_attention(capability, heads, rows, old, window):
     assert made.chained == (capability < 100)  # miscompiled on Blackwell
 
 
-@pytest.mark.parametrize("capability, rows", [*dear((86, 60)), (90, 1)])
+@pytest.mark.parametrize("capability, rows", [*expensive((86, 60)), (90, 1)])
 def test_attention_over_float8(capability, rows):
     """By the device's instruction from 8.9 on, bit by bit before. What is too large becomes the largest."""
     spilled = 32 if capability == 86 else 0
@@ -121,7 +121,7 @@ OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
 
 
 @pytest.mark.parametrize("capability", THREE)
-@pytest.mark.parametrize("one", (False, *dear(True)))
+@pytest.mark.parametrize("one", (False, *expensive(True)))
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others(capability, name, one):
     """one: all integers are 1, for which Triton compiles a kernel of its own."""
@@ -163,7 +163,7 @@ def choices():
                 tried = products.tile_configs(rows, BF16, bits, SHARED[capability])
                 for choice in range(len(tried) if whole else 1):
                     case = capability, kind, rows, choice
-                    yield case if case in QUICK else dear(case)[0]
+                    yield case if case in QUICK else expensive(case)[0]
 
 
 QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "int4/64", 16, 0)
@@ -202,9 +202,9 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     multiply(capability, products.product_kernel, kind, tile, rows, dtype, even)
 
 
-@pytest.mark.parametrize("capability", (90, *dear(80, 86, 89, 100, 120)))
+@pytest.mark.parametrize("capability", (90, *expensive(80, 86, 89, 100, 120)))
 @pytest.mark.parametrize("kind, rows", [
-    ("mxfp4", 60), *dear(*((kind, rows) for kind in WEIGHTS for rows in (1, 17, 60, 128))),
+    ("mxfp4", 60), *expensive(*((kind, rows) for kind in WEIGHTS for rows in (1, 17, 60, 128))),
 ])
 def test_experts(capability, kind, rows):
     """gpt-oss has 2880 inputs, which the tile of few rows does not divide."""

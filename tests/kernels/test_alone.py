@@ -122,7 +122,7 @@ def attend(driver: Driver, in_bytes: bool, case) -> None:
     check_attention(case, found, kept, driver.backend.layout.bytes_per_word == 4)
 
 
-@pytest.mark.dear
+@pytest.mark.expensive
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
 def test_kernels_alone(compiler, name, tmp_path):
     """Products and attention against float64."""
@@ -133,7 +133,7 @@ def test_kernels_alone(compiler, name, tmp_path):
     check_attending(driver)
 
 
-@pytest.mark.dear
+@pytest.mark.expensive
 def test_tiles_in_software(tmp_path):
     """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes."""
     if "avx512bf16" not in isa.available():

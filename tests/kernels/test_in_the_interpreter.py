@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "tests/kernels/gpu").glob("test_*.py"))
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-@pytest.mark.parametrize("which", ("not dear", pytest.param("dear", marks=pytest.mark.dear)))
+@pytest.mark.parametrize("which", ("not expensive", pytest.param("expensive", marks=pytest.mark.expensive)))
 def test_in_the_interpreter(file, which):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -23,5 +23,5 @@ def test_in_the_interpreter(file, which):
          "--import-mode=importlib", "-m", which, str(file)],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )
-    none = which == "dear" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    none = which == "expensive" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert done.returncode == 0 or none, done.stdout[-3000:] + done.stderr[-2000:]

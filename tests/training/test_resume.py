@@ -67,7 +67,7 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     assert "tau" in log_of(tmp_path)[-1]  # of the epoch that was cut short
 
 
-@pytest.mark.dear
+@pytest.mark.expensive
 def test_two_processes_have_the_text_and_the_gradients_of_one(golden, prompt_file, tmp_path):
     """Two machines of a process each, of which one is killed in training; then two processes go on.
 

@@ -29,7 +29,7 @@ def last_line(capsys) -> str:
 
 
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[pytest.mark.dear] * (kind != "eagle3")) for kind in TRAINED
+    pytest.param(kind, marks=[pytest.mark.expensive] * (kind != "eagle3")) for kind in TRAINED
 ])
 def test_heads_learn_are_written_and_decode(golden, trained, kind):
     """Better than an untrained head on held-out text; what was written drafts the plain text."""

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.ahead_of_time import dear
+from helpers.ahead_of_time import expensive
 from helpers.guards import LIMITS, check, close, owned
 
 from engine.step import TORCH
@@ -25,7 +25,7 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm, window
     (2, 4, 6, 3, 20, 12, [40, 0], False, 0),  # the beam of a draft level: eight rows of M are in the cache
     (2, 4, 6, 3, 20, 12, [40, 0], False, 3), (2, 5, 4, 2, 16, 5, [3, 150], True, 40),
     (1, 40, 4, 2, 16, 40, [100], False, 9),
-    *dear(*zip((
+    *expensive(*zip((
         (1, 1, 4, 2, 16, 1, [0], False, 0), (1, 1, 9, 3, 64, 1, [77], False, 0),
         (1, 60, 4, 1, 16, 60, [100], False, 0), (3, 10, 2, 2, 128, 30, [64, 65, 101], True, 0),
         (1, 64, 4, 4, 16, 64, [96], False, 0),

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from helpers import GOLDEN
-from helpers.ahead_of_time import dear
+from helpers.ahead_of_time import expensive
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import NAMES, make_drafter
 
@@ -23,8 +23,8 @@ TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
 COUPLED = NAMES
 if INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
-    COUPLED = ("eagle3", *dear("hydra++", "lookahead", "eagle3 window"))
-    TRACES = dear(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
+    COUPLED = ("eagle3", *expensive("hydra++", "lookahead", "eagle3 window"))
+    TRACES = expensive(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
     BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
 SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)][:BATCH]
 RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(BATCH)]

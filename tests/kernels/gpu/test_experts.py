@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from helpers.ahead_of_time import dear
+from helpers.ahead_of_time import expensive
 
 from families.experts import Experts, MixtureArgs
 from kernels.gpu import experts
@@ -45,7 +45,7 @@ def ours(layer, device):
 
 @pytest.mark.parametrize("dtype, limit", DTYPES)
 @pytest.mark.parametrize("scheme", WEIGHTS, ids=lambda s: f"{s.mode}/{s.group}/{s.experts}")
-@pytest.mark.parametrize("biases, rows", ((True, 40), *dear((False, 1), (True, 3), (False, 130))))
+@pytest.mark.parametrize("biases, rows", ((True, 40), *expensive((False, 1), (True, 3), (False, 130))))
 def test_products(device, dtype, limit, scheme, biases, rows):
     """Few rows and many, of several tiles."""
     inner = 128 if scheme.group == 64 else INNER
