@@ -106,6 +106,8 @@ SHARDED, JOIN_RANKS = "checkpoint.sharded:load_shard", "engine.ranks:join_ranks"
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
+# What reads a folder whose config has a `quantization_config`.
+PUBLISHED = "checkpoint.published:dequantized"
 # Readers of published heads by kind: (source, kind, target, options) -> ReadHead.
 HEAD_READERS = {
     **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),

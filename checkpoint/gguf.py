@@ -54,15 +54,13 @@ MTP = {  # of the layer after the last, under nextn.
 
 def open_file(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
-    fields, stored = read_gguf(path)
+    fields, stored = _all_parts(path)
     kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else "model")
     kind = kind if kind != "model" or stored else "vocab"
     if kind != "model":
         known = NO_MODELS.get(kind, f"of the type {kind!r}")
         raise InputError(f"{path}: is {known}, not a model; name the GGUF file of the model")
     arch = str(fields.get("general.architecture"))
-    if fields.get("split.count", 1) > 1:
-        raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
     family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
     known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
@@ -89,6 +87,22 @@ def open_file(path: Path) -> Source:
     return Source(
         path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
         tokenizer=partial(rebuild, fields, where=str(path)))
+
+
+def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
+    """Read a GGUF file, of one that is split all parts: only the first has the metadata of the model."""
+    fields, stored = read_gguf(path)
+    if (count := fields.get("split.count", 1)) < 2:
+        return fields, stored
+    named = re.fullmatch(r"(.+-)\d{5}(-of-\d{5}\.gguf)", path.name)
+    if not named:
+        raise InputError(f"{path}: is one of {count} parts of a split GGUF; name it as llama-gguf-split does,"
+                         " NAME-00001-of-00002.gguf")
+    parts = [read_gguf(path.with_name(f"{named[1]}{i:05}{named[2]}")) for i in range(1, count + 1)]
+    stored = {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+    if len(stored) != (expected := parts[0][0].get("split.tensors.count", len(stored))):
+        raise InputError(f"{path}: its parts hold {len(stored)} tensors, expected {expected}; download again")
+    return parts[0][0], stored
 
 
 def _names(arch: str, family: Family) -> dict[str, str]:

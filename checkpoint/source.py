@@ -32,6 +32,7 @@ WEIGHT_FILES = (
     "*_lm_head.safetensors", "*_lm_head.pt",
 )
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+QUANTIZATION = "quantization_config", "compression_config"
 DAMAGED = "truncated? Download it again"
 
 
@@ -160,6 +161,8 @@ def _open_folder(path: Path) -> Source:
         check_pointer(path / encoder)
     if text := config.get("text_config"):  # of a model that reads images, too
         config = text | {key: value for key, value in config.items() if value is not None}
+    if any(map(config.get, QUANTIZATION)):
+        config, tensors = extensions.load(extensions.PUBLISHED)(path, config, tensors)
     file = path / "generation_config.json"
     generation = {k: v for k, v in read_json(file).items() if v is not None} if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))

@@ -18,12 +18,18 @@ from checkpoint.load import load_model, read_config
 
 
 def test_quantised(tmp_path, target, monkeypatch):
-    """A factor alone stretches linearly, as in llama.cpp."""
+    """In two files; a factor alone stretches linearly, as in llama.cpp."""
     # One head per block, so that tensors come in several.
     monkeypatch.setattr(gguf_source, "BLOCK", 16 * 32)
-    file = write_gguf(tmp_path / "m.gguf", target_state(), kind="Q8_0",
-                      extra=lambda w: w.add_rope_scaling_factor(4.0))
-    out = convert(file, tmp_path / "out", quiet=True)
+    state, files = target_state(), [tmp_path / f"m-{i:05}-of-00002.gguf" for i in (1, 2)]
+
+    def extra(w) -> None:
+        w.add_rope_scaling_factor(4.0), w.add_uint16("split.count", 2)
+        w.add_int32("split.tensors.count", len(state))
+
+    write_gguf(files[0], {n: t for n, t in state.items() if "layers.5" not in n}, kind="Q8_0", extra=extra)
+    write_gguf(files[1], {n: t for n, t in state.items() if "layers.5" in n}, kind="Q8_0", extra=extra)
+    out = convert(files[0], tmp_path / "out", quiet=True)
     written = read_config(out)
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 4.0} and written["max_seq_len"] == 512
     state, exact = (load_file(folder / "model.safetensors") for folder in (out, target))

@@ -87,7 +87,7 @@ BAD_TARGETS = {
     "scores with a soft cap": (folder_with("Gemma3", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
     "experts quantised otherwise": (
-        folder_with("GptOss", quantization_config={"quant_method": "awq"}), "awq"),
+        folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),
     "another kind of layer": (
         folder_with("Qwen3_5", layer_types=["full_attention"] * 7 + ["chunked"]), "each of 8 layers"),
     "heads that do not fit": (
