@@ -25,7 +25,7 @@ import torch
 from common.cli import Options, command, count, positive, seed, several, within
 from common.writing import check_replaceable
 from engine.runtime import Runtime
-from kernels.tp import joined, own_device
+from kernels.tp import local_device, process_group
 from training.data import MIN_ANSWER_TOKENS
 from training.heads import DRAFTS, MARKOV_RANK, TRAINED
 from training.losses import STEPS
@@ -111,13 +111,13 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 
     Raises InputError, ValueError, OSError and RuntimeError on bad input.
     """
-    runtime = Runtime(own_device(Runtime(o.device).device_name), compile=False)
+    runtime = Runtime(local_device(Runtime(o.device).device_name), compile=False)
     runtime.prepare()
     session = Session(o, words)
     if not several():
         session.run(Processes(), runtime.device)
         return
-    with joined(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:
+    with process_group(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:
         session.run(Processes(ranks.rank, ranks.count), runtime.device)
 
 

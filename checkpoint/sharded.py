@@ -37,7 +37,7 @@ def shards_of(config: dict, count: int) -> list[Shard]:
     args = check_config(config)
     scheme = Scheme.from_config(config["quantization"]) if "quantization" in config else None
     tokens = config.get("draft_vocab_size")
-    return [Shard.of(args, scheme, rank, count, tokens) for rank in range(count)]
+    return [Shard.for_rank(args, scheme, rank, count, tokens) for rank in range(count)]
 
 
 def shard_bytes(folder: Path, dtype: torch.dtype | None, shards: list[Shard]) -> tuple[int, int, int]:

@@ -8,16 +8,16 @@ from dataclasses import replace
 from checkpoint.load import known_config
 from common.torchrun import command_in_words
 from engine.runtime import Runtime
-from kernels.tp import Ranks, joined, own_device
+from kernels.tp import Ranks, local_device, process_group
 
 
 @contextlib.contextmanager
 def join_ranks(o, *read: object) -> Iterator[tuple[Runtime, Ranks]]:
     """Join the ranks that torchrun has started, see `engine.runtime.started`."""
     runtime = Runtime.of(o)
-    runtime = replace(runtime, device=own_device(runtime.device_name))
+    runtime = replace(runtime, device=local_device(runtime.device_name))
     runtime.prepare()
     known_config(o.checkpoint, o.max_seq_len)
-    with joined(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
-        ranks.agree(command_in_words(o, *read), runtime.device_name)
+    with process_group(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
+        ranks.check_equal(command_in_words(o, *read), runtime.device_name)
         yield runtime, ranks

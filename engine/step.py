@@ -39,7 +39,7 @@ class Step:
     drafted text equals plain text in 16 bits too, and steps need no torch.compile. static_shapes: no shape
     depends on a value of a tensor, as graphs need it. reads_length: attention reads the sequences' lengths on
     the device, so that one graph serves every context length. caches: classes of KV caches by the names of
-    `--kv`. quantised_at_load: by dtype, the mode that makes a 16-bit head faster here. self_check: the entry
+    `--kv`. quantized_at_load: by dtype, the mode that makes a 16-bit head faster here. self_check: the entry
     (`extensions.load`) of a check that runs before the first warmup.
     """
 
@@ -47,7 +47,7 @@ class Step:
     batch_invariant = reads_length = False
     static_shapes = True
     caches: dict[str, type[KVCaches]] = {"auto": KVCaches}
-    quantised_at_load: dict[torch.dtype, str] = {}
+    quantized_at_load: dict[torch.dtype, str] = {}
     self_check: str | None = None
 
     def __deepcopy__(self, memo: dict) -> Step:

@@ -146,7 +146,7 @@ class Target:
     def put_on_kernels(self, *models: torch.nn.Module, quantised: bool = False) -> None:
         """Put models on our kernels, if this target runs there. quantised: 16-bit ones first."""
         backend = self.backend
-        mode = backend.quantised_at_load.get(self.model.embed.weight.dtype)
+        mode = backend.quantized_at_load.get(self.model.embed.weight.dtype)
         for model in models if quantised and mode else ():
             own = not isinstance(model, Head) or model.args.own_lm_head
             extensions.load(extensions.QUANTIZE)(model, mode, own)

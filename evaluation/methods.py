@@ -84,7 +84,7 @@ def load_contenders(
         own = f"{identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags} {windows}"
         known_by = f"{shared} {own}"
         if ranks := target.model.ranks:  # each has its own part of the weights
-            known_by = f"{ranks.count} ranks: {ranks.name(known_by, engine.device)}"
+            known_by = f"{ranks.count} ranks: {ranks.digest(known_by, engine.device)}"
         contenders[name] = Contender(engine, known_by)
     return contenders
 

@@ -66,7 +66,7 @@ class Evaluation:
         self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
         self.book = Book(Path(o.out), options)
         if ranks:  # all have read the first one's files, and have the same questions left
-            ranks.agree(f"the answers so far, {sorted(map(repr, self.book.answers))}", weight.device)
+            ranks.check_equal(f"the answers so far, {sorted(map(repr, self.book.answers))}", weight.device)
 
     def answer(self) -> None:
         """Ask every question that a method has not answered yet."""

@@ -1,1 +1,1 @@
-"""Backends that compute a step, in PyTorch, C++ and Triton; quantised layers; targets sharded over ranks."""
+"""Backends that compute a step, in PyTorch, C++ and Triton; quantized layers; targets sharded over ranks."""

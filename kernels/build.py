@@ -1,4 +1,4 @@
-"""Compiling the CPU kernels (`csrc/`) for this machine, and keeping what was compiled."""
+"""Compile the CPU kernels (`csrc/`) for this machine, and cache the libraries."""
 from __future__ import annotations
 
 import contextlib
@@ -17,66 +17,64 @@ import torch
 
 from common.errors import InputError
 from common.writing import atomic_path
-from kernels.isa import InstructionSet, maker
+from kernels.isa import InstructionSet, vendor
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
 ROOT = SOURCE.parent.parent
-# Compiled code lies in this checkout or where the user wants it, never in a checkpoint: it is executed.
-COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / ".cache")
-CACHE = COMPILED / "kernels"
+# Compiled code is executed, so it is never read from a checkpoint.
+CACHE_ROOT = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or ROOT / ".cache")
+CACHE = CACHE_ROOT / "kernels"
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden", "-pipe")
 
 
 class NoKernels(InputError):
-    """The kernels cannot be had on this machine, for a reason that is not in the request."""
+    """The kernels cannot be compiled or loaded on this machine."""
 
 
 def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
-    """Return the library of this source for an instruction set, torch and compiler; compile it if needed.
+    """Return the library for an instruction set, this torch and the compiler; compile it unless cached.
 
-    Its operators are in the namespace `namespace(isa)`. Its name ends with a digest of it: a damaged library
-    would end the process. Without a compiler, use one that exists.
+    Its operators are in the namespace `namespace(isa)`. Its file name ends with a digest, as loading a
+    damaged library would crash. Without a compiler, a library of any compiler is used.
 
-    `log` is called when compiling starts and ends.
-    Raises NoKernels, one line, if there is no C++ compiler or it fails; OSError if there is no place.
+    Raises NoKernels if there is no C++ compiler or it fails; OSError if no folder is writable.
     """
     words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     command = [shutil.which(words[0]), *words[1:]]
     texts = [(path.name, path.read_bytes()) for path in sources()]
-    flags = (*FLAGS, *isa.flags, f"-DMAKER_{maker()}", f"-DNAMESPACE={namespace(isa)}")
+    flags = (*FLAGS, *isa.flags, f"-DVENDOR_{vendor()}", f"-DNAMESPACE={namespace(isa)}")
     stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
-    # Without a compiler, what any other has made will do.
-    by = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else "*"
-    name = f"{stem}-{by}-*.so"
-    library = _find(CACHE, name, log) or _find(folder := writable(CACHE), name, log)
+    compiler = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else "*"
+    name = f"{stem}-{compiler}-*.so"
+    library = _find(CACHE, name, log) or _find(folder := writable_folder(CACHE), name, log)
     if library:
         return library
     if not command[0]:
         raise NoKernels(f"no C++ compiler: the kernels need {words[0]}; install it or set CXX")
     log(f"compiling the kernels for {isa.name} ...")
-    began = time.perf_counter()
+    start = time.perf_counter()
     root = Path(torch.__file__).parent
     link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
-    with tempfile.TemporaryDirectory() as made:
-        compiled = {path: f"{made}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
+    with tempfile.TemporaryDirectory() as build:
+        compiled = {path: f"{build}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
         _run([[*command, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
-        _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{made}/kernels.so"]])
-        if not (linked := Path(made, "kernels.so")).exists():
-            raise NoKernels(f"{command[0]} made no library; set CXX to another one")
-        library = folder / f"{stem}-{by}-{_digest(linked.read_bytes())}.so"
+        _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{build}/kernels.so"]])
+        if not (linked := Path(build, "kernels.so")).exists():
+            raise NoKernels(f"{command[0]} did not write a library; set CXX to another one")
+        library = folder / f"{stem}-{compiler}-{_digest(linked.read_bytes())}.so"
         with atomic_path(library) as part:  # another process may be doing the same
             shutil.copyfile(linked, part)
-    log(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
+    log(f"compiling the kernels took {time.perf_counter() - start:.1f} s")
     return library
 
 
 def _version(command: list[str]) -> bytes:
-    """Return a compiler's version text."""
+    """Return the compiler's version text."""
     return subprocess.run([*command, "--version"], capture_output=True).stdout
 
 
 def _find(folder: Path, pattern: str, log: Callable[[str], None]) -> Path | None:
-    """Return a library of this name whose content fits the digest in it. Remove others."""
+    """Return a library of this name with a valid digest. Remove damaged ones."""
     for library in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
             if library.stem.rpartition("-")[2] == _digest(library.read_bytes()):
@@ -91,11 +89,11 @@ def _digest(content: bytes) -> str:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run a compiler's commands side by side. Raises NoKernels if one fails."""
+    """Run compiler commands in parallel. Raises NoKernels if one fails."""
     with contextlib.ExitStack() as stack:
         started = []
         for command in commands:
-            errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe would fill up
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe could fill up
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -103,41 +101,36 @@ def _run(commands: list[list[str]]) -> None:
         for process, errors in started:
             if process.wait():
                 errors.seek(0)
-                why = next((line.strip() for line in errors if "rror" in line), "it does not say why")
-                raise NoKernels(f"{commands[0][0]} cannot compile the kernels ({why}); set another CXX")
+                reason = next((line.strip() for line in errors if "rror" in line), "no error message")
+                raise NoKernels(f"{commands[0][0]} cannot compile the kernels ({reason}); set another CXX")
 
 
 def namespace(isa: InstructionSet) -> str:
-    """Return the name under torch.ops of the operators of an instruction set."""
+    """Return the namespace in torch.ops of the operators of an instruction set."""
     return f"eagle_{isa.name}"
 
 
-def writable(kept: Path) -> Path:
-    """Return a folder for compiled code, or a temporary one of our own where that cannot be written.
+def writable_folder(folder: Path) -> Path:
+    """Create and return a folder for compiled code, or a private temporary one if it is not writable.
 
     Raises OSError, and NoKernels if the temporary one belongs to another user.
     """
-    try:
-        kept.mkdir(parents=True, exist_ok=True)
-        if os.access(kept, os.W_OK):
-            return kept
-    except OSError:
-        pass
-    folder = Path(tempfile.gettempdir()) / f"eagle-{kept.name.lstrip('.')}-{os.getuid()}"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    if folder.lstat().st_uid != os.getuid():  # someone else's code, or a link to it, is not to be loaded
-        raise NoKernels(f"{folder}: belongs to another user; remove it")
-    return folder
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    private = Path(tempfile.gettempdir()) / f"eagle-{folder.name.lstrip('.')}-{os.getuid()}"
+    private.mkdir(exist_ok=True, mode=0o700)
+    if private.lstat().st_uid != os.getuid():  # never load another user's code
+        raise NoKernels(f"{private}: belongs to another user; remove it")
+    return private
 
 
 def compiled_folder() -> Path:
-    """Return the folder of torch.compile's results.
-
-    Raises OSError as `writable`.
-    """
-    return writable(COMPILED)
+    """Return the folder of torch.compile's results. Raises as `writable_folder`."""
+    return writable_folder(CACHE_ROOT)
 
 
 def sources() -> list[Path]:
-    """Return the files that the library is compiled from."""
+    """Return the source files of the library."""
     return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))

@@ -1,4 +1,4 @@
-"""The choice of a backend for a device."""
+"""Choose the backend of a device."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,15 +14,14 @@ from kernels.quantized import detect_fp8
 
 def choose_backend(
     device: torch.device | str, kernels: bool = True, isa: str | None = None,
-    log: Callable[[str], None] = lambda line: None, must: bool = False,
+    log: Callable[[str], None] = lambda line: None, required: bool = False,
 ) -> Step:
     """Return the backend for a device.
 
-    kernels: use ours, where they run. isa: the instruction set of CPU kernels, one of `kernels.isa.SETS`;
-    None for the best one. must: something needs the CPU kernels. Without a compiler for them, PyTorch
-    computes alone and `log` is called with the reason. Raises InputError, one line, if the processor lacks
-    the instruction set; NoKernels, which is one, if the compiler is missing or fails, and `must` or `isa` is
-    given.
+    kernels: use ours where they run. isa: the instruction set of CPU kernels (`kernels.isa.SETS`); None: the
+    best. required: an option needs the CPU kernels. Without a compiler for them, return PyTorch's step
+    and log the reason. Raises InputError if the processor lacks the instruction set; NoKernels, an
+    InputError, if the compiler is missing or fails and `required` or `isa` is given.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -31,7 +30,7 @@ def choose_backend(
         try:
             return CpuStep.load(isa, log)
         except NoKernels as e:
-            if must or isa is not None:
+            if required or isa is not None:
                 raise
             log(f"{e}. Until then PyTorch decodes alone, which is slower")
     elif kernels and gpu_device.runs_kernels(device):

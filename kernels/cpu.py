@@ -1,9 +1,9 @@
-"""The step on CPUs: our own operators in C++ (`csrc/`), for one instruction set (`kernels.isa`).
+"""The step on CPUs: C++ operators (`csrc/`), compiled for one instruction set (`kernels.isa`).
 
-Every operator is row-invariant: a row's result does not depend, by a single bit, on the rows computed with
-it. That makes speculative text equal plain text in bfloat16 too. Operators are large: a step calls a handful
-of them, and needs no torch.compile. They have no gradient. csrc/operators.cpp says what each takes and
-returns; `kernels.packed` has the modules that call those of the networks.
+Every operator is batch-invariant: a token's result does not depend, bit for bit, on the tokens computed with
+it. So drafted text equals plain text in bfloat16 too. A step calls a few large operators and needs no
+torch.compile. Operators have no gradient; csrc/operators.cpp documents them. `kernels.packed` has the modules
+that call those of the networks.
 """
 from __future__ import annotations
 
@@ -28,70 +28,69 @@ ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "ne
 class Layout(NamedTuple):
     """The layout of packed weights for an instruction set."""
 
-    columns: int  # of one block
-    bf16_per_word: int  # inputs side by side in a quantised weight, if x is bfloat16
-    bytes_per_word: int  # and in a w8a8 weight
+    columns: int  # of a block
+    bf16_per_word: int  # inputs in a word of a quantized weight, if x is bfloat16
+    bytes_per_word: int  # inputs in a word of a w8a8 weight
     byte_offset: int  # added to the values of a w8a8 weight
-    nibbles_per_word: int  # inputs side by side in a w4a8 weight
+    nibbles_per_word: int  # inputs in a word of a w4a8 weight
 
 
 class CpuStep(Step):
-    """The operators `torch.ops.eagle_avx2` and so on. isa: an instruction set that the processor has."""
+    """The operators `torch.ops.eagle_avx2` etc. isa: an instruction set that the processor has."""
 
     batch_invariant, static_shapes = True, False
-    caches = {"auto": packed.CpuCaches, "int8": packed.ByteCaches}
-    # A head reads all its weights at each level; w8a8 loses no drafts (docs/quantising.md).
-    quantised_at_load = {torch.bfloat16: "w8a8"}
-    loaded: dict[str, CpuStep] = {}  # by instruction set: a library is loaded once
+    caches = {"auto": packed.CpuCaches, "int8": packed.Int8Caches}
+    # A head reads all its weights at each level; w8a8 costs no acceptance (docs/quantising.md).
+    quantized_at_load = {torch.bfloat16: "w8a8"}
+    loaded: dict[str, CpuStep] = {}  # by instruction set
 
     def __init__(self, isa: InstructionSet):
         self.name, self.ops = isa.name, getattr(torch.ops, namespace(isa))
         self.layout = Layout(*self.ops.layout())
-        self._inside = False  # of `threads`
+        self._in_threads = False
 
     @classmethod
     def load(cls, isa: str | None = None, log: Callable[[str], None] = lambda line: None) -> CpuStep:
-        """Return the backend of an instruction set, by its name; None for the one of `kernels.isa.choose`.
+        """Return the step of an instruction set, by name; None: the one that `kernels.isa.choose` returns.
 
-        Compiles what this machine has not compiled yet for this source and torch. Raises InputError, one
-        line, if the processor lacks it, and NoKernels, which is one, if the C++ compiler is missing or fails.
+        Compiles the kernels unless they are cached. Raises InputError if the processor lacks the instruction
+        set; NoKernels, an InputError, if the C++ compiler is missing or fails.
         """
         chosen = choose(isa)
         if chosen.name not in cls.loaded:
             try:
                 torch.ops.load_library(str(build_library(chosen, log)))
-            except (OSError, ValueError) as e:  # ValueError: CXX is no command
+            except (OSError, ValueError) as e:  # ValueError: CXX is not a command
                 raise NoKernels(f"the kernels cannot be compiled or loaded ({e})") from None
             cls.loaded[chosen.name] = cls(chosen)
         return cls.loaded[chosen.name]
 
     def prepare(self, *models: nn.Module) -> bool:
-        """Pack the weights of models, in place, as `Step.prepare`.
+        """Pack the weights of models in place, see `Step.prepare`.
 
-        float16, odd numbers of bfloat16 values and fp8 weights stay unpacked.
+        float16, odd row sizes in bfloat16, and fp8 weights stay unpacked.
         """
         super().prepare(*models)
         return packed.pack_models(self, *models)
 
     @contextlib.contextmanager
     def threads(self) -> Iterator[None]:
-        """Give our operators PyTorch's number of threads, and PyTorch's own operators one, within this
-        context.
+        """Run our operators on PyTorch's number of threads, and PyTorch's on one, within this context.
 
-        Two pools of threads would take the processor from each other: those of OpenMP go on waiting, at full
-        speed, long after their work. PyTorch computes little between our operators.
+        OpenMP's threads spin long after their work, and would take processors from our pool. PyTorch
+        computes little between our operators.
         """
-        if self._inside:
+        if self._in_threads:
             yield
             return
         count = torch.get_num_threads()
         self.ops.use_threads(count)
         torch.set_num_threads(1)
-        self._inside = True
+        self._in_threads = True
         try:
             yield
         finally:
-            self._inside = False
+            self._in_threads = False
             torch.set_num_threads(count)
             self.ops.use_threads(0)
 
@@ -100,10 +99,10 @@ class CpuStep(Step):
             return TreeShape(4, 2, 2)
         return super().default_tree(device, quantized, batch)
 
-    # -- the parts of a step ------------------------------------------------------------------
+    # -- phases and operations of a step ------------------------------------------------------
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
-        return self.ops.see(length, local, slots.shape[0])
+        return self.ops.visible_slots(length, local, slots.shape[0])
 
     def rank(
         self, logits: Tensor, noise: Tensor | None, k: int, ids: Tensor | None = None
@@ -145,8 +144,8 @@ class CpuStep(Step):
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
-        """latest: receives this noise. The next call copies the rows whose positions come again: most of
-        them, as drafts look further ahead than a step goes.
+        """latest: receives this noise. The next call reuses it for positions that recur, as drafts look
+        further ahead than a step commits.
         """
         found = self.ops.gumbel(key, positions, temperature, vocabulary, *latest or [None] * 4)
         if latest is not None:
@@ -168,7 +167,7 @@ class CpuStep(Step):
     ) -> Tensor:
         moved = None, 0
         if isinstance(caches, packed.CpuCaches):
-            moved = caches.places, caches.head_dim
+            moved = caches.table, caches.head_dim
         elif caches is not None:
             caches.move(state.length[:, None] + path, state.length[:, None] + torch.arange(path.shape[1]))
         return self.ops.commit(

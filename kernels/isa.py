@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and which of them can be used here."""
+"""Instruction sets that the kernels are compiled for, and their detection."""
 from __future__ import annotations
 
 import ctypes
@@ -11,27 +11,27 @@ from pathlib import Path
 
 from common.errors import InputError
 
-VARIABLE = "EAGLE_ISA"  # of the environment: the instruction set to use instead of the best one
+ISA_VARIABLE = "EAGLE_ISA"  # an environment variable: the instruction set to use instead of the best one
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One way to compile the kernels. `needs`: features of a processor by their names in /proc/cpuinfo."""
+    """flags: of the compiler. needs: features of the processor, as in /proc/cpuinfo."""
 
     name: str
-    flags: tuple[str, ...]  # of the compiler
+    flags: tuple[str, ...]
     needs: tuple[str, ...]
 
 
 def _x86(name: str, *more: str, base: InstructionSet | None = None) -> InstructionSet:
-    """Return `base` with more features. A compiler's flags are the names in /proc/cpuinfo without _."""
+    """Return `base` with more features. Compiler flags are the names in /proc/cpuinfo without _."""
     flags, needs = (base.flags, base.needs) if base else (("-march=haswell",), ())
     switches = tuple("-m" + feature.replace("amx_", "amx-").replace("_", "") for feature in more)
     return InstructionSet(name, flags + switches, needs + more)
 
 
 def _arm(name: str, march: str, *more: str) -> InstructionSet:
-    """aarch64 with vectors, which all have, and features more."""
+    """Return aarch64 with NEON and more features."""
     return InstructionSet(name, (f"-march={march}",), ("asimd", *more))
 
 
@@ -52,17 +52,17 @@ SETS = {  # best first
 }
 
 
-# Makers of x86 processors by their names in /proc/cpuinfo: the kernels fetch weights as suits each one's.
+# Vendors of x86 processors by /proc/cpuinfo; prefetching in the kernels depends on them.
 AMD, INTEL, OTHER = "AMD", "INTEL", "OTHER"
-MAKERS = {"AuthenticAMD": AMD, "GenuineIntel": INTEL}
+VENDORS = {"AuthenticAMD": AMD, "GenuineIntel": INTEL}
 
-# The features of aarch64 by macOS' names.
+# Features of aarch64 by macOS's names.
 SYSCTL = {"neon": "asimd", "arm.FEAT_DotProd": "asimddp", "arm.FEAT_BF16": "bf16", "arm.FEAT_I8MM": "i8mm"}
 
 
 @cache
 def cpuinfo(*names: str) -> str:
-    """The first line of /proc/cpuinfo with one of these names, without it; empty where there is none."""
+    """Return the first value of one of these names in /proc/cpuinfo; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def cpuinfo(*names: str) -> str:
 
 @cache
 def _sysctl() -> frozenset[str]:
-    """Return this processor's features by macOS' sysctl."""
+    """Return this processor's features by macOS's sysctl."""
     try:
         command = ["/usr/sbin/sysctl", "hw.optional"]
         lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
@@ -82,55 +82,54 @@ def _sysctl() -> frozenset[str]:
 
 
 def features() -> frozenset[str]:
-    """Return this processor's features by Linux' names (/proc/cpuinfo); empty if they are unknown."""
+    """Return this processor's features by their names in /proc/cpuinfo; empty if unknown."""
     if sys.platform == "darwin":
         return frozenset(SYSCTL[name] for name in SYSCTL.keys() & _sysctl())
     return frozenset(cpuinfo("flags", "Features").split())
 
 
-def maker() -> str:
-    """Return the processor's maker, AMD, INTEL or OTHER; for the kernels' source it is MAKER_AMD and so
-    on."""
-    return MAKERS.get(cpuinfo("vendor_id"), OTHER)
+def vendor() -> str:
+    """Return the processor's vendor: AMD, INTEL or OTHER (in the C++ source VENDOR_AMD etc.)."""
+    return VENDORS.get(cpuinfo("vendor_id"), OTHER)
 
 
 @cache
-def _tiles_granted() -> bool:
-    """Ask Linux to let this process use the tiles of AMX, and return whether it does."""
+def _amx_permitted() -> bool:
+    """Request AMX from Linux for this process, and return whether it is granted."""
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
     return not ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
 
 
-def _lacking(isa: InstructionSet) -> str:
+def _missing(isa: InstructionSet) -> str:
     """Return the reason why an instruction set cannot be used here; empty if it can."""
     if missing := set(isa.needs) - features():
         return f"this processor has no {', '.join(sorted(missing))}"
-    if "amx_tile" in isa.needs and not _tiles_granted():
-        return "Linux refuses this process the tiles (it grants them from 5.16 on)"
+    if "amx_tile" in isa.needs and not _amx_permitted():
+        return "Linux does not permit AMX (5.16 or later does)"
     return ""
 
 
 def available() -> list[str]:
-    """The instruction sets that can be used here, best first."""
-    names = [isa.name for isa in SETS.values() if not _lacking(isa)]
-    if maker() == INTEL and _AVX512BF16.name in names:  # and the next, which needs less
-        # A product of bf16 pairs takes it 2.2 cycles, one of floats half a cycle: widened, twice as many.
+    """Return the instruction sets that can be used here, best first."""
+    names = [isa.name for isa in SETS.values() if not _missing(isa)]
+    if vendor() == INTEL and _AVX512BF16.name in names:  # and the next, which needs less
+        # On Intel a dot product of bf16 pairs takes 2.2 cycles, two float32 products take one.
         i = names.index(_AVX512BF16.name)
         names[i : i + 2] = names[i + 1], names[i]
     return names
 
 
 def choose(name: str | None = None) -> InstructionSet:
-    """The instruction set of this name; without one that of EAGLE_ISA; without that the best one.
+    """Return the instruction set of this name (default: of EAGLE_ISA, then the best one).
 
     Raises InputError if it is unknown or cannot be used here.
     """
-    where = "--isa" if name else VARIABLE
-    name = name or os.environ.get(VARIABLE)
+    where = "--isa" if name else ISA_VARIABLE
+    name = name or os.environ.get(ISA_VARIABLE)
     if not name:
         return SETS[available()[0]]
     if name not in SETS:
         raise InputError(f"{where} {name}: unknown; choose from {', '.join(SETS)}")
-    if reason := _lacking(SETS[name]):
+    if reason := _missing(SETS[name]):
         raise InputError(f"{where} {name}: {reason}; choose from {', '.join(available())}")
     return SETS[name]

@@ -1,10 +1,10 @@
-"""Models on `kernels.cpu.CpuStep`: the same modules, their weights laid out for its operators.
+"""Models on `kernels.cpu.CpuStep`, with weights packed for its operators.
 
-`pack_models` puts models there, in place. Packed modules are for decoding only: they have no gradient and no
-`weight`. Each has the backend whose operators (`ops`, see csrc/operators.cpp) it calls.
+`pack_models` converts models in place. Packed modules are for inference only: they have no gradient and no
+`weight`. They call the operators (`ops`, see csrc/operators.cpp) of their backend.
 
-Linear layers, MLPs and norms are replaced by packed modules in their parents. A block, a target or an EAGLE-3
-head stays, and gets an object in its attribute `fused` that computes its whole pass in one operator.
+Linear layers, MLPs and norms are replaced by packed modules. A block, a target or an EAGLE-3 head stays, and
+its attribute `fused` gets an object that computes its whole pass in one operator.
 """
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from model import (
 )
 from tree import Tree
 
-NO_COSTS = 0.0, None, None  # of trees that are not limited, see `engine.scheduler.Choice`
+NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.scheduler.Choice`
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
-GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the others, by the activation of gates
+GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by activation of the gate
 
 
 # -- caches ------------------------------------------------------------------------------------
 
 
 class CpuCache(KVCache):
-    """`KVCache` whose attention is one operator, which reads the mask directly. backend: see
-    `CpuCaches.of`."""
+    """A `KVCache` with attention in one operator, which reads the mask directly."""
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
         ops = self.backend.ops
@@ -64,47 +63,45 @@ class CpuCaches(KVCaches):
     def of(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> CpuCaches:
-        return super().of(args, batch, slots, dtype, device, backend)._ready(args.head_dim, backend)
+        return super().of(args, batch, slots, dtype, device, backend)._bind(args.head_dim, backend)
 
-    def _ready(self, head_dim: int, backend) -> CpuCaches:
+    def _bind(self, head_dim: int, backend) -> CpuCaches:
         self.head_dim, self.backend = head_dim, backend
-        self._network: tuple = None, None  # a model, and what is made of it: see `network`
+        self._network: tuple = None, None  # a model, and its `network`
         for cache in self:
             cache.backend = backend
         return self
 
     def rows(self, first: int, count: int) -> CpuCaches:
-        return super().rows(first, count)._ready(self.head_dim, self.backend)
+        return super().rows(first, count)._bind(self.head_dim, self.backend)
 
     @property
     def lists(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The keys and the values of every layer."""
+        """Keys by layer, values by layer."""
         return [cache.k for cache in self], [cache.v for cache in self]
 
     @cached_property
-    def places(self) -> Tensor:
-        """The places of these, as csrc/operators.cpp: places. They keep their place."""
-        return self.backend.ops.places(*self.lists)
+    def table(self) -> Tensor:
+        """These caches as csrc/operators.cpp: cache_table. Their memory must not move."""
+        return self.backend.ops.cache_table(*self.lists)
 
     def network(self, model: Transformer | Eagle3Head) -> tuple:
-        """Return what operators take of a model for a pass over these caches, as csrc/operators.cpp: Network.
-        It is made once.
-        """
+        """Return a model as csrc/operators.cpp: Network, for these caches. It is computed once."""
         if self._network[0] is not model:
             args = model.args
-            stack = self.backend.ops.stack(*model.fused.weights, *self.lists, args.norm_eps)
-            of = model.embed.weight, model.inv_freq.float(), args.rope_factor, stack, args.norm_eps
-            self._network = model, of
+            layer_table = self.backend.ops.layer_table(*model.fused.weights, *self.lists, args.norm_eps)
+            angles = model.inv_freq.float(), args.rope_factor
+            self._network = model, (model.embed.weight, *angles, layer_table, args.norm_eps)
         return self._network[1]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        self.backend.ops.move(self.places, self.head_dim, source, target)
+        self.backend.ops.move(self.table, self.head_dim, source, target)
 
 
-class ByteCache(CpuCache):
-    """Keys and values in int8: each head of a slot in steps of its largest / 127, see csrc/in_bytes.h.
+class Int8Cache(CpuCache):
+    """Keys and values in int8, with one scale per head and slot, see csrc/kv_int8.h.
 
-    k, v: [B, blocks of slots, nkv, bytes of a block], heads before blocks in memory.
+    k, v: [B, blocks of slots, nkv, bytes of a block]; in memory heads precede blocks.
     """
 
     def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str):
@@ -114,27 +111,27 @@ class ByteCache(CpuCache):
             self.register_buffer(name, buffer, persistent=False)
 
 
-class ByteCaches(CpuCaches):
+class Int8Caches(CpuCaches):
     """`CpuCaches` in int8."""
 
     @classmethod
-    def of(cls, args, batch, slots, dtype, device, backend) -> ByteCaches:
-        of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
-        shapes = [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
-        return cls(ByteCache(shapes, device) for _ in range(args.num_layers))._ready(args.head_dim, backend)
+    def of(cls, args, batch, slots, dtype, device, backend) -> Int8Caches:
+        block_slots, *sizes = backend.ops.int8_block_sizes(args.head_dim)
+        shapes = [(batch, args.num_kv_heads, -(-slots // block_slots), size) for size in sizes]
+        return cls(Int8Cache(shapes, device) for _ in range(args.num_layers))._bind(args.head_dim, backend)
 
     def entries(self, slots: int) -> int:
-        return -(-slots // self.backend.ops.byte_blocks(self.head_dim)[0])
+        return -(-slots // self.backend.ops.int8_block_sizes(self.head_dim)[0])
 
 
 # -- modules -----------------------------------------------------------------------------------
 
 
 class Packed(nn.Module):
-    """A weight [N, K], or those of all experts [E, N, K], packed for x of this dtype, with scales and bias.
+    """A weight [N, K], or one [E, N, K] of all experts, packed for x of this dtype, with scales and bias.
 
-    weight: a tensor, or a module that has it. activation: if any, the weight is gate and up, one above the
-    other, and activation(gate) * up comes out.
+    weight: a tensor, or a module that has it. activation: the weight is gate and up, stacked, and the output
+    is activation(gate) * up.
     """
 
     def __init__(
@@ -142,19 +139,19 @@ class Packed(nn.Module):
         activation: str | None = None,
     ):
         super().__init__()
-        self.backend, gated, numbers = backend, activation is not None, getattr(weight, "weight", weight)
-        self.columns, self.mode = numbers.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME)
-        quantised = isinstance(weight, Quantized)
-        mode = weight.mode if quantised else None
-        self.packed = _constant(pack(backend, numbers.detach(), mode, dtype, gated))
-        self.scale = _constant(pack_scale(backend, weight.scale, gated)) if quantised else None
+        self.backend, gated, values = backend, activation is not None, getattr(weight, "weight", weight)
+        self.columns, self.mode = values.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME)
+        quantized = isinstance(weight, Quantized)
+        mode = weight.mode if quantized else None
+        self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
+        self.scale = _constant(pack_scale(backend, weight.scale, gated)) if quantized else None
         self.bias = None
         if bias is not None:
             self.bias = _constant(pack_scale(backend, bias.detach().float()[..., None], gated))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The tensors that operators take."""
+        """The weight as csrc/operators.cpp: Operands."""
         return self.packed, self.scale, self.bias
 
 
@@ -166,12 +163,11 @@ class PackedLinear(Packed):
         super().__init__(backend, linear, bias, dtype, activation)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's dtype; bias and `residual` [..., N] are added before the only
-        rounding."""
+        """x [..., K] -> [..., N] in x's dtype, rounded once, after adding bias and `residual` [..., N]."""
         return self.backend.ops.linear(x, *self.operands, residual, self.columns, self.mode)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the same in float32: nothing is rounded to 16 bits after the sums."""
+        """Return the same in float32, without rounding to 16 bits."""
         return self.backend.ops.linear(x, *self.operands, None, self.columns, FLOAT32)
 
 
@@ -180,7 +176,7 @@ def _constant(tensor: Tensor) -> nn.Parameter:
 
 
 class PackedMLP(nn.Module):
-    """`MLP`, the activation computed where gate and up are."""
+    """`MLP` with the activation fused into the first product."""
 
     def __init__(self, backend, mlp: MLP, dtype: torch.dtype):
         super().__init__()
@@ -192,7 +188,7 @@ class PackedMLP(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """`Experts`, those that rows chose read once."""
+    """`Experts` with the routed experts' weights read once per pass."""
 
     def __init__(self, backend, experts: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -200,9 +196,9 @@ class PackedExperts(nn.Module):
         self.router = PackedLinear(backend, experts.router, dtype)
         activation = experts.activation
         self.w_gate_up = Packed(backend, experts.w_gate_up, experts.gate_up_bias, dtype, activation)
-        experts.w_gate_up = None  # its memory is free before the next is packed
+        experts.w_gate_up = None  # frees its memory before the next is packed
         self.w_down = Packed(backend, experts.w_down, experts.down_bias, dtype)
-        # As csrc/operators.cpp: mixture_of reads it.
+        # See csrc/operators.cpp: mixture_of.
         self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalise) << 56
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -213,7 +209,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """`RMSNorm` as an operator, its factors in float32."""
+    """`RMSNorm` as an operator, with its weight in float32."""
 
     def __init__(self, backend, norm: RMSNorm):
         super().__init__()
@@ -225,7 +221,7 @@ class PackedNorm(nn.Module):
 
 
 def _angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `model.rope_table` as one operator."""
+    """`model.rope_table` as one operator."""
     return ops.angles(positions, inv_freq.float(), args.rope_factor)
 
 
@@ -241,29 +237,29 @@ class FusedBlock:
     def __call__(
         self, block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None
     ) -> Tensor:
-        """`Block.forward` of this block."""
-        read = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
+        """See `Block.forward`."""
+        inputs = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
         ops, eps = block.wqkv.backend.ops, block.mlp_norm.eps
-        stack = ops.stack(*self.weights, [cache.k], [cache.v], eps)
+        layer_table = ops.layer_table(*self.weights, [cache.k], [cache.v], eps)
         angles = block.layer_angles(shared.angles(partial(_angles, ops)))
-        x, _ = ops.layers(x, *angles, stack, shared.slots, shared.visible, eps, (), read)
+        x, _ = ops.layers(x, *angles, layer_table, shared.slots, shared.visible, eps, (), inputs)
         return x
 
 
 class FusedTransformer:
-    """The pass of a whole target as one operator. scoring: see `_scoring`."""
+    """The pass of a whole target as one operator. lm_head: see `_lm_head`."""
 
-    def __init__(self, target: Transformer, scoring: tuple):
-        self.weights, self.scoring = _joined(target.layers), scoring
+    def __init__(self, target: Transformer, lm_head: tuple):
+        self.weights, self.lm_head = _joined_weights(target.layers), lm_head
         self.embedding_scale = target.args.embedding_scale(target.embed.weight.dtype)
 
     def __call__(
         self, target: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
         caches: CpuCaches, aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """`Transformer.forward` of this target."""
+        """See `Transformer.forward`."""
         given = tokens, positions, slots, visible, self.embedding_scale, aux_layers
-        x, features = target.backend.ops.target(*given, *caches.network(target))
+        x, features = target.backend.ops.target_forward(*given, *caches.network(target))
         return x, features if aux_layers else None
 
     def verify(
@@ -272,7 +268,7 @@ class FusedTransformer:
     ) -> tuple[Tensor, Tensor | None]:
         """`Step.verify` in one operator. slots: the number of live slots."""
         nodes = drafted.tokens, drafted.depth, drafted.ancestors, length, slots
-        given = self.embedding_scale, aux_layers, *self.scoring
+        given = self.embedding_scale, aux_layers, *self.lm_head
         logits, features = target.backend.ops.verify(*nodes, *given, *caches.network(target))
         return logits, features if aux_layers else None
 
@@ -280,45 +276,46 @@ class FusedTransformer:
 class FusedEagle3Head:
     """The pass of all layers of an EAGLE-3 head as one operator.
 
-    grows: `draft` grows its whole tree in one operator, scored by `scoring`.
+    grows: `draft` grows the whole tree in one operator. lm_head: see `_lm_head`.
     """
 
-    def __init__(self, head: Eagle3Head, scoring: tuple | None):
-        self.weights, self.scoring = _joined([head.layer, *head.more_layers]), scoring
-        self.grows = scoring is not None and head.feeds_residual
+    def __init__(self, head: Eagle3Head, lm_head: tuple | None):
+        self.weights, self.lm_head = _joined_weights([head.layer, *head.more_layers]), lm_head
+        self.grows = lm_head is not None and head.feeds_residual
 
     def __call__(
         self, head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor,
         visible: Tensor, caches: CpuCaches,
     ) -> Tensor:
-        """`Eagle3Head.run_layers` of this head."""
-        return head.backend.ops.head(tokens, feature, positions, slots, visible, *self._network(head, caches))
+        """See `Eagle3Head.run_layers`."""
+        network = self._network(head, caches)
+        return head.backend.ops.head_forward(tokens, feature, positions, slots, visible, *network)
 
     def _network(self, head: Eagle3Head, caches: CpuCaches) -> tuple:
-        """Return what operators take of this head for a pass, as csrc/operators.cpp: Head."""
+        """Return the head as csrc/operators.cpp: Head."""
         return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the fields of the tree that `Step.draft` grows with this head, and its levels."""
+        """`Step.draft` in one operator: return the fields of the tree, and its number of levels."""
         head, shape = drafter.network, drafter.shape
         ops, fc = head.backend.ops, head.fc
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
-        growing = (
-            state.root, state.length, *sizes, *(state.costs or NO_COSTS), *self.scoring,
+        arguments = (
+            state.root, state.length, *sizes, *(state.costs or NO_COSTS), *self.lm_head,
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
-            return ops.grow(drafter.catch_up(head.backend, state, slots), *growing)
+            return ops.grow(drafter.catch_up(head.backend, state, slots), *arguments)
         unread = drafter.own_features(state.features), state.max_commit, *fc.operands, fc.columns
-        return ops.draft(state.tokens, state.n_new, *unread, *growing)
+        return ops.draft(state.tokens, state.n_new, *unread, *arguments)
 
 
 # -- packing models ----------------------------------------------------------------------------
 
 
 def pack_models(backend, *models: nn.Module) -> bool:
-    """Put models on a `CpuStep`, see `CpuStep.prepare`."""
-    done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # what several models share
+    """Pack models in place, see `CpuStep.prepare`."""
+    done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # models may share modules
 
     def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
         if module not in done:
@@ -326,16 +323,16 @@ def pack_models(backend, *models: nn.Module) -> bool:
         return done[module]
 
     def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """Replace the children that the operators take. Each is freed before the next is packed."""
+        """Replace the children that operators support. Each is freed before the next is packed."""
         for name in [name for name, _ in parent.named_children()]:
             child = parent.get_submodule(name)
-            if isinstance(child, RMSNorm) and takes_rows(2, dtype, device):
+            if isinstance(child, RMSNorm) and supports_row_size(2, dtype, device):
                 setattr(parent, name, PackedNorm(backend, child))
-            elif isinstance(child, MLP) and all(takes_module(w, dtype, device) for w in child.children()):
+            elif isinstance(child, MLP) and all(supports_module(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
-            elif is_mixture(child) and takes_module(child, dtype, device):
+            elif is_mixture(child) and supports_module(child, dtype, device):
                 setattr(parent, name, PackedExperts(backend, child, dtype))
-            elif (name == "lm_head" or not isinstance(child, nn.Embedding)) and takes_module(
+            elif (name == "lm_head" or not isinstance(child, nn.Embedding)) and supports_module(
                 child, dtype, device
             ):
                 setattr(parent, name, packed(child, dtype))
@@ -345,49 +342,48 @@ def pack_models(backend, *models: nn.Module) -> bool:
     complete = True
     for model in models:
         dtype, device = model.embed.weight.dtype, model.embed.weight.device
-        if model.lm_head is None and takes_module(model.embed, dtype, device):
-            model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
+        if model.lm_head is None and supports_module(model.embed, dtype, device):
+            model.lm_head = packed(model.embed, dtype)  # tied: the table stays for the embeddings
         pack_children(model, dtype, device)
-        attends = takes_rows(model.args.head_dim, dtype, device)
-        if attends:
+        attention_runs = supports_row_size(model.args.head_dim, dtype, device)
+        if attention_runs:
             model.Caches = backend.caches["auto"]
         for block in model.modules():
-            if isinstance(block, Block) and attends and block.sinks is not None:
+            if isinstance(block, Block) and attention_runs and block.sinks is not None:
                 block.sinks = _constant(block.sinks.detach().float())
-            if isinstance(block, Block) and block.standard and attends and _is_packed(block):
+            if isinstance(block, Block) and block.standard and attention_runs and _is_packed(block):
                 block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
-            # With several ranks a layer's sums are theirs: an operator for each part.
-            model.whole = attends and all(_is_packed(layer, summed=True) for layer in model.layers)
+            # Ranks run layers part by part, with all-reduces between them.
+            model.whole = attention_runs and all(_is_packed(layer, sharded=True) for layer in model.layers)
             complete = complete and model.whole
-            scoring = _scoring(model)
-            if model.whole and scoring is not None and all(layer.fused for layer in model.layers):
-                model.fused = FusedTransformer(model, scoring)
-        if isinstance(model, Eagle3Head) and _fits_operator(model):
-            model.fused = FusedEagle3Head(model, _scoring(model))
+            lm_head = _lm_head(model)
+            if model.whole and lm_head is not None and all(layer.fused for layer in model.layers):
+                model.fused = FusedTransformer(model, lm_head)
+        if isinstance(model, Eagle3Head) and _runs_fused(model):
+            model.fused = FusedEagle3Head(model, _lm_head(model))
     return complete
 
 
-def _fits_operator(head: Eagle3Head) -> bool:
-    """Return whether `ops.head` computes this variant, with these weights."""
+def _runs_fused(head: Eagle3Head) -> bool:
+    """Return whether `ops.head_forward` supports this head."""
     first = head.layer
     plain = isinstance(head.embed, nn.Embedding) and not getattr(first, "norm_before_residual", False)
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
     return plain and normed and all(layer.fused for layer in (first, *head.more_layers))
 
 
-def _scoring(model: Transformer | Eagle3Head) -> tuple | None:
-    """Return what operators take to score a model's rows, as csrc/operators.cpp: Scoring; None: it cannot."""
+def _lm_head(model: Transformer | Eagle3Head) -> tuple | None:
+    """Return the final norm and the lm_head as csrc/operators.cpp: LmHead; None if they are not packed."""
     norm, head = model.norm, model.lm_head
     packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear)
     return (norm.scale, *head.operands, head.columns) if packed else None
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
-    """Return what `ops.layers` reads of a layer, collected once: asking modules takes as long as an operator.
+    """Return a layer's weights, and its three numbers, as csrc/operators.cpp: layer_table takes them.
 
-    The first list has its weights, in the order of csrc/operators.cpp: Part. The second has a bit for each
-    that it has, its window, and the mode of its gate.
+    They are collected once: reading attributes of modules takes as long as an operator.
     """
     gate_up, down = layer.mlp.w_gate_up, layer.mlp.w_down
     attn_norm, wo_norm, mlp_norm, down_norm = (
@@ -403,59 +399,58 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     return [w for w in weights if w is not None], [has, layer.window, gate_up.mode]
 
 
-def _joined(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
-    """Return the weights of fused layers, one layer after the other."""
+def _joined_weights(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
+    """Concatenate the `_weights` of fused layers."""
     each = [layer.fused.weights for layer in layers]
     return tuple([x for one in lists for x in one] for lists in zip(*each))
 
 
 def is_mixture(module: nn.Module | Tensor) -> bool:
-    """Return whether a module is a `families.experts.Experts`, which is not imported for other models."""
+    """Return whether a module is a `families.experts.Experts`, which other models do not import."""
     return getattr(module, "is_mixture", False)
 
 
-def takes_rows(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the operators compute rows of this size: float32, and bfloat16 in even numbers."""
+def supports_row_size(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether operators support rows of this size: any in float32, even ones in bfloat16."""
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
-def takes_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a linear layer, a table, a stack of experts or a whole mixture can be packed."""
+def supports_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a linear layer, an embedding, a stack of experts or a mixture can be packed."""
     if is_mixture(module):
         parts = module.router, module.w_gate_up, module.w_down
-        return all(takes_module(part, dtype, device) for part in parts)
+        return all(supports_module(part, dtype, device) for part in parts)
     if isinstance(module, Quantized):
         words = module.mode != "w8a8" or module.inputs % 4 == 0
-        return module.mode != "fp8" and words and takes_rows(module.inputs, dtype, device)
+        return module.mode != "fp8" and words and supports_row_size(module.inputs, dtype, device)
     weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
     fits = isinstance(weight, Tensor) and weight.dtype == dtype
-    return fits and takes_rows(weight.shape[-1], dtype, device)
+    return fits and supports_row_size(weight.shape[-1], dtype, device)
 
 
-def _is_packed(layer: Block, summed: bool = False) -> bool:
-    """Return whether all parts of a layer are packed. summed: apart from its sums over ranks."""
-    wo, mlp = (getattr(x, "layer", x) if summed else x for x in (layer.wo, layer.mlp))  # `tp.Summed.layer`
+def _is_packed(layer: Block, sharded: bool = False) -> bool:
+    """Return whether all parts of a layer are packed. sharded: inside of `tp.AllReduced`."""
+    wo, mlp = (getattr(x, "layer", x) if sharded else x for x in (layer.wo, layer.mlp))
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
     normed = all(isinstance(norm, PackedNorm) for norm in norms)
-    kinds = PackedMLP | PackedExperts | PackedLinear
-    feeds = (mlp,) if isinstance(mlp, kinds) else mlp.children()  # the parts of shared and routed experts
-    return linear and all(isinstance(x, kinds) for x in feeds) and normed
+    packed = PackedMLP | PackedExperts | PackedLinear
+    parts = (mlp,) if isinstance(mlp, packed) else mlp.children()  # shared and routed experts
+    return linear and all(isinstance(x, packed) for x in parts) and normed
 
 
 # -- packing weights ---------------------------------------------------------------------------
 
 
 def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: bool = False) -> Tensor:
-    """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero.
-    Weights of experts [E, N, K] follow each other.
+    """Pack a weight [N, K] for x of this dtype -> [blocks, K/w, c, w]; rows beyond N are zero. Experts'
+    weights [E, N, K] are concatenated.
 
-    c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
-    each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a
-    `QuantizedLinear` stores them; None: the others, whose w inputs fill 4 bytes. Bytes of 4-bit modes
-    (int4, mxfp4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) hold two values: the low bits are
-    of a column of the block's first half. In w8a8 some instruction sets multiply values without a sign: 128
-    is added for those.
+    A block has c outputs and is read sequentially, once per pass; w inputs fill a word. gated: half of a
+    block's columns are gate, half up. mode: of quantized weights, as `QuantizedLinear` stores them; None:
+    others, with words of 4 bytes. Bytes of 4-bit modes (int4, mxfp4: [blocks, K/w, c/2 * w] uint8, w4a8:
+    [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. In w8a8, 128
+    is added for instruction sets that multiply unsigned values.
     """
     layout = backend.layout
     words = {
@@ -470,49 +465,49 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
 
 
 def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
-    """Lay scales [N, groups] out -> [blocks, groups, c]."""
+    """Pack scales [N, groups] -> [blocks, groups, c]."""
     return _pack(backend, backend.ops.pack, scale, 1, gated, 0).flatten(2)
 
 
-def _pack(backend, operator: Callable, weight: Tensor, words: int, gated: bool, *more: int) -> Tensor:
-    """Pack a weight [N, K], or those of all experts [E, N, K], one after the other. more: for the operator.
-    """
-    each, columns, halves = weight[None] if weight.dim() == 2 else weight, backend.layout.columns, 1 + gated
-    blocks, per_byte = -(-weight.shape[-2] // halves // (columns // halves)), 1 if more else 2
-    shape = len(each), blocks, weight.shape[-1] * per_byte // words, columns // per_byte, words
-    out = _large_pages(shape, weight.dtype)
-    for one, to in zip(each, out):
-        operator(one, gated, *more, to)
+def _pack(backend, operator: Callable, weight: Tensor, words: int, gated: bool, *flip: int) -> Tensor:
+    """Pack a weight [N, K], or the weights of all experts [E, N, K]. flip: see csrc/packing.h: pack."""
+    weights, columns = weight[None] if weight.dim() == 2 else weight, backend.layout.columns
+    halves = 1 + gated
+    blocks, per_byte = -(-weight.shape[-2] // halves // (columns // halves)), 1 if flip else 2
+    shape = len(weights), blocks, weight.shape[-1] * per_byte // words, columns // per_byte, words
+    out = _empty_in_huge_pages(shape, weight.dtype)
+    for one, to in zip(weights, out):
+        operator(one, gated, *flip, to)
     return out.flatten(0, 1)
 
 
-# A pass reads every weight. Each small page of 4 KB costs it a walk through the page tables, and a processor
-# does not fetch ahead beyond the page. So weights lie in large pages, where the system has them.
-PAGE = 2 << 20  # bytes of a large page on x86-64, and mostly on aarch64
-CHUNK = 64 << 20  # bytes asked for at a time; what is never written takes no memory
-LINE = 64  # a tensor begins with a line of the cache
-_rest = torch.empty(0, dtype=torch.uint8)  # of the latest chunk
-_taking = threading.Lock()  # models may be loaded by several threads
+# Weights are in huge pages where the system has them: a pass reads every weight, 4 KB pages cause TLB misses,
+# and hardware prefetching stops at a page.
+HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and mostly on aarch64
+CHUNK_BYTES = 64 << 20  # per allocation; pages that are never written take no memory
+CACHE_LINE_BYTES = 64
+_free_chunk = torch.empty(0, dtype=torch.uint8)  # the rest of the latest chunk
+_chunk_lock = threading.Lock()  # models may be loaded by several threads
 
 
-def _large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised CPU tensor, beside those that were made before."""
-    global _rest
+def _empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized CPU tensor, next to the previous ones."""
+    global _free_chunk
     size = math.prod(shape) * dtype.itemsize
-    room = size + -size % LINE
-    with _taking:
-        if room > _rest.numel():
-            _rest = _chunk(max(room, CHUNK))
-        place, _rest = _rest[:size], _rest[room:]
-    return place.view(dtype).view(shape)
+    aligned = size + -size % CACHE_LINE_BYTES
+    with _chunk_lock:
+        if aligned > _free_chunk.numel():
+            _free_chunk = _allocate_chunk(max(aligned, CHUNK_BYTES))
+        memory, _free_chunk = _free_chunk[:size], _free_chunk[aligned:]
+    return memory.view(dtype).view(shape)
 
 
-def _chunk(size: int) -> Tensor:
-    """Return `size` bytes from the beginning of a large page. They are freed with the last tensor in them."""
+def _allocate_chunk(size: int) -> Tensor:
+    """Return `size` bytes at the start of a huge page, freed with the last tensor in them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system built without them
+    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % PAGE :][:size]
+    return whole[-whole.data_ptr() % HUGE_PAGE_BYTES :][:size]

@@ -1,7 +1,7 @@
-"""The step of a target that is sharded over several processes (tensor parallel, `kernels.tp`).
+"""The step of a sharded target (tensor parallel, `kernels.tp`).
 
-Every rank runs the whole step. The lm_head is sharded by tokens: a rank has the logits of its own ones, and
-the ranks exchange the best draw of each. The drafted tree is rank 0's.
+Every rank runs the whole step. The lm_head is sharded by tokens: a rank draws from the logits of its tokens,
+and the ranks exchange their draws. The drafted tree is rank 0's.
 """
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from tree import Tree, pick
 
 
 @cache
-def _class_of(kind: type) -> type:
+def _rank_class(step_class: type) -> type:
     """Return the subclass of a device's `engine.step.Step` for ranks."""
-    return type(f"Rank{kind.__name__}", (RankStep, kind), {})
+    return type(f"Rank{step_class.__name__}", (RankStep, step_class), {})
 
 
 def sharded_step(step, target: Transformer):
     """Return the step of a sharded target. step: the `engine.step.Step` of its device."""
-    new = object.__new__(_class_of(type(step)))
+    new = object.__new__(_rank_class(type(step)))
     vars(new).update(vars(step), ranks=target.ranks, head=target.lm_head)
     return new
 
 
 class RankStep:
-    """What differs in the step of a sharded target; its other base class is the device's step.
+    """Mixin of the step of a sharded target; the other base class is the device's step.
 
     ranks: the `kernels.tp.Ranks`. head: the `kernels.tp.ShardedHead` of the target.
     """
 
     def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        """Draft as rank 0 does.
+        """Return rank 0's tree.
 
-        A draft head that is whole on every rank computes the same on all. But if a last bit differed on
-        another processor, the ranks would verify different trees and sum values of different nodes.
+        A replicated head may differ in a last bit on another processor. Then the ranks would verify
+        different trees and sum values of different nodes.
         """
         tree = super().draft(drafter, state, slots, noise)
         if tree.tokens.shape[1] == 1:
             return tree
         parts = tree.tokens, tree.parent, tree.depth, tree.ancestors.long()
-        sent = self.ranks.first(torch.cat([part.flatten() for part in parts]))
-        # One after the other: GPU kernels would copy what lies between other numbers before they read it.
-        own = [part.view_as(of) for part, of in zip(sent.split([part.numel() for part in parts]), parts)]
-        return Tree(*own[:3], own[3].bool(), tree.scores)
+        sent = self.ranks.broadcast(torch.cat([part.flatten() for part in parts]))
+        # One split per tensor: GPU kernels would copy a strided one before reading it.
+        received = [part.view_as(of) for part, of in zip(sent.split([part.numel() for part in parts]), parts)]
+        return Tree(*received[:3], received[3].bool(), tree.scores)
 
     def logits(self, target: Transformer, x: Tensor) -> Tensor:
         """Return the logits of this rank's tokens."""
         return self.head.layer.logits(target.norm(x))
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        return self.ranks.join(logits, self.head.tokens)
+        return self.ranks.concatenate(logits, self.head.tokens)
 
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
-        """Draw among this rank's tokens, and take the best draw of all ranks."""
+        """Draw from this rank's tokens, then take the best draw of all ranks."""
         if logits.shape[-1] == sum(self.head.tokens):
             return super().draw(logits, noise, depth)
         first = self.head.first
@@ -66,4 +66,4 @@ class RankStep:
         if noise is not None:
             rows = noise[:, :1].expand(-1, drawn.shape[1], -1) if depth is None else pick(noise, depth)
             value = value + rows.gather(-1, drawn[..., None])[..., 0]
-        return self.ranks.best(value, drawn + first)
+        return self.ranks.argmax(value, drawn + first)

@@ -7,7 +7,7 @@ gloo on CPUs.
 Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
 outputs of these two are parts of a sum, so each layer has two sums over the ranks. A gated delta net is cut
 by its heads: `w_in` as `wqkv`, `w_out` as `wo`. The lm_head is cut by tokens: a rank sends the top-1 token
-of its shard. All else is whole on every rank: norms, routers of experts, the embedding table, and, unless
+of its shard. All else is replicated: norms, routers of experts, the embedding table, and, unless
 `Ranks.heads`, the drafter.
 """
 from __future__ import annotations
@@ -35,14 +35,14 @@ from model import Block, Linear, ModelArgs, Transformer
 from sampling.noise import number_of
 
 REPLY_TIMEOUT = timedelta(minutes=10)  # a rank may be compiling
-LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
+LOST_RANK_ERRORS = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
-# The text before, in and after a layer's name in a file, of targets and of heads.
-AROUND = re.compile(
+# Parts of a tensor's name that are not the layer's name.
+NAME_AFFIXES = re.compile(
     r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|(?<=mlp\.)routed\.|\.(weight|bias|scale)$"
 )
-# A layer's name: which of its dimensions is cut, and what lies along it, see `Shard`.
-PLAN = {
+# By layer: the dimension that is cut, and the fields of `Shard` along it.
+SHARDED_DIMENSIONS = {
     "wqkv": (OUTPUTS, ("queries", "keys", "keys", "gate")),  # keys, then values
     "sinks": (INPUTS, ("queries",)),
     "wo": (INPUTS, ("queries",)),
@@ -58,15 +58,15 @@ PLAN = {
     "w_out": (INPUTS, ("delta_values",)),
     "lm_head": (OUTPUTS, ("tokens",)),
 }
-SUMMED = ("wo", "w_out", "mlp")  # parts of a layer whose outputs are added over the ranks
-ADDED_ONCE = "wo.bias", "mlp.w_down.bias", "mlp.down_bias"  # by the first rank
+ALL_REDUCED = ("wo", "w_out", "mlp")  # modules of a layer with an all-reduce of their outputs
+RANK0_BIASES = "wo.bias", "mlp.w_down.bias", "mlp.down_bias"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a target: number `rank` of `count`, in torch's group `group`.
+    """Rank `rank` of `count` in torch's process group `group`.
 
-    heads: the drafter is sharded too. Otherwise it is whole on every rank.
+    heads: the drafter is sharded too. Otherwise it is replicated.
     """
 
     rank: int
@@ -80,16 +80,16 @@ class Ranks:
         return self if self.heads else None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return x [...] of all ranks [count, ...], in their order."""
+        """Gather x [...] of all ranks -> [count, ...], in rank order."""
         ops = torch.ops._c10d_functional
         all_of_them = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
         return ops.wait_tensor(all_of_them)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x [...] over all ranks, on each.
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum x [...] over all ranks.
 
-        On a CPU it is added in rank order: like our CPU kernels it is batch-invariant, and has the same bits
-        on each rank.
+        On a CPU, values are added in rank order: the sum is batch-invariant and has the same bits on each
+        rank.
         """
         if x.is_cuda:
             ops = torch.ops._c10d_functional
@@ -99,62 +99,62 @@ class Ranks:
             total = total + other
         return total
 
-    def join(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def concatenate(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Concatenate the parts x [..., sizes[rank]] of all ranks to [..., sum(sizes)]."""
-        most = max(sizes)
-        parts = self.all_gather(F.pad(x, (0, most - x.shape[-1])))
+        parts = self.all_gather(F.pad(x, (0, max(sizes) - x.shape[-1])))
         return torch.cat([part[..., :size] for part, size in zip(parts.unbind(0), sizes)], -1)
 
-    def best(self, value: Tensor, token: Tensor) -> Tensor:
-        """Return the tokens [...] with the largest value [...], float32, over all ranks. The first of equals
-        wins.
+    def argmax(self, value: Tensor, token: Tensor) -> Tensor:
+        """Return the token [...] with the largest float32 value [...] over all ranks; ties: the lower rank.
 
-        A token and its value travel as two float64, which hold both exactly.
+        A token and its value are sent as two float64, which represent both exactly.
         """
         values, tokens = self.all_gather(torch.stack((value.double(), token.double()))).unbind(1)
         return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
 
-    def first(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Return rank 0's x [...]."""
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.broadcast(x.contiguous(), 0, self.group))
 
-    def agree(self, what: str, device: torch.device | str) -> None:
-        """Raise InputError unless all ranks have the same `what`, on which their steps depend."""
+    def check_equal(self, what: str, device: torch.device | str) -> None:
+        """Raise InputError unless all ranks have the same `what`."""
         digests = self.all_gather(torch.tensor(number_of(what), device=device)).tolist()
         if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
             raise InputError(
                 f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one"
-                f" command, on machines alike (this one: {what:.300})"
+                f" command, on equal machines (this one: {what:.300})"
             )
 
-    def name(self, what: str, device: torch.device | str) -> str:
+    def digest(self, what: str, device: torch.device | str) -> str:
         """Return a digest of rank 0's `what`."""
-        return f"{self.first(torch.tensor(number_of(what), device=device)).item():x}"
+        return f"{self.broadcast(torch.tensor(number_of(what), device=device)).item():x}"
 
 
-def own_device(device: str) -> str:
-    """Return the device of this process: processes of one machine on "cuda" take a GPU each."""
+def local_device(device: str) -> str:
+    """Return the device of this process: "cuda" becomes the GPU of its local rank."""
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
-def is_loss(error: RuntimeError) -> bool:
+def is_lost_rank(error: RuntimeError) -> bool:
     """Return whether an error means that another rank is lost."""
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST)
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST_RANK_ERRORS)
 
 
 @contextlib.contextmanager
-def joined(device: str, heads: bool = False, reply_timeout: timedelta | None = None) -> Iterator[Ranks]:
-    """Join the ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
+def process_group(
+    device: str, heads: bool = False, reply_timeout: timedelta | None = None
+) -> Iterator[Ranks]:
+    """Join the process group of torchrun's environment within this context. heads: see `Ranks`.
 
-    reply_timeout: for a rank that runs and does not answer (default `REPLY_TIMEOUT`). Raises InputError if
-    the environment describes no rank, if they do not find each other, or, out of the context, if one of them
-    is lost or torchrun ends this one.
+    reply_timeout: of collectives (default `REPLY_TIMEOUT`). Raises InputError if there is no such
+    environment, if the ranks do not find each other, or, from the context, if a rank is lost or torchrun
+    terminates this one.
     """
     end_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(torch.device(own_device(device)))
+        torch.cuda.set_device(torch.device(local_device(device)))
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=reply_timeout or REPLY_TIMEOUT)
     except (RuntimeError, ValueError) as e:
@@ -162,35 +162,35 @@ def joined(device: str, heads: bool = False, reply_timeout: timedelta | None = N
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)
     this = f"rank {ranks.rank} of {ranks.count}"
     try:
-        with _ended_by_a_signal(this):
+        with _sigterm_as_error(this):
             yield ranks
     except RuntimeError as e:
-        if not is_loss(e):
+        if not is_lost_rank(e):
             raise
         raise InputError(
-            f"{this} has lost another one ({first_line(e)}), so all end; torchrun's report says which, the"
-            " system's log may say why"
+            f"{this} has lost another one ({first_line(e)}), so all end; see torchrun's report and the"
+            " system's log"
         ) from e
     dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _ended_by_a_signal(this: str) -> Iterator[None]:
+def _sigterm_as_error(this: str) -> Iterator[None]:
     """Turn SIGTERM, which torchrun sends when a rank has died, into an InputError within this context."""
     def end(number: int, frame: object) -> None:
-        raise InputError(f"{this} is ended: torchrun, or another rank, has died or was told to end")
+        raise InputError(f"{this} was terminated: torchrun or another rank has ended")
 
     signal.signal(signal.SIGTERM, end)
     try:
         yield
-    except BaseException:  # a last line is not to be cut off
+    except BaseException:  # print the last line completely
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Span(NamedTuple):
-    """One rank's part of something of this size: first ... last - 1."""
+    """The range first ... last - 1 of a dimension of this size."""
 
     size: int
     first: int
@@ -198,7 +198,6 @@ class Span(NamedTuple):
 
     @property
     def count(self) -> int:
-        """The size of the part."""
         return self.last - self.first
 
 
@@ -209,12 +208,12 @@ def _split(count: int, unit: int, rank: int, ranks: int) -> Span:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's parts of a target's queries, keys (or values), MLP's inner width, and tokens.
+    """One rank's spans of a target's queries, keys (or values), MLP's inner width, and tokens.
 
     A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
-    hold the same one. Targets with delta nets also have a gate of attention's output, the inner width of the
-    expert that all rows use, and keys (or queries), values and heads of delta nets. Values stay with the keys
-    that they use. In other targets these are empty.
+    hold the same one. The other spans belong to targets with delta nets, and are empty in others: a gate of
+    attention's output, the inner width of the shared expert, and keys (or queries), values and heads of delta
+    nets. Values stay with the keys that they use.
     """
 
     queries: Span
@@ -228,10 +227,10 @@ class Shard:
     delta_heads: Span
 
     @classmethod
-    def of(
+    def for_rank(
         cls, args: ModelArgs, scheme: Scheme | None, rank: int, ranks: int, tokens: int | None = None
     ) -> Shard:
-        """tokens: of the lm_head, if it is not the vocabulary.
+        """Split a target over ranks. tokens: of the lm_head, if it is not the vocabulary.
 
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
@@ -241,22 +240,21 @@ class Shard:
             "num_experts", "delta_layers"))
         if nkv < ranks and (ranks % nkv or nh % ranks):
             raise InputError(
-                f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be dealt to at most {nkv}, or"
-                f" to a multiple of {nkv} that divides {nh}; choose another --nproc-per-node"
+                f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be sharded over at most {nkv}"
+                f" ranks, or over a multiple of {nkv} that divides {nh}; choose another --nproc-per-node"
             )
-        # Inputs that are rounded together, or whose weights are, stay together; else pairs do, as 16-bit
-        # kernels read them.
+        # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
         mode, unit = scheme.mode_of("layers") if scheme else (None, 0)
         unit = W8A8_GROUP if mode == "w8a8" else unit
-        of_stacks = scheme.mode_of("layers", is_experts=True)[1] if scheme and experts else 0
-        pieces = max(unit, of_stacks) or 2 - inner % 2
+        stack_unit = scheme.mode_of("layers", is_experts=True)[1] if scheme and experts else 0
+        pieces = max(unit, stack_unit) or 2 - inner % 2
         tokens = tokens or args.vocab_size
         narrow = any(n % pieces or 0 < n // pieces < ranks for n in (inner, shared))
         if narrow or tokens < ranks or 0 < nk < ranks:
-            of_all_rows = f", one of {shared} for all rows, {nk} key heads of delta nets" if nk else ""
+            others = f", a shared expert of {shared}, {nk} key heads of delta nets" if nk else ""
             raise InputError(
-                f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together"
-                f"{of_all_rows}, and {tokens} tokens cannot be dealt to so many; choose another"
+                f"{ranks} ranks: an MLP of {inner} inner values, in units of {pieces}"
+                f"{others}, and {tokens} tokens cannot be sharded over these ranks; choose another"
                 " --nproc-per-node"
             )
         if nkv < ranks:
@@ -269,7 +267,7 @@ class Shard:
         for what, span in (("attention", queries), ("a delta net", values)):
             if unit and (span.first % unit or span.last % unit):
                 raise InputError(
-                    f"{ranks} ranks: {mode} takes {unit} inputs together, rank {rank} would have the inputs"
+                    f"{ranks} ranks: {mode} has groups of {unit} inputs, but rank {rank} would have inputs"
                     f" {span.first} to {span.last} of {what}'s output; choose another --nproc-per-node"
                 )
         return cls(
@@ -279,28 +277,28 @@ class Shard:
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
-        """Return the shape of this rank's model. The vocabulary is the whole one, as embeddings are."""
+        """Return the args of this rank's model. The vocabulary is not sharded, as embeddings are not."""
         hd = whole.head_dim
-        of_hybrid = {
+        delta_args = {
             "shared_expert_size": self.shared.count, "delta_heads": self.delta_heads.count,
             "delta_key_heads": self.delta_keys.count // max(whole.delta_key_dim, 1),
         } if hasattr(whole, "delta_heads") else {}
         return replace(
             whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
-            intermediate_size=self.inner.count, **of_hybrid,
+            intermediate_size=self.inner.count, **delta_args,
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Return the dimension along which a tensor of the whole target is cut, and this rank's ranges of it.
+        """Return the dimension along which a target's tensor is cut, and this rank's ranges of it.
 
-        None: the rank has all of it.
+        None: it is replicated.
         """
-        layer = AROUND.sub("", name)
-        if layer not in PLAN:
+        layer = NAME_AFFIXES.sub("", name)
+        if layer not in SHARDED_DIMENSIONS:
             return None
-        dimension, along = PLAN[layer]
+        dimension, along = SHARDED_DIMENSIONS[layer]
         if name.endswith(".bias"):
-            if dimension == INPUTS:  # of a sum: see `shard_module`
+            if dimension == INPUTS:  # rank 0 adds it, see `shard_module`
                 return None
             dimension = -1
         spans = [getattr(self, what) for what in along]
@@ -308,43 +306,43 @@ class Shard:
         if length == 1 and dimension == INPUTS:  # scales of rows
             return None
         ranges, before = [], 0
-        for size, first, last in spans:  # two values of 4 bits lie in a byte, a group of inputs has one scale
+        for size, first, last in spans:  # bytes hold two 4-bit values, groups share a scale
             ranges.append(((before + first) * length // whole, (before + last) * length // whole))
             before += size
         return dimension % len(shape), ranges
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a tensor of the whole target."""
+        """Return the shape of this rank's shard of a target's tensor."""
         if (cut := self.cut(name, shape)) is None:
             return shape
         dimension, ranges = cut
         return *shape[:dimension], sum(b - a for a, b in ranges), *shape[dimension + 1 :]
 
     def read(self, name: str, file) -> Tensor:
-        """Read this rank's part of a tensor in an open safetensors file, and nothing else."""
+        """Read only this rank's shard of a tensor from an open safetensors file."""
         stored = file.get_slice(name)
         if (cut := self.cut(name, tuple(stored.get_shape()))) is None:
-            return file.get_tensor(name)  # a view of the file, whose memory the ranks of a machine share
+            return file.get_tensor(name)  # a view of the mapped file, shared by the ranks of a machine
         dimension, ranges = cut
         before = (slice(None),) * dimension
         return torch.cat([stored[(*before, slice(a, b))] for a, b in ranges if a < b], dimension)
 
 
-class Summed(nn.Module):
-    """A layer (or a whole MLP) that gives a part of a sum over the ranks."""
+class AllReduced(nn.Module):
+    """A layer (or an MLP) followed by an all-reduce."""
 
     def __init__(self, layer: nn.Module, ranks: Ranks):
         super().__init__()
         self.layer, self.ranks = layer, ranks
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """The whole sum [..., H], added to `onto` [..., H], if given."""
-        y = self.ranks.sum(self.layer(x, None))
+        """x [..., K] -> [..., H], summed over the ranks, plus `onto` [..., H] if given."""
+        y = self.ranks.all_reduce(self.layer(x, None))
         return y if onto is None else onto + y
 
 
 class ShardedHead(nn.Module):
-    """An lm_head sharded by tokens. layer: this rank's. tokens: the number of tokens of each rank."""
+    """An lm_head sharded by tokens. layer: this rank's shard. tokens: by rank."""
 
     def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
         super().__init__()
@@ -353,22 +351,22 @@ class ShardedHead(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [..., H] -> float32 logits of all tokens [..., V], on every rank."""
-        return self.ranks.join(self.layer.logits(x), self.tokens)
+        return self.ranks.concatenate(self.layer.logits(x), self.tokens)
 
 
 def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
-    """Make a target, or a head, compute with the other ranks, in place. It has this rank's weights.
+    """Add the collectives to a target or a head with this rank's weights, in place.
 
-    shards: of all ranks. The lm_head that a head borrows from its target stays what it is there.
+    shards: of all ranks. An lm_head that a head shares with its target is left as it is there.
     """
     tokens = [shard.tokens for shard in shards]
     for layer in [module for module in model.modules() if isinstance(module, Block)]:
         for name, bias in layer.named_parameters() if ranks.rank else ():
-            if name in ADDED_ONCE:
+            if name in RANK0_BIASES:
                 bias.data = torch.zeros_like(bias)
         for name, part in list(layer.named_children()):
-            if name in SUMMED:
-                setattr(layer, name, Summed(part, ranks))
+            if name in ALL_REDUCED:
+                setattr(layer, name, AllReduced(part, ranks))
     if isinstance(model, Transformer):
         model.ranks, model.sharded = ranks, sharded_step
         if model.lm_head is None:  # tied: a view of the table

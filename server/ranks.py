@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.engine import Engine
 from engine.request import Event, Guide, Request
-from kernels.tp import is_loss
+from kernels.tp import is_lost_rank
 from sampling.options import Sampling
 from server.worker import EngineLost
 
@@ -90,7 +90,7 @@ class Leader:
             self.channel.send(*message)
             yield
         except RuntimeError as e:
-            if not is_loss(e):
+            if not is_lost_rank(e):
                 raise
             raise EngineLost("another rank of this server has died") from None
 

@@ -65,7 +65,7 @@ def training_copy(target: Transformer) -> Transformer:
     an instruction, and Intel's that have it but no tiles.
     """
     weight, has = target.embed.weight, isa.features()
-    if weight.is_cuda or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.maker() != isa.INTEL):
+    if weight.is_cuda or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.vendor() != isa.INTEL):
         return target
     return copy.deepcopy(target).float() if weight.dtype != torch.float32 else target
 

@@ -1,13 +1,13 @@
-// AMX: eight tiles of up to 16 rows of 64 bytes, and products of them, which read a block of a packed weight as
-// it lies. Linux gives a process the tiles if it asks for them, as kernels/isa.py does.
+// AMX: eight tiles of up to 16 rows of 64 bytes, and their products, which read blocks of packed weights directly. A
+// process must request the tiles from Linux, see kernels/isa.py.
 //
-// Not Intel's intrinsics: GCC 12's do not tell the compiler that they read or write memory.
+// Inline assembly, as GCC 12's intrinsics do not tell the compiler that they access memory.
 #pragma once
 
 namespace eagle {
 
 inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
-inline void release_tiles() { asm volatile("tilerelease"); }  // from here on a thread has fewer registers to save
+inline void release_tiles() { asm volatile("tilerelease"); }  // context switches save fewer registers then
 
 template <int T>
 inline void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
@@ -19,7 +19,7 @@ template <int T>
 inline void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
 }
-// SUM += A times B: pairs of bfloat16, added to floats, or fours of bytes, with a sign but in A or B, to integers.
+// SUM += A * B: pairs of bfloat16 to float32, or four bytes to int32. Bytes are signed except in A or B, see `Dot`.
 template <Dot DOT, int SUM, int A, int B>
 inline void dot_tiles() {
 #define DOT_TILES(instruction) \

@@ -1,16 +1,15 @@
-// The loops of a linear layer and of attention with tiles (amx.h). 16 steps of a block, LANES columns of them, are one.
+// The loops of linear layers and attention on AMX. A tile holds 16 steps of LANES columns of a block.
 //
-// A product of tiles adds in an order of its own: even and odd values of a row apart, then both together to the
-// sum. A row's bits do not depend on how many rows its tile has, but they are not those of `Bf16::dot`. So
-// bfloat16 goes through tiles for any number of rows, not from some number on.
+// AMX adds even and odd values of a row separately, then both to the sum. A row's bits do not depend on the rows of its
+// tile, but differ from `Bf16::dot`. So bfloat16 uses AMX for any number of rows.
 #pragma once
 
 #include "products.h"
 
 #ifdef TILES
 namespace eagle {
-enum class Dot { PAIRS, BYTES, UNSIGNED_A, UNSIGNED_B };  // what a product of tiles multiplies, see amx.h
-// As LDTILECFG reads them.
+enum class Dot { PAIRS, BYTES, UNSIGNED_A, UNSIGNED_B };  // operands of a product of tiles, see amx.h
+// The operand of LDTILECFG.
 struct TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -24,18 +23,18 @@ namespace eagle {
 
 constexpr int TILE = 16;  // rows of a tile, and words of a row
 static_assert(LANES == TILE && BLOCK == 2 * TILE && TILE_ROWS == 2 * TILE);
-constexpr int64_t SIDE = BLOCK * sizeof(uint32_t);  // bytes from one row to the next, of a block and of sums
+constexpr int64_t ROW_BYTES = BLOCK * sizeof(uint32_t);  // of a block, of sums
 
-// The tiles of this thread, while this lives: 0..3 are sums (two of rows, two of columns), 4 and 5 rows of x,
-// 6 and 7 columns of a block.
+// The AMX tiles of this thread, released by the destructor: 0 ... 3 are sums (two of rows by two of columns), 4 and 5
+// rows of x, 6 and 7 columns of a block.
 class Tiles {
  public:
   ~Tiles() {
     if (rows) release_tiles();
   }
-  void shape(int for_rows) {
-    if (rows == for_rows) return;  // it takes as long as some products
-    rows = for_rows;
+  void shape(int new_rows) {
+    if (rows == new_rows) return;  // reshaping takes as long as some products
+    rows = new_rows;
     TileShapes shapes;
     for (int t = 0; t < 8; t++) {
       const int first = t < 6 ? (t < 4 ? t / 2 : t - 4) * TILE : 0, all = t < 6 ? rows : TILE;
@@ -57,40 +56,42 @@ inline void zero_sums() {
 template <int HALVES>
 inline void store_sums(void* to) {  // [rows, BLOCK]
   char* p = static_cast<char*>(to);
-  store_tile<0>(p, SIDE), store_tile<1>(p + 64, SIDE);
-  if constexpr (HALVES == 2) store_tile<2>(p + TILE * SIDE, SIDE), store_tile<3>(p + TILE * SIDE + 64, SIDE);
+  store_tile<0>(p, ROW_BYTES), store_tile<1>(p + 64, ROW_BYTES);
+  p += TILE * ROW_BYTES;
+  if constexpr (HALVES == 2) store_tile<2>(p, ROW_BYTES), store_tile<3>(p + 64, ROW_BYTES);
 }
-// To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block. fetch_part(), between the tiles' loads,
-// fetches a quarter of what is to be fetched meanwhile.
+// Add the products of rows of 16 words, `row_stride` bytes apart, and 16 steps of a block to the sums. fetch_part(),
+// called between the loads of tiles, issues a quarter of the prefetches.
 template <int HALVES, Dot DOT, class Fetch>
-inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, const Fetch& fetch_part) {
+inline void add_products(const uint32_t* rows, int64_t row_stride, const void* steps, const Fetch& fetch_part) {
   const char *a = reinterpret_cast<const char*>(rows), *b = static_cast<const char*>(steps);
-  load_tile<6>(b, SIDE), fetch_part();
-  load_tile<7>(b + 64, SIDE), fetch_part();
-  load_tile<4>(a, apart), fetch_part();
+  load_tile<6>(b, ROW_BYTES), fetch_part();
+  load_tile<7>(b + 64, ROW_BYTES), fetch_part();
+  load_tile<4>(a, row_stride), fetch_part();
   dot_tiles<DOT, 0, 4, 6>(), dot_tiles<DOT, 1, 4, 7>(), fetch_part();
   if constexpr (HALVES == 2) {
-    load_tile<5>(a + TILE * apart, apart);
+    load_tile<5>(a + TILE * row_stride, row_stride);
     dot_tiles<DOT, 2, 5, 6>(), dot_tiles<DOT, 3, 5, 7>();
   }
 }
 
-// Rows of a, so many words apart, times b [words, BLOCK], whole tiles of it -> sums, `stride` apart, or added to them, which
-// are floats or, of bytes, integers. The rows are as many as tiles are shaped for, up to 16. Fetches some of `ahead` for every word.
-template <Dot DOT, class Ahead>
-void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, bool add, float* sums, int64_t stride,
-                Ahead& ahead) {
+// Multiply rows of a, `row_stride` words apart, by b [words, BLOCK], whole tiles -> sums at `stride`: floats, or
+// integers for bytes. add: add to sums. The number of rows is what tiles are shaped for, at most 16.
+template <Dot DOT, class PrefetchRange>
+void tiled_rows(const uint32_t* a, int64_t row_stride, const char* b, int64_t words, bool add, float* sums,
+                int64_t stride, PrefetchRange& prefetch) {
   const auto fetch_part = [&] {
-    for (int i = 0; i < TILE / 4; i++) ahead.step();
+    for (int i = 0; i < TILE / 4; i++) prefetch.step();
   };
-  apart *= sizeof(uint32_t), stride *= sizeof(float);
+  row_stride *= sizeof(uint32_t), stride *= sizeof(float);
   if (add) load_tile<0>(sums, stride), load_tile<1>(sums + TILE, stride);
   else zero_sums<1>();
-  for (int64_t k = 0; k < words; k += TILE, b += TILE * SIDE) add_products<1, DOT>(a + k, apart, b, fetch_part);
+  for (int64_t k = 0; k < words; k += TILE, b += TILE * ROW_BYTES)
+    add_products<1, DOT>(a + k, row_stride, b, fetch_part);
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
 
-// As `Columns::unpack`, bytes with a sign.
+// `Columns::unpack` to signed bytes.
 template <class Columns>
 inline void load_signed(const char* p, Words* columns) {
   typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
@@ -98,30 +99,30 @@ inline void load_signed(const char* p, Words* columns) {
   for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
 }
 
-// `add_products` of `count` steps of a block, which p moves over: as they lie, or unpacked, with
-// zeros where there are fewer than 16.
+// `add_products` for `count` steps of a block, and advance p. Reads them in place, or unpacked and padded with zeros
+// to 16.
 template <int HALVES, Dot DOT, class W>
-inline void add_steps(const uint32_t* rows, int64_t apart, const char*& p, int count, Next& next) {
-  if (W::BYTES == SIDE && count == TILE) {
-    add_products<HALVES, DOT>(rows, apart, p, [&] {
-      for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
+inline void add_steps(const uint32_t* rows, int64_t row_stride, const char*& p, int count, Prefetcher& next) {
+  if (W::BYTES == ROW_BYTES && count == TILE) {
+    add_products<HALVES, DOT>(rows, row_stride, p, [&] {
+      for (int64_t i = 0; i < TILE * ROW_BYTES / 4; i += 64) next.step<64>();
     });
   } else {
     Words unpacked[TILE * VECTORS];
     for (int i = 0; i < count; i++) next.step<W::BYTES>(), load_signed<W>(p + i * W::BYTES, unpacked + i * VECTORS);
     std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-    add_products<HALVES, DOT>(rows, apart, unpacked, [] {});
+    add_products<HALVES, DOT>(rows, row_stride, unpacked, [] {});
   }
   p += count * W::BYTES;
 }
 
-// As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
+// `block_product` on AMX, for up to TILE_ROWS rows. Tiles are shaped for `rows`.
 template <template <class> class Weights, int HALVES>
-[[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
+[[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Prefetcher next,
                                      float* sums) {
   using W = Weights<Bf16>;
   static_assert(W::STEP == 1);
-  alignas(64) uint32_t few[TILE_ROWS][TILE];  // the last words of x, and zeros where there are fewer than 16
+  alignas(64) uint32_t padded[TILE_ROWS][TILE];  // the last words of x, padded with zeros
   alignas(64) float of_group[TILE_ROWS * BLOCK];
   const char* p = w.block(b);
   const int64_t group = w.steps / w.groups;
@@ -130,13 +131,13 @@ template <template <class> class Weights, int HALVES>
     for (int64_t k = 0; k < group; k += TILE) {
       const int count = std::min<int64_t>(TILE, group - k);
       const uint32_t* from = x + g * group + k;
-      int64_t apart = w.steps * sizeof(uint32_t);
+      int64_t row_stride = w.steps * sizeof(uint32_t);
       if (count < TILE) {
-        std::memset(few, 0, sizeof few);
-        for (int r = 0; r < rows; r++) std::memcpy(few[r], from + r * w.steps, count * sizeof(uint32_t));
-        from = few[0], apart = sizeof few[0];
+        std::memset(padded, 0, sizeof padded);
+        for (int r = 0; r < rows; r++) std::memcpy(padded[r], from + r * w.steps, count * sizeof(uint32_t));
+        from = padded[0], row_stride = sizeof padded[0];
       }
-      add_steps<HALVES, Dot::PAIRS, W>(from, apart, p, count, next);
+      add_steps<HALVES, Dot::PAIRS, W>(from, row_stride, p, count, next);
     }
     if constexpr (!SCALED<W>) {
       return store_sums<HALVES>(sums);
@@ -151,22 +152,22 @@ template <template <class> class Weights, int HALVES>
   }
 }
 
-// As `rounded_product`, with the same bits, as integers are summed exactly.
+// `rounded_product` on AMX, with the same bits, as integer sums are exact.
 template <class Columns, int HALVES>
-[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b,
-                                             Next next, float* sums) {
+[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tile_rows, int rows, const Weight& w,
+                                             int64_t b, Prefetcher next, float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
   alignas(64) int32_t of_group[2 * ALL];
   const Rounding how = Rounding::of(w);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), at = x.group_of(tile, K, how);
-  const int64_t steps = how.group / how.per_word, apart = how.tile_words();
+  const int64_t steps = how.group / how.per_word, row_stride = how.tile_words();
   const uint32_t* from = x.words_of(tile, K, how);
   const char* p = w.block(b);
   const auto scale_group = [&](int64_t g) {
     const int32_t* summed = of_group + g % 2 * ALL;
-    const float* of_rows = &x.scales[at + g * tall];
+    const float* of_rows = &x.scales[at + g * tile_rows];
     Floats of_columns[VECTORS];
     for (int v = 0; FOUR_BITS && v < VECTORS; v++)
       of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);
@@ -177,14 +178,14 @@ template <class Columns, int HALVES>
         store(sums + i, fma(to_floats(load<Ints>(summed + i)), scale, g ? load<Floats>(sums + i) : Floats{}));
       }
   };
-  for (int64_t g = 0; g < groups; g++, from += (tall - 1) * apart) {
+  for (int64_t g = 0; g < groups; g++, from += (tile_rows - 1) * row_stride) {
     const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
     zero_sums<HALVES>();
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
-      add_steps<HALVES, Dot::BYTES, Columns>(from, apart * sizeof(uint32_t), p, count, next);
+      add_steps<HALVES, Dot::BYTES, Columns>(from, row_stride * sizeof(uint32_t), p, count, next);
     }
-    // Sums are scaled while the next ones are made: they come out of a tile long after it is stored.
+    // Scale a group's sums during the next group's products: a stored tile can be read only much later.
     store_sums<HALVES>(of_group + g % 2 * ALL);
     if (g) scale_group(g - 1);
   }

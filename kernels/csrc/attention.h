@@ -1,23 +1,21 @@
-// Attention of one layer over the live prefix of its cache, after head norms, rotary and the cache write.
+// Attention of one layer over the live slots of its cache, with head norms, RoPE and the cache write.
 //
-// Row-invariant: a row counts the slots that it sees, in ascending order; a slot's number is its rank for this
-// row. Sums run over ranks, in blocks of BLOCK_SLOTS that begin from zero and are added in order. Where a slot
-// lies among other rows' slots, what rows there are and which thread takes a block changes nothing. A window leaves
-// ranks as they are: those before it have no weight, and blocks that are before all rows' windows are left out. Softmax
-// weights are taken relative to a power of two, so that bringing two blocks to one scale is exact.
+// It is batch-invariant: sums run over the slots that a token attends to, in ascending order, in blocks of
+// BLOCK_SLOTS that start from zero and are added in order. So they do not depend on other tokens' slots or on
+// threads. Slots before a sliding window are counted too, with zero weight; blocks before the windows of all rows are
+// skipped. Softmax weights are relative to a power of two, so that rescaling a block is exact.
 //
-// Scores and weighted values are products like those of a linear layer: rows of a group times a tile of BLOCK
-// columns, which are slots for scores and places in a head for values. How keys and values are stored and get to
-// that layout is in in_dtype.h and in_bytes.h.
+// Scores and weighted values are products of query rows with tiles of BLOCK columns: slots for scores, dimensions of a
+// head for values. kv_dtype.h and kv_int8.h store keys and values and pack them to that layout.
 #pragma once
 
 #include "amx_products.h"
-#include "in_bytes.h"
-#include "in_dtype.h"
+#include "kv_int8.h"
+#include "kv_dtype.h"
 
 namespace eagle {
 
-// A head [size], normed if there is a weight, then rotated by cos, sin [size / 2] in pairs (i, i + size/2).
+// Apply RMSNorm, if there is a weight, and RoPE to a head [size], in pairs (i, i + size/2).
 template <class E, class Out>
 inline void rotate_head(const Value<E>* head, const float* cosine, const float* sine, const float* norm,
                         float eps, int64_t size, Value<Out>* out) {
@@ -33,159 +31,158 @@ inline void rotate_head(const Value<E>* head, const float* cosine, const float* 
   }
 }
 
-// Integers have the same sum in any order. So of products of bytes, those of all rows of a group go through AMX, in whole
-// tiles, unless they are so few that vectors are as fast.
-constexpr int LEAST_ROWS = 8;
+// Integer sums are exact in any order, so int8 products may run on AMX or on vectors. From this number of rows on AMX
+// is faster.
+constexpr int MIN_AMX_ROWS = 8;
 #ifdef TILES
 template <class X>
-constexpr Dot DOT = std::is_same_v<X, KeyBytes>     ? Dot::UNSIGNED_B  // has BYTE_OFFSET
-                    : std::is_same_v<X, ValueBytes> ? Dot::UNSIGNED_A
+constexpr Dot DOT = std::is_same_v<X, Int8Keys>     ? Dot::UNSIGNED_B  // has BYTE_OFFSET
+                    : std::is_same_v<X, Int8Values> ? Dot::UNSIGNED_A
                                                     : Dot::PAIRS;
 #endif
 template <class X>
-constexpr bool IN_ANY_ORDER = TILE_ROWS && (std::is_same_v<X, KeyBytes> || std::is_same_v<X, ValueBytes>);
+constexpr bool INTEGER_AMX = TILE_ROWS && (std::is_same_v<X, Int8Keys> || std::is_same_v<X, Int8Values>);
 
-// The rows that attend to one head of one sequence, whose keys and values are `Stored`: `InDtype` or `InBytes`.
+// Attention of the query rows of one key/value head of one sequence. Stored: `DtypeKV` or `Int8KV`.
 template <class Stored>
 struct Attention {
-  using Keys = typename Stored::Keys;  // what products with tiles of them multiply
+  using Keys = typename Stored::Keys;  // element types of products
   using Values = typename Stored::Values;
   static constexpr int W = Stored::W;  // slots in a word of weights
-  static constexpr bool IN_TILES = TILED<Keys> || IN_ANY_ORDER<Keys>;
+  static constexpr bool IN_TILES = TILED<Keys> || INTEGER_AMX<Keys>;
   Stored stored;
-  const Room<float> scores;  // [ROWS, SCORES], of which weights take the place
-  const int tall;  // rows of a group, for which tiles are shaped
+  const Buffer<float> scores;  // [ROWS, SCORES], overwritten by softmax weights
+  const int group_rows;  // AMX tiles are shaped for this number of rows
   const int64_t window;
-  Ahead next_keys, next_values;
+  PrefetchRange next_keys, next_values;
 
   // padded: hd in whole tiles.
   Attention(int64_t hd, int64_t padded, const Groups& groups, int64_t window)
-      : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), tall(groups.size), window(window) {
-    std::fill_n(&scores[tall * SCORES], ROWS * SCORES, 0.0f);  // of rows after the last, as in `InDtype`
+      : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), group_rows(groups.size), window(window) {
+    std::fill_n(&scores[group_rows * SCORES], ROWS * SCORES, 0.0f);  // rows beyond the last are read, see `DtypeKV`
   }
 
-  bool fills_tiles(int rows) const { return rows == tall && rows >= LEAST_ROWS; }
+  bool fills_amx_tile(int rows) const { return rows == group_rows && rows >= MIN_AMX_ROWS; }
 
-  // `rows` of a group's rows from `row` on: their scores with a tile of keys, from `place` of the block on.
-  void score(int64_t group, int row, int rows, const char* tile, int64_t place) {
-    float* to = &scores[row * SCORES + place];
+  // Compute the scores of `rows` rows of a group, from `row` on, with a tile of keys at offset `at` of the block.
+  void compute_scores(int64_t group, int row, int rows, const char* tile, int64_t at) {
+    float* to = &scores[row * SCORES + at];
 #ifdef TILES
-    if (TILED<Keys> || (IN_ANY_ORDER<Keys> && fills_tiles(rows) && stored.words % TILE_WORDS == 0))
-      // What it has of other rows, in this order, they overwrite.
+    if (TILED<Keys> || (INTEGER_AMX<Keys> && fills_amx_tile(rows) && stored.words % TILE_WORDS == 0))
+      // Overwrites the rows that follow; they are computed later.
       return tiled_rows<DOT<Keys>>(stored.query_rows(group, row), stored.words, tile, stored.words, false, to, SCORES,
                                    next_keys);
 #endif
-    by_rows(rows, [&](auto R) {
+    dispatch_rows(rows, [&](auto R) {
       tile_product<Keys, 1, ROWS, R>(&stored.queries[group * stored.words * ROWS + row], rows, tile, stored.words,
                                      false, to, SCORES, next_keys);
     });
   }
 
-  // The same: their weighted values, over `count` words of weights from `first` on. All that is before `first`
-  // is in the sums already.
-  void gather(int row, int rows, const char* tiles, int64_t first, int64_t count, const Sums& sums) {
+  // Add the weighted values of these rows over `count` words of weights from `first` on; 0 starts new sums.
+  void add_values(int row, int rows, const char* tiles, int64_t first, int64_t count, const SoftmaxSums& sums) {
     const auto* weights = reinterpret_cast<const uint32_t*>(&scores[row * SCORES]) + first;
     for (int64_t d = 0; d < stored.padded; d += BLOCK, tiles += Stored::VALUE_WORDS * Columns<Values>::BYTES) {
       float* to = sums.out + row * stored.padded + d;
       int64_t done = 0;
 #ifdef TILES
       if constexpr (TILED<Values>) {
-        alignas(64) float few[TILE_ROWS / 2 * BLOCK];
-        for (int r = 0; r < rows && first; r++) std::copy_n(to + r * stored.padded, BLOCK, few + r * BLOCK);
-        tiled_rows<DOT<Values>>(weights, SCORES, tiles, count, first > 0, few, BLOCK, next_values);
-        for (int r = 0; r < rows; r++) std::copy_n(few + r * BLOCK, BLOCK, to + r * stored.padded);
+        alignas(64) float tile_sums[TILE_ROWS / 2 * BLOCK];
+        for (int r = 0; r < rows && first; r++) std::copy_n(to + r * stored.padded, BLOCK, tile_sums + r * BLOCK);
+        tiled_rows<DOT<Values>>(weights, SCORES, tiles, count, first > 0, tile_sums, BLOCK, next_values);
+        for (int r = 0; r < rows; r++) std::copy_n(tile_sums + r * BLOCK, BLOCK, to + r * stored.padded);
         continue;
       }
-      if (IN_ANY_ORDER<Values> && fills_tiles(rows) && count >= TILE_WORDS) {
+      if (INTEGER_AMX<Values> && fills_amx_tile(rows) && count >= TILE_WORDS) {
         done = count / TILE_WORDS * TILE_WORDS;
         tiled_rows<DOT<Values>>(weights, SCORES, tiles, done, first > 0, to, stored.padded, next_values);
         if (done == count) continue;
       }
 #endif
-      by_rows(rows, [&](auto R) {
+      dispatch_rows(rows, [&](auto R) {
         tile_product<Values, SCORES, 1, R>(weights + done, rows, tiles + done * Columns<Values>::BYTES, count - done,
                                            first + done > 0, to, stored.padded, next_values);
       });
     }
   }
 
-  // The sums of the rows of all groups over a block of slots of head h of sequence b. seen: of the rows of this
-  // sequence. use(group) says where a group's sums go, done(group) that they are there.
-  template <class Use, class Done>
-  void attend(const Groups& groups, int64_t block, const Seen* seen, const Cache& k, const Cache& v, int64_t b,
-              int64_t h, const Use& use, const Done& done) {
+  // Compute the softmax sums of all groups over one block of slots of head h of sequence b. row_slots: of the tokens of
+  // this sequence. sums_of(group): memory for a group's sums. done(group, sums): called when they are complete.
+  template <class SumsOf, class Done>
+  void attend(const Groups& groups, int64_t block, const VisibleSlots* row_slots, const Cache& k, const Cache& v,
+              int64_t b, int64_t h, const SumsOf& sums_of, const Done& done) {
     const float scale = 1.44269504f / std::sqrt(float(stored.hd));
-    struct Span { int64_t shared, least, most; };
-    // Slots of the block that have one rank for all rows of a group; the least and the largest number of them that are
-    // before the window of a row.
+    // shared: leading slots of the block that all rows of a group see. min_before, max_before: slots of the block
+    // before the sliding window, over the rows.
+    struct Span { int64_t shared, min_before, max_before; };
     const auto span = [&](int64_t group) {
-      int64_t shared = BLOCK_SLOTS, least = BLOCK_SLOTS, most = 0;
+      int64_t shared = BLOCK_SLOTS, min_before = BLOCK_SLOTS, max_before = 0;
       for (int64_t row = groups.begin(group); row < groups.begin(group + 1); row = groups.next(group, row)) {
-        const Seen& slots = seen[row / groups.per_kv];
-        const int64_t before = slots.before(block, window);
+        const VisibleSlots& slots = row_slots[row / groups.per_kv];
+        const int64_t before = slots.before_window(block, window);
         shared = std::clamp<int64_t>(slots.prefix - block * BLOCK_SLOTS, 0, shared);
-        least = std::min(least, before), most = std::max(most, before);
+        min_before = std::min(min_before, before), max_before = std::max(max_before, before);
       }
-      return Span{shared, least, most};
+      return Span{shared, min_before, max_before};
     };
     int64_t packed = 0;
     for (int64_t g = 0; g < groups.count; g++)
-      if (const Span of = span(g); of.least < BLOCK_SLOTS) packed = std::max(packed, of.shared);
-    stored.open(k, v, b, h, block, packed);
+      if (const Span of = span(g); of.min_before < BLOCK_SLOTS) packed = std::max(packed, of.shared);
+    stored.load_block(k, v, b, h, block, packed);
     for (int64_t g = 0; g < groups.count; g++) {
-      const Sums sums = use(g);
+      const SoftmaxSums sums = sums_of(g);
       const int64_t begin = groups.begin(g), end = groups.begin(g + 1);
       const int rows = groups.rows_of(g);
       const Span of = span(g);
       const int64_t shared = of.shared;
-      if (of.least == BLOCK_SLOTS) {
+      if (of.min_before == BLOCK_SLOTS) {
         sums.clear(rows), done(g, sums);
         continue;
       }
-      // own(row, rows, seen, count) for every row of the sequence: `count` of its slots are in the block.
-      const auto each = [&](const auto& own) {
+      // Call body(row, rows, slots, count) for the rows of each token; `count` of its slots are in the block.
+      const auto each = [&](const auto& body) {
         for (int64_t row = begin; row < end; row = groups.next(g, row)) {
-          const Seen& slots = seen[row / groups.per_kv];
-          own(int(row - begin), int(groups.next(g, row) - row), slots, slots.in(block));
+          const VisibleSlots& slots = row_slots[row / groups.per_kv];
+          body(int(row - begin), int(groups.next(g, row) - row), slots, slots.count_in(block));
         }
       };
-      for (int64_t j = 0; j < shared; j += BLOCK) score(g, 0, rows, stored.key_tile(j), j);
-      each([&](int row, int rows, const Seen& slots, int64_t count) {
+      for (int64_t j = 0; j < shared; j += BLOCK) compute_scores(g, 0, rows, stored.key_tile(j), j);
+      each([&](int row, int rows, const VisibleSlots& slots, int64_t count) {
         for (int64_t j = shared; j < count; j += BLOCK)
-          score(g, row, rows, stored.own_key_tile(slots, j, std::min<int64_t>(BLOCK, count - j)), j);
+          compute_scores(g, row, rows, stored.row_key_tile(slots, j, std::min<int64_t>(BLOCK, count - j)), j);
       });
-      const auto weigh = [&](int row, int rows, const Seen& slots, int64_t count) {
-        stored.weigh(g, row, rows, slots, shared, slots.before(block, window), count, scale, scores, sums);
+      const auto softmax = [&](int row, int rows, const VisibleSlots& slots, int64_t count) {
+        stored.softmax(g, row, rows, slots, shared, slots.before_window(block, window), count, scale, scores, sums);
       };
-      if (shared == BLOCK_SLOTS && !of.most) weigh(0, rows, seen[begin / groups.per_kv], shared);
-      else each(weigh);
+      if (shared == BLOCK_SLOTS && !of.max_before) softmax(0, rows, row_slots[begin / groups.per_kv], shared);
+      else each(softmax);
       const int64_t words = shared / W, whole = TILED<Values> ? words / TILE_WORDS * TILE_WORDS : words;
-      gather(0, rows, stored.value_tiles(), 0, whole, sums);
-      each([&](int row, int rows, const Seen& slots, int64_t count) {
+      add_values(0, rows, stored.value_tiles(), 0, whole, sums);
+      each([&](int row, int rows, const VisibleSlots& slots, int64_t count) {
         const int64_t from = whole * W;
         if (count > from)
-          gather(row, rows, stored.own_value_tiles(slots, from, count - from), whole,
+          add_values(row, rows, stored.row_value_tiles(slots, from, count - from), whole,
                  tile_words<Values>((count - from + W - 1) / W), sums);
       });
-      stored.finish(rows, sums);
+      stored.dequantize(rows, sums);
       done(g, sums);
     }
   }
 };
 
-// Everything between wqkv and wo for one layer: rotate queries and keys (into `rotated` and the cache), store
-// the values, attend. qkv [B*T, width], rotated and out [B*T, heads*hd], k and v [B, S, kv_heads, hd] as `Stored`.
+// All between wqkv and wo of one layer: rotate queries (into `rotated`) and keys, write the cache, attend. qkv [B*T,
+// width], rotated and out [B*T, heads*hd].
 template <class Stored, class E, class Out>
-void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Attending& layer,
+void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const AttentionLayer& layer,
                     Value<E>* rotated, Value<Out>* out) {
   const Groups& groups = pass.groups;
   const Cache &k = layer.k, &v = layer.v;
   const int64_t heads = pass.heads, kv_heads = pass.kv_heads, hd = pass.hd, T = pass.T;
-  team.share(pass.B * T, [&](int64_t row) {
+  team.parallel_for(pass.B * T, [&](int64_t row) {
     const Value<E>* from = qkv + row * pass.width();
-    const int64_t turn = row * hd / 2 + (layer.window ? pass.local : 0), b = row / T, slot = pass.slots[row];
+    const int64_t angle = row * hd / 2 + (layer.window ? pass.local : 0), b = row / T, slot = pass.slots[row];
     const auto rotate = [&](int64_t h, auto dtype, auto* to) {
-      rotate_head<E, decltype(dtype)>(from + h * hd, pass.cosine + turn, pass.sine + turn,
+      rotate_head<E, decltype(dtype)>(from + h * hd, pass.cosine + angle, pass.sine + angle,
                                       h < heads ? layer.q_norm : layer.k_norm, layer.eps, hd, to);
     };
     for (int64_t h = 0; h < heads; h++) rotate(h, E(), rotated + (row * heads + h) * hd);
@@ -194,28 +191,29 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
       Stored::store_value(v, b, slot, h, hd, from + (heads + kv_heads + h) * hd);
     }
   });
-  team.meet();
-  // An item is a block of slots of a unit, which is a key/value head of a sequence. A thread's items follow each
-  // other. Whoever has the first block of a unit adds the next ones to it as far as they are its own; what is
-  // left then is added after all have met.
-  const int64_t units = pass.B * kv_heads, skipped = pass.first_block(layer.window), blocks = pass.blocks() - skipped;
-  const auto begin = [&](int64_t thread) { return units * blocks * thread / team.all; };
-  const auto finish = [&](int64_t unit, int64_t group, const Sums& sums) {
+  team.barrier();
+  // A unit is a key/value head of a sequence; an item is a block of slots of a unit. Threads have contiguous ranges
+  // of items. The thread of a unit's first block adds its own next blocks to it. The other blocks are added after a
+  // barrier.
+  const int64_t units = pass.B * kv_heads, skipped = pass.first_block(layer.window);
+  const int64_t blocks = pass.max_blocks() - skipped;
+  const auto first_item = [&](int64_t thread) { return units * blocks * thread / team.threads; };
+  const auto write_output = [&](int64_t unit, int64_t group, const SoftmaxSums& sums) {
     for (int r = 0; r < groups.rows_of(group); r++) {
       const int64_t row = groups.begin(group) + r, of_row = unit / kv_heads * T + row / groups.per_kv;
       const int64_t head = unit % kv_heads * groups.per_kv + row % groups.per_kv;
-      sums.finish<Out>(r, hd, layer.sinks ? layer.sinks + head : nullptr, out + (of_row * heads + head) * hd);
+      sums.normalize<Out>(r, hd, layer.sinks ? layer.sinks + head : nullptr, out + (of_row * heads + head) * hd);
     }
   };
   Attention<Stored> attention(hd, pass.padded(), groups, layer.window);
   Tiles shapes;
   if (attention.IN_TILES) shapes.shape(groups.size);
-  const Room<float> room(Sums::size(pass.padded()));
-  const Sums next(room, pass.padded());
-  const int64_t end = begin(team.me + 1);
-  for (int64_t item = begin(team.me), before = -1; item < end; item++) {
+  const Buffer<float> next_sums(SoftmaxSums::size(pass.padded()));
+  const SoftmaxSums next(next_sums, pass.padded());
+  const int64_t end = first_item(team.thread + 1);
+  for (int64_t item = first_item(team.thread), before = -1; item < end; item++) {
     const int64_t unit = item / blocks, block = item % blocks, b = unit / kv_heads, kv = unit % kv_heads;
-    const bool ours = item - block >= begin(team.me);  // the unit's first block is this thread's
+    const bool owns_first = item - block >= first_item(team.thread);  // the unit's first block is this thread's
     if (unit != before)
       for (int64_t g = 0; g < groups.count; g++)
         for (int r = 0; r < groups.rows_of(g); r++) {
@@ -227,36 +225,36 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
       const int64_t unit = (item + 1) / blocks, block = skipped + (item + 1) % blocks;
       const auto ahead = [&](const Cache& cache) {
         const int64_t slots = std::min(BLOCK_SLOTS, pass.n - block * BLOCK_SLOTS);
-        return Stored::ahead(cache, unit / kv_heads, block, unit % kv_heads, slots, hd);
+        return Stored::prefetch_range(cache, unit / kv_heads, block, unit % kv_heads, slots, hd);
       };
       attention.next_keys = ahead(k), attention.next_values = ahead(v);
     }
-    const bool add = ours && block;
+    const bool add = owns_first && block;
     attention.attend(
-        groups, skipped + block, &pass.seen[b * T], k, v, b, kv,
+        groups, skipped + block, &pass.row_slots[b * T], k, v, b, kv,
         [&](int64_t group) { return add ? next : pass.sums_of(item, group); },
-        [&](int64_t group, const Sums& sums) {
-          const Sums first = add ? pass.sums_of(item - block, group) : sums;
+        [&](int64_t group, const SoftmaxSums& sums) {
+          const SoftmaxSums first = add ? pass.sums_of(item - block, group) : sums;
           if (add) first.add(sums, groups.rows_of(group));
-          if (ours && block + 1 == blocks) finish(unit, group, first);
+          if (owns_first && block + 1 == blocks) write_output(unit, group, first);
         });
   }
   const auto first_end = [&](int64_t unit) {  // of the thread that has a unit's first block
     int64_t thread = 0;
-    while (begin(thread + 1) <= unit * blocks) thread++;
-    return begin(thread + 1);
+    while (first_item(thread + 1) <= unit * blocks) thread++;
+    return first_item(thread + 1);
   };
   bool all_finished = true;
   for (int64_t unit = 0; unit < units; unit++) all_finished &= first_end(unit) >= (unit + 1) * blocks;
   if (all_finished) return;
-  team.meet();
-  team.share(units * groups.count, [&](int64_t i) {
+  team.barrier();
+  team.parallel_for(units * groups.count, [&](int64_t i) {
     const int64_t unit = i / groups.count, group = i % groups.count;
     if (first_end(unit) >= (unit + 1) * blocks) return;
-    const Sums sums = pass.sums_of(unit * blocks, group);
+    const SoftmaxSums sums = pass.sums_of(unit * blocks, group);
     for (int64_t item = first_end(unit); item < (unit + 1) * blocks; item++)
       sums.add(pass.sums_of(item, group), groups.rows_of(group));
-    finish(unit, group, sums);
+    write_output(unit, group, sums);
   });
 }
 

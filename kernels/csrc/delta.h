@@ -1,17 +1,17 @@
-// Gated delta nets over trees, as networks/hybrid.py defines them. A token's numbers come from the state at a boundary
-// and from its own path, in the path's order and by the same code, whatever other tokens a pass has.
+// Gated delta nets over trees, see families/hybrid.py. They are batch-invariant: a token's result is computed from
+// the state at a boundary and from its path, in the path's order and by the same code.
 #pragma once
 
 #include "team.h"
 #include "tensors.h"
 
-#define ONE_CODE __attribute__((noinline))  // inlined twice, sums could be rounded in two ways
+#define NOINLINE __attribute__((noinline))  // inlined copies could round sums differently
 
 namespace eagle {
 
-// One head of one sequence: of nk heads of keys of size dk, nv of values of size dv.
+// One of nv value heads (size dv) of a sequence; there are nk key heads (size dk).
 struct DeltaHead {
-  static constexpr int64_t BLOCK = 16, LEVELS = 16, OPEN = BLOCK + LEVELS;  // as in networks/hybrid.py
+  static constexpr int64_t BLOCK = 16, LEVELS = 16, OPEN = BLOCK + LEVELS;  // as in families/hybrid.py
   static int64_t base(int64_t position) { return position < LEVELS ? 0 : (position - LEVELS) / BLOCK * BLOCK; }
 
   const Numbers &rates, &outputs;
@@ -20,9 +20,9 @@ struct DeltaHead {
   const void* mixed;
   const bool bf16;  // `mixed`; else float32
   const int64_t T, ring, nk, nv, dk, dv, b, h;
-  std::vector<float> k, u, total, q, v, read;  // k, u and the sum of g by the number of a token
+  std::vector<float> k, u, total, q, v, read;  // k, u and total (the sum of g): by token
 
-  // Moves a state from `start` to the boundary of rows after `length` tokens. Returns that.
+  // Advance a state from `start` to the boundary of tokens after `length`. Returns the boundary.
   int64_t advance(float* state, int64_t start, int64_t length) {
     for (; start < base(length); start += BLOCK) {
       for (int64_t i = 0; i < BLOCK; i++) token(state, start + i, i, i, nullptr, nullptr);
@@ -31,8 +31,8 @@ struct DeltaHead {
     return start;
   }
 
-  // The outputs of rows first ... first + count - 1, which come after `length` tokens; `state` is at their boundary
-  // and may be moved on.
+  // Write the outputs of tokens first ... first + count - 1, which follow `length` tokens. `state` is at their
+  // boundary and may be advanced.
   void rows(float* state, int64_t start, int64_t length, int64_t first, int64_t count) {
     const int64_t* positions = &all_positions[b * T + first];
     const int64_t last = base(*std::max_element(positions, positions + count));
@@ -40,16 +40,16 @@ struct DeltaHead {
       const int64_t before = length - start;
       for (int64_t i = 0; i < before; i++) token(state, start + i, i, i, nullptr, nullptr);
       for (int64_t t = 0; t < count; t++) {
-        const bool* sees = &local[(b * T + first + t) * T + first];
+        const bool* visible = &local[(b * T + first + t) * T + first];
         float* out = &outputs[((b * T + first + t) * nv + h) * dv];
-        token(state, length + t, before + t, before, sees, base(positions[t]) == start ? out : nullptr);
+        token(state, length + t, before + t, before, visible, base(positions[t]) == start ? out : nullptr);
       }
       if (start >= last) return;
       step(state);
     }
   }
 
-  ONE_CODE static float dot(const float* a, const float* b, int64_t n) {
+  NOINLINE static float dot(const float* a, const float* b, int64_t n) {
     constexpr int64_t W = 16;
     float sums[W] = {};
     int64_t i = 0;
@@ -60,7 +60,7 @@ struct DeltaHead {
       for (int64_t j = 0; j < half; j++) sums[j] += sums[j + half];
     return sums[0];
   }
-  ONE_CODE static void add(float* to, float weight, const float* x, int64_t n) {
+  NOINLINE static void add(float* to, float weight, const float* x, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] += weight * x[i];
   }
   float get(int64_t slot, int64_t i) const {
@@ -78,37 +78,38 @@ struct DeltaHead {
     for (int64_t i = 0; i < dk; i++) add(to, x[i], state + i * dv, dv);
   }
 
-  // Token `me`, in this slot, sees the first `before` tokens, of those after them what `sees` says, and itself.
-  ONE_CODE void token(const float* state, int64_t slot, int64_t me, int64_t before, const bool* sees, float* out) {
+  // Compute token `me` in this slot. It attends to the first `before` tokens, to later ones in `visible`, and to
+  // itself.
+  NOINLINE void token(const float* state, int64_t slot, int64_t me, int64_t before, const bool* visible, float* out) {
     const int64_t head = h / (nv / nk);
     const float* rate = &rates[(b * ring + slot % ring) * 2 * nv];
     const float step = rate[nv + h];
-    float *mine = &k[me * dk], *change = &u[me * dv];
-    key(slot, (nk + head) * dk, 1, mine);
+    float *own_key = &k[me * dk], *change = &u[me * dv];
+    key(slot, (nk + head) * dk, 1, own_key);
     for (int64_t i = 0; i < dv; i++) v[i] = get(slot, 2 * nk * dk + h * dv + i);
-    const auto above = [&](int64_t i) { return i < before || (i < me && sees[i - before]); };
+    const auto attends = [&](int64_t i) { return i < before || (i < me && visible[i - before]); };
     int64_t parent = me - 1;
-    while (parent >= 0 && !above(parent)) parent--;
+    while (parent >= 0 && !attends(parent)) parent--;
     total[me] = (parent < 0 ? 0 : total[parent]) + rate[h];
     const float decay = std::exp(total[me]);
-    apply(state, mine, read.data());
+    apply(state, own_key, read.data());
     for (int64_t i = 0; i < dv; i++) change[i] = step * (v[i] - decay * read[i]);
     for (int64_t i = 0; i < me; i++)
-      if (above(i)) {
-        const float near = step * std::exp(total[me] - total[i]) * dot(mine, &k[i * dk], dk);
-        add(change, -near, &u[i * dv], dv);
+      if (attends(i)) {
+        const float weight = step * std::exp(total[me] - total[i]) * dot(own_key, &k[i * dk], dk);
+        add(change, -weight, &u[i * dv], dv);
       }
     if (!out) return;
     key(slot, head * dk, 1 / std::sqrt(float(dk)), q.data());
     apply(state, q.data(), out);
     for (int64_t i = 0; i < dv; i++) out[i] *= decay;
     for (int64_t i = 0; i <= me; i++)
-      if (i == me || above(i))
+      if (i == me || attends(i))
         add(out, std::exp(total[me] - total[i]) * dot(q.data(), &k[i * dk], dk), &u[i * dv], dv);
   }
 
-  // Moves a state over the first BLOCK tokens.
-  ONE_CODE void step(float* state) const {
+  // Advance a state by the first BLOCK tokens.
+  NOINLINE void step(float* state) const {
     const float decay = std::exp(total[BLOCK - 1]);
     for (int64_t i = 0; i < dk * dv; i++) state[i] *= decay;
     for (int64_t j = 0; j < BLOCK; j++) {
@@ -118,9 +119,9 @@ struct DeltaHead {
   }
 };
 
-// The delta nets of a layer for rows in slots length [B] ... of rings `mixed` [B, ring, 2 nk dk + nv dv] and `rates`
-// [B, ring, 2 nv], which hold theirs already -> [B, T, nv, dv] (float32). state [B, nv, dk, dv] (float32) at boundaries
-// start [B] is moved on; positions [B, T], local [B, T, T].
+// Run a layer's delta nets on tokens in slots length [B] ... -> [B, T, nv, dv] (float32). Ring buffers `mixed` [B,
+// ring, 2 nk dk + nv dv] and `rates` [B, ring, 2 nv] have their inputs already. Advances states [B, nv, dk, dv]
+// (float32) and their boundaries start [B]. positions [B, T], local [B, T, T].
 Numbers delta(const Dense& mixed, const Numbers& rates, const Longs& length, const Longs& positions, const Flags& local,
               Tensor& states, Tensor& start) {
   const int64_t B = positions.size(0), T = positions.size(1), nv = states.size(1), dk = states.size(2);
@@ -128,26 +129,26 @@ Numbers delta(const Dense& mixed, const Numbers& rates, const Longs& length, con
   const int64_t ring = mixed.size(1), nk = (mixed.size(2) - nv * dv) / (2 * dk), open = DeltaHead::OPEN + T;
   const bool is_bf16 = mixed.scalar_type() != ScalarType::Float;
   const Numbers out({B, T, nv, dv});
-  const auto room = [](int64_t size) { return std::vector<float>(size); };
+  const auto zeros = [](int64_t size) { return std::vector<float>(size); };
   auto* at = start.mutable_data_ptr<int64_t>();
-  auto* kept_states = states.mutable_data_ptr<float>();
+  auto* all_states = states.mutable_data_ptr<float>();
   Team::run(threads(), [&](const Team& team) {
-    team.share(B * nv, [&](int64_t i) {
+    team.parallel_for(B * nv, [&](int64_t i) {
       const int64_t b = i / nv, before = length[b];
       DeltaHead head{rates, out, positions, local, data(mixed), is_bf16, T, ring, nk, nv, dk, dv, b, i % nv,
-                     room(open * dk), room(open * dv), room(open), room(dk), room(dv), room(dv)};
-      float* kept = kept_states + i * size;
+                     zeros(open * dk), zeros(open * dv), zeros(open), zeros(dk), zeros(dv), zeros(dv)};
+      float* committed = all_states + i * size;
       int64_t from = at[b];
-      if (!before) from = 0, std::fill(kept, kept + size, 0.0f);
-      from = head.advance(kept, from, before);
-      std::vector<float> state(kept, kept + size);
+      if (!before) from = 0, std::fill(committed, committed + size, 0.0f);
+      from = head.advance(committed, from, before);
+      std::vector<float> state(committed, committed + size);
       bool chain = true;
       for (int64_t t = 0; t < T; t++) chain &= positions[b * T + t] == before + t;
-      const int64_t most = chain ? DeltaHead::BLOCK : T;
-      for (int64_t first = 0; first < T; first += most) {
+      const int64_t max_count = chain ? DeltaHead::BLOCK : T;
+      for (int64_t first = 0; first < T; first += max_count) {
         from = head.advance(state.data(), from, before + first);
-        std::vector<float> moving(state);  // `rows` may move it on
-        head.rows(moving.data(), from, before + first, first, std::min(most, T - first));
+        std::vector<float> moving(state);  // `rows` may advance it
+        head.rows(moving.data(), from, before + first, first, std::min(max_count, T - first));
       }
     });
   });

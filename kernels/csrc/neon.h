@@ -1,13 +1,12 @@
-// aarch64: vectors of 4 words in 32 registers; with products of bytes, of bfloat16 and of matrices of bytes
-// where the processor has them.
+// aarch64: vectors of 4 words, 32 registers. DotProd, BF16 and I8MM instructions are used where the target has them.
 #pragma once
 
 #include <arm_neon.h>
 
 namespace eagle {
 
-constexpr int VECTORS = 4;  // of a block's columns side by side
-constexpr int ROWS = 6;     // that share one load of the weights: their 24 sums stay in registers
+constexpr int VECTORS = 4;  // of a block's columns
+constexpr int ROWS = 6;     // rows per load of the weights; their 24 sums stay in registers
 
 inline Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -26,7 +25,7 @@ inline Words words_of_bytes(const void* from) {
 inline Words words_of_shorts(const void* from) {
   return (Words)vmovl_u16(vld1_u16(static_cast<const uint16_t*>(from)));
 }
-// Both bytes of a value come to the upper half of its word, nothing to the lower one.
+// Look up both bytes of a value in the upper half of its word; the lower half is 0.
 inline Floats floats_of_e2m1(Words codes) {
   const auto* table = (const uint8_t*)E2M1;
   const uint8x16x2_t bytes = {{vld1q_u8(table), vld1q_u8(table + 16)}};
@@ -48,7 +47,7 @@ inline int32_t sum_of_lanes(Ints x) { return vaddvq_s32((int32x4_t)x); }
 inline Floats dot_bf16(Floats sum, Words a, Words b) {
   return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
-// Bytes -> pairs of bfloat16, in which they are exact: the upper halves of floats.
+// Bytes -> pairs of bfloat16 (exact): the upper halves of floats.
 inline Words pairs_of(int8x8_t bytes) {
   const int16x8_t shorts = vmovl_s8(bytes);
   const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(shorts)));
@@ -57,7 +56,7 @@ inline Words pairs_of(int8x8_t bytes) {
 }
 // 2 * LANES bytes -> pairs.
 inline Words pairs_of_bytes(const char* from) { return pairs_of(vld1_s8((const int8_t*)from)); }
-// 2 * LANES bytes of four and four bits -> pairs of the VALUES [16] that the low ones and the high ones stand for.
+// 2 * LANES bytes of two 4-bit codes -> pairs of VALUES [16] of the low codes and of the high ones.
 template <const uint16_t* VALUES>
 inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
   const uint8x16x2_t table = vld2q_u8((const uint8_t*)VALUES);  // low bytes, high bytes
@@ -90,17 +89,17 @@ constexpr int NIBBLES_PER_WORD = BYTES_PER_WORD;
 
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define BYTES_BY_TWOS 1
-// A word of each of two rows (or columns), and their next words -> each one's two words together.
+// The words and next words of two rows (or columns) -> two words of each.
 inline Words two_rows(const uint32_t* words, const uint32_t* next) {
   return (Words)vcombine_u32(vzip1_u32(vld1_u32(words), vld1_u32(next)), vzip2_u32(vld1_u32(words), vld1_u32(next)));
 }
 inline Words first_two(Words words, Words next) { return (Words)vzip1q_u32((uint32x4_t)words, (uint32x4_t)next); }
 inline Words last_two(Words words, Words next) { return (Words)vzip2q_u32((uint32x4_t)words, (uint32x4_t)next); }
-// Two rows times two columns: a row's sums side by side.
+// Two rows times two columns -> sums by row.
 inline Ints dot_twos(Ints sum, Words rows, Words columns) {
   return (Ints)vmmlaq_s32((int32x4_t)sum, (int8x16_t)rows, (int8x16_t)columns);
 }
-// The sums of one of the two rows, 0 or 1, from those of the first two columns and of the last two.
+// The sums of row 0 or 1, from those of the first two columns and of the last two.
 inline Ints sums_of_row(int row, Ints first, Ints last) {
   const int64x2_t a = (int64x2_t)first, b = (int64x2_t)last;
   return (Ints)(row ? vzip2q_s64(a, b) : vzip1q_s64(a, b));

@@ -1,4 +1,4 @@
-// Packing: weights in the order in which products read them, see kernels/packed.py: pack.
+// Pack weights in the order in which products read them, see kernels/packed.py: pack.
 #pragma once
 
 #include "team.h"
@@ -6,14 +6,14 @@
 
 namespace eagle {
 
-// body(block, row_of) for each block of `columns` of the rows of a weight, by threads. row_of(column): the row that it is
-// of; -1: there is none. paired: half of a block's columns are of the first half of the rows (gate), the others of the
-// second (up).
+// Call body(block, row_of) for each block of `columns` rows of a weight, on all threads. row_of(column): the weight's
+// row; -1 beyond the last. paired: half of a block's columns come from the first half of the rows (gate), half from
+// the second (up).
 template <class Body>
-void by_blocks(const Dense& weight, int64_t columns, bool paired, const Body& body) {
+void for_each_block(const Dense& weight, int64_t columns, bool paired, const Body& body) {
   const int64_t rows = weight.size(0) / (paired ? 2 : 1), width = columns / (paired ? 2 : 1);
   Team::run(threads(), [&](const Team& team) {
-    team.share((rows + width - 1) / width, [&](int64_t b) {
+    team.parallel_for((rows + width - 1) / width, [&](int64_t b) {
       body(b, [=](int64_t column) {
         const int64_t row = b * width + column % width;
         return row < rows ? column / width * rows + row : -1;
@@ -22,17 +22,17 @@ void by_blocks(const Dense& weight, int64_t columns, bool paired, const Body& bo
   });
 }
 
-// Rows [N, words * per_word] -> out [blocks, words, columns, per_word], zeros for the rows that are missing, each byte with
-// the bits of `flip` flipped.
+// Pack rows [N, words * per_word] to out [blocks, words, columns, per_word]; rows beyond N are zero. `flip` is XORed
+// to each byte.
 void pack(const Dense& weight, bool paired, int64_t flip, Tensor& out) {
   const int64_t words = out.size(1), columns = out.size(2), size = out.size(3) * weight.element_size();
   const auto run = [&](auto word) {
     using Word = decltype(word);
-    constexpr int64_t TILE = 16;  // words of every row, whose cache lines stay
+    constexpr int64_t TILE = 16;  // words of every row, which stay in cache
     const auto* from = static_cast<const Word*>(data(weight));
     auto* to = static_cast<Word*>(out.mutable_data_ptr());
     const Word flips = Word(flip * 0x01010101u);
-    by_blocks(weight, columns, paired, [&](int64_t b, const auto& row_of) {
+    for_each_block(weight, columns, paired, [&](int64_t b, const auto& row_of) {
       Word* block = to + b * words * columns;
       for (int64_t first = 0; first < words; first += TILE)
         for (int64_t c = 0; c < columns; c++) {
@@ -46,14 +46,14 @@ void pack(const Dense& weight, bool paired, int64_t flip, Tensor& out) {
   else run(uint32_t());
 }
 
-// Rows of values in 4 bits, 8 more than the value and two in a byte, as kernels/quantized.py stores them -> out [blocks,
-// words, columns / 2, per_word] bytes, each with a value of the first half of the columns, and in its high bits one of the
-// second; 8 for the rows that are missing.
+// Pack rows of 4-bit values, stored as in kernels/quantized.py (value + 8, two per byte), to out [blocks, words,
+// columns / 2, per_word] bytes: in the low bits a value of the first half of the columns, in the high bits one of the
+// second. Rows beyond the last are 8, which is zero.
 void pack_nibbles(const Of<uint8_t>& weight, bool paired, Tensor& out) {
   constexpr int64_t TILE = 64;  // bytes of every row
   const int64_t bytes = weight.size(1), half = out.size(2), per_word = out.size(3), step = half * per_word;
   auto* to = out.mutable_data_ptr<uint8_t>();
-  by_blocks(weight, 2 * half, paired, [&](int64_t b, const auto& row_of) {
+  for_each_block(weight, 2 * half, paired, [&](int64_t b, const auto& row_of) {
     uint8_t* block = to + b * 2 * bytes * half;
     for (int64_t first = 0; first < bytes; first += TILE)
       for (int64_t c = 0; c < half; c++) {

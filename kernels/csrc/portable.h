@@ -1,12 +1,12 @@
-// Any processor: vectors of 4 words, and the compiler finds the instructions.
+// Any processor: vectors of 4 words in portable C++.
 #pragma once
 
 namespace eagle {
 
-constexpr int VECTORS = 4;  // of a block's columns side by side
+constexpr int VECTORS = 4;  // of a block's columns
 constexpr int ROWS = 2;
 
-inline Floats fma(Floats a, Floats b, Floats c) {  // never a mixture of one rounding and two
+inline Floats fma(Floats a, Floats b, Floats c) {  // always fused, or never
 #ifdef __FP_FAST_FMAF
   for (int l = 0; l < LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
   return c;

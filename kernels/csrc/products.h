@@ -1,16 +1,14 @@
-// The loops of linear layers: rows of x times a block of a packed weight, which is whole, int8, int4 or mxfp4. Where x
-// is rounded to bytes, they are in rounded.h.
-//
-// A row's sums run over the inputs in ascending order, whatever rows and threads there are.
+// The loops of linear layers: rows of x times a block of a packed weight (16- or 32-bit, int8, int4, mxfp4).
+// rounded.h has those for x rounded to int8. Sums run over the inputs in ascending order, for any number of rows and
+// threads.
 #pragma once
 
 #include "rounded.h"
 
 namespace eagle {
 
-// How the columns of a block are stored: in BYTES for each step over the inputs, which is STEP words of x, and
-// unpacked to vectors for the i-th of these words. X is what x is read as. Where weights have scales, the v-th vector of
-// `scale` is that of a block's columns over a group of inputs.
+// The storage of a block's columns: BYTES per step over the inputs, a step being STEP words of x; `unpack` returns the
+// columns of the i-th word. X: the type of x. `scale`: the v-th vector of the columns' scales for a group of inputs.
 struct OfColumns {
   static Floats scale(const Weight& w, int64_t b, int64_t, int v) {
     return load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
@@ -21,7 +19,7 @@ struct OfGroups {
     return Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
   }
 };
-struct PowersOfGroups {  // as the exponents of floats
+struct PowersOfGroups {  // exponents of floats
   static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
     const auto* exponents = static_cast<const uint8_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES;
     return (Floats)(words_of_bytes(exponents) << 23);
@@ -40,7 +38,7 @@ template <> struct Whole<Widened> {  // pairs of bfloat16
   }
 };
 template <class X> struct Int8 : OfColumns, Vectors<1, floats_of_bytes> {};
-// Four bits each: of int4 8 more than the value, of mxfp4 e2m1.
+// 4-bit codes: int4 is value + 8, mxfp4 is e2m1.
 inline void floats_of_int4(const void* from, Words& low, Words& high) {
   const Words both = words_of_bytes(from);
   low = (Words)(to_floats((Ints)(both & 15u)) - 8.0f), high = (Words)(to_floats((Ints)(both >> 4)) - 8.0f);
@@ -51,7 +49,7 @@ inline void floats_of_mxfp4(const void* from, Words& low, Words& high) {
 }
 template <class X> struct Int4 : OfGroups, Halves<1, floats_of_int4> {};
 template <class X> struct Mxfp4 : PowersOfGroups, Halves<1, floats_of_mxfp4> {};
-#ifdef BF16_DOT  // all in pairs
+#ifdef BF16_DOT  // in pairs
 template <> struct Int8<Bf16> : OfColumns, Vectors<2, pairs_of_bytes> {};
 template <> struct Int4<Bf16> : OfGroups, Halves<2, pairs_of_nibbles<INTEGERS>> {};
 template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_nibbles<E2M1>> {};
@@ -59,18 +57,18 @@ template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_nibbles<E2M1
 
 template <class W> constexpr bool SCALED = requires { W::scale; };
 
-// The values of a row of x, which is read as X, that w is multiplied by.
+// The number of inputs of w. X: the type of x.
 template <class X> inline int64_t inputs_of(const Weight& w) {
   if (w.rounds()) return w.steps * Rounding::of(w).per_word;
   return w.steps * (w.format == Weight::WHOLE ? Whole<X>::STEP : 1) * X::PER_WORD;
 }
 
-// Up to R rows of x [rows, inputs] against block b of w: sums [R, BLOCK]. Fetches of `next` meanwhile.
+// Multiply up to R rows of x [rows, inputs] by block b of w -> sums [R, BLOCK]. Prefetches `next`.
 template <class X, template <class> class Weights, int R>
-[[gnu::noinline]] void block_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
+[[gnu::noinline]] void block_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Prefetcher next,
                                      float* sums) {
   using W = Weights<X>;
-  constexpr bool LIGHT = R <= LIGHT_ROWS && std::is_same_v<W, Whole<X>>;
+  constexpr bool MEMORY_BOUND = R <= MEMORY_BOUND_ROWS && std::is_same_v<W, Whole<X>>;
   const char* p = w.block(b);
   const int64_t words = w.steps * W::STEP, group = w.steps / w.groups;
   const uint32_t* row[R];
@@ -79,7 +77,7 @@ template <class X, template <class> class Weights, int R>
   for (int64_t g = 0; g < w.groups; g++) {
     Floats sum[R][VECTORS] = {};
     for (const char* end = p + group * W::BYTES; p < end; p += W::BYTES, k += W::STEP) {
-      next.step<W::BYTES, LIGHT>(p);
+      next.step<W::BYTES, MEMORY_BOUND>(p);
 #pragma GCC unroll 2
       for (int i = 0; i < W::STEP; i++) {
         Words columns[VECTORS];
@@ -87,7 +85,7 @@ template <class X, template <class> class Weights, int R>
         multiply(sum, columns, [&row, at = k + i](int r) { return row[r][at]; }, X::dot);
       }
     }
-#pragma GCC unroll 4  // Clang keeps sums in memory if it does not know every index
+#pragma GCC unroll 4  // Clang spills sums that it does not index by constants
     for (int v = 0; v < VECTORS; v++) {
       Floats scale = {};
       if constexpr (SCALED<W>) scale = W::scale(w, b, g, v);

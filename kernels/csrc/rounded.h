@@ -1,4 +1,4 @@
-// x rounded to bytes, and products with them: w8a8, w4a8.
+// Activations rounded to int8, and their products: w8a8, w4a8.
 #pragma once
 
 #include "blocks.h"
@@ -6,19 +6,19 @@
 
 namespace eagle {
 
-// `size` values in steps of their largest / most, LANES at a time: put(i, integers) from the i-th on, zeros after
-// the last. Returns the step.
+// Quantize `size` values symmetrically: step = largest magnitude / max_value. Calls put(i, integers) for each LANES
+// values, with zeros beyond the last. Returns the step.
 template <class E, class Size, class Put>
-inline float round_values(const Value<E>* x, Size size, float most, const Put& put) {
+inline float round_values(const Value<E>* x, Size size, float max_value, const Put& put) {
   Ints largest = {};
   for (int64_t i = 0; i < size; i += LANES) {
-    const Ints bits = (Ints)E::get(x + i, size - i) & 0x7FFFFFFF;  // ordered as magnitudes are
+    const Ints bits = (Ints)E::get(x + i, size - i) & 0x7FFFFFFF;  // ordered by magnitude
     largest = bits > largest ? bits : largest;
   }
   const int32_t bits = largest_lane(largest);
   float step;
   std::memcpy(&step, &bits, sizeof step);
-  step /= most;
+  step /= max_value;
   const Floats inverse = broadcast(step > 1e-30f ? 1.0f / step : 0.0f), nearest = broadcast(ROUND);
   for (int64_t i = 0; i < size; i += LANES)
     put(i, (Ints)(E::get(x + i, size - i) * inverse + nearest) - (Ints)nearest);
@@ -28,10 +28,10 @@ inline float round_values(const Value<E>* x, Size size, float most, const Put& p
 template <int64_t N>
 constexpr std::integral_constant<int64_t, N> constant;
 
-// How x is rounded for a weight: every `group` inputs have a scale, `per_word` make a word, and `added` was added to
-// the values of the weight, for AMX nothing.
+// The rounding of x for a weight: `group` inputs share a scale, a word has `per_word` inputs, and `added` was added
+// to the weight's values (0 on AMX).
 struct Rounding {
-  static constexpr int64_t LEAST = 32, MOST = 128;  // of a group, as in quantized.py
+  static constexpr int64_t MIN_GROUP = 32, MAX_GROUP = 128;  // of `group`, as in quantized.py
   int64_t group, per_word;
   int32_t added;
 
@@ -44,64 +44,64 @@ struct Rounding {
   int64_t words(int64_t K) const { return TILE_ROWS ? groups(K) * tile_words() : K / per_word; }  // of a row
 };
 
-// The rows of x that are multiplied by some blocks of a weight, from `block` on. The first row of each portion begins a
-// tile of `Rounded`.
+// Rows of x that are multiplied by the blocks of a weight from `block` on. The first row starts a tile of `Rounded`.
 struct Portion { int64_t first, rows, block; };
 using Portions = std::vector<Portion>;
 
-// Rows of x rounded to bytes, by tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
-// [groups, rows, words of a group], zero at the end. Every group of inputs, which has fewer at the end, has a scale
-// and an offset [groups, loop rows]. An offset is minus their sum times what was added to the weights: it takes that
-// back.
+// Rows of x rounded to int8, in tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
+// [groups, rows, words of a group], padded with zeros. Every group of inputs has a scale and an offset [groups, loop
+// rows]. The offset, -sum(inputs) * `added`, cancels the value that was added to the weights.
 struct Rounded {
-  static constexpr int64_t TALL = TILE_ROWS ? TILE_ROWS : ROWS;  // rows of a tile, at most
+  static constexpr int64_t MAX_ROWS = TILE_ROWS ? TILE_ROWS : ROWS;  // of a tile
   std::vector<uint32_t> words;
   std::vector<float> scales;
   std::vector<int32_t> offsets;
 
-  // Room for M rows of at most K values.
+  // Allocate memory for M rows of at most K values.
   Rounded(int64_t M, int64_t K)
-      : words(tiles_of(M, TALL) * TALL * std::max(Rounding{64, BYTES_PER_WORD, 0}.words(K),
-                                                  Rounding{Rounding::LEAST, NIBBLES_PER_WORD, 0}.words(K))),
-        scales(tiles_of(M, TALL) * TALL * ((K + Rounding::LEAST - 1) / Rounding::LEAST)), offsets(scales.size()) {}
+      : words(tiles_of(M, MAX_ROWS) * MAX_ROWS * std::max(Rounding{64, BYTES_PER_WORD, 0}.words(K),
+                                                  Rounding{Rounding::MIN_GROUP, NIBBLES_PER_WORD, 0}.words(K))),
+        scales(tiles_of(M, MAX_ROWS) * MAX_ROWS * ((K + Rounding::MIN_GROUP - 1) / Rounding::MIN_GROUP)),
+        offsets(scales.size()) {}
 
-  uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * TALL * how.words(K)]; }
-  static int64_t group_of(int64_t tile, int64_t K, const Rounding& how) { return tile * TALL * how.groups(K); }
+  uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * MAX_ROWS * how.words(K)]; }
+  static int64_t group_of(int64_t tile, int64_t K, const Rounding& how) { return tile * MAX_ROWS * how.groups(K); }
 
-  // Each thread rounds its share of x [M, K], whole groups of a tile. Then all meet.
+  // Round x [M, K], distributed over threads by groups of a tile. Ends with a barrier.
   template <class X>
   void round(const Team& team, const Value<X>* x, const Portions& portions, int64_t K, const Rounding& how) {
     for (const Portion& portion : portions) round_rows<X>(team, x, portion, K, how);
-    team.meet();
+    team.barrier();
   }
   template <class X>
   void round_rows(const Team& team, const Value<X>* x, const Portion& of, int64_t K, const Rounding& how) {
-    const int64_t tall = tile_size(of.rows, TALL), all = TILE_ROWS ? tall : loop_rows(tall), groups = how.groups(K);
-    team.share(tiles_of(of.rows, TALL) * groups, [&](int64_t item) {
+    const int64_t tile_rows = tile_size(of.rows, MAX_ROWS), groups = how.groups(K);
+    const int64_t all = TILE_ROWS ? tile_rows : loop_rows(tile_rows);
+    team.parallel_for(tiles_of(of.rows, MAX_ROWS) * groups, [&](int64_t item) {
       const int64_t tile = item / groups, g = item % groups, from = g * how.group;
-      const int64_t rows = std::min(tall, of.rows - tile * tall), size = std::min(how.group, K - from);
+      const int64_t rows = std::min(tile_rows, of.rows - tile * tile_rows), size = std::min(how.group, K - from);
       for (int64_t r = 0; r < rows; r++) {
-        const int64_t here = of.first / TALL + tile, place = group_of(here, K, how) + g * all + r;
-        const Value<X>* row = x + (of.first + tile * tall + r) * K;
+        const int64_t here = of.first / MAX_ROWS + tile, index = group_of(here, K, how) + g * all + r;
+        const Value<X>* row = x + (of.first + tile * tile_rows + r) * K;
         uint32_t* to = words_of(here, K, how);
         const auto round = [&](auto size, auto per_word) {
-          alignas(64) char q[2 * Rounding::MOST];
-          if constexpr (TILE_ROWS) std::memset(q, 0, sizeof q);  // a tile ends in zeros
+          alignas(64) char q[2 * Rounding::MAX_GROUP];
+          if constexpr (TILE_ROWS) std::memset(q, 0, sizeof q);  // padding of a tile
           Ints sum = {};
-          scales[place] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
+          scales[index] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
             sum += x;
             if (per_word == 4) store_bytes(q + i, x);
             else store_shorts(q + 2 * i, (Words)x);
           });
-          offsets[place] = -how.added * sum_of_lanes(sum);
+          offsets[index] = -how.added * sum_of_lanes(sum);
           if constexpr (TILE_ROWS) {
-            std::memcpy(to + (g * tall + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
+            std::memcpy(to + (g * tile_rows + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
           } else {
             uint32_t* first = to + from / per_word * all + r;
             for (int64_t k = 0; k < size / per_word; k++) std::memcpy(first + k * all, q + 4 * k, 4);
           }
         };
-        // Of a size that the compiler knows, in a third of the time.
+        // Three times as fast with sizes known at compile time.
         if (size == 64 && how.per_word == BYTES_PER_WORD) round(constant<64>, constant<BYTES_PER_WORD>);
         else round(size, how.per_word);
       }
@@ -109,37 +109,36 @@ struct Rounded {
   }
 };
 
-// The columns of a weight that rounded rows are multiplied by.
+// The columns of weights for rounded rows.
 struct Bytes : Vectors<BYTES_PER_WORD, load_weight_bytes> {};
-inline void words_of_nibbles(const void* from, Words& low, Words& high) {  // 8 more than the value
+inline void words_of_nibbles(const void* from, Words& low, Words& high) {  // value + 8
   constexpr uint32_t LOW = NIBBLES_PER_WORD == 4 ? 0x0F0F0F0Fu : 0x000F000Fu;
   const Words both = NIBBLES_PER_WORD == 4 ? load<Words>(from) : load_weight_bytes(from);
   low = both & LOW, high = (both >> 4) & LOW;
 }
 struct Nibbles : Halves<NIBBLES_PER_WORD, words_of_nibbles> {};
 
-// The sums of R rounded rows over the steps from p to `end`. They are exact, so it is all one in which order they
-// are added.
+// Sum R rounded rows over the steps from p to `end`. Integer sums are exact in any order.
 template <class Columns, int R>
-inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Next& next,
+inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                       Ints (&sum)[R][VECTORS]) {
-  constexpr bool LIGHT = R <= LIGHT_ROWS && std::is_same_v<Columns, Bytes> && BYTES_PER_WORD == 4;
+  constexpr bool MEMORY_BOUND = R <= MEMORY_BOUND_ROWS && std::is_same_v<Columns, Bytes> && BYTES_PER_WORD == 4;
   for (; p < end; p += Columns::BYTES, value += R) {
     Words columns[VECTORS];
-    next.step<Columns::BYTES, LIGHT>(p);
+    next.step<Columns::BYTES, MEMORY_BOUND>(p);
     Columns::unpack(p, 0, columns);
     multiply(sum, columns, [&](int r) { return value[r]; }, dot_bytes);
   }
 }
 
 #ifdef SHORT_SUMS
-// The same for nibbles, in 16 bits where they fit.
+// `sum_steps` for nibbles, in 16 bits as long as they fit.
 template <int R>
-inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Next& next,
+inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                           Ints (&sum)[R][VECTORS]) {
   while (p < end) {
     Words shorts[R][VECTORS] = {};
-#pragma GCC unroll 1  // two steps at once want too many registers
+#pragma GCC unroll 1  // unrolled it would need too many registers
     for (const char* part = p + SHORT_SUMS * Nibbles::BYTES; p < part; p += Nibbles::BYTES, value += R) {
       Words columns[VECTORS];
       next.step<Nibbles::BYTES>();
@@ -155,9 +154,9 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
 #endif
 
 #ifdef BYTES_BY_TWOS
-// The same, but for the last step if their number is odd: two rows, columns and steps at a time.
+// `sum_steps` for pairs of rows, columns and steps; leaves the last step of an odd number.
 template <class Columns, int R>
-inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Next& next,
+inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                         Ints (&sum)[R][VECTORS]) {
   constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
   constexpr int TWOS = (R + 1) / 2;
@@ -189,16 +188,16 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
 }
 #endif
 
-// Sums [rows, BLOCK] times the scales of the columns of block b, which has one for all inputs.
+// Multiply sums [rows, BLOCK] by the column scales of block b (one group).
 inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
   const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
   for (int i = 0; i < rows * BLOCK; i += LANES)
     store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
 }
 
-// As `block_product`, of a tile of rounded rows. A group is summed in integers, exactly; groups in order.
+// `block_product` for a tile of rounded rows. Sums within a group are exact; groups are added in order.
 template <class Columns, int R>
-[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Next next,
+[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Prefetcher next,
                                        float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   const Rounding how = Rounding::of(w);

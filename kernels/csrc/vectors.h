@@ -1,8 +1,8 @@
-// Vectors of 32-bit words as wide as the registers, their arithmetic, and what a dtype is to the loops.
+// Vectors of 32-bit words of the width of registers, their arithmetic, and traits of dtypes.
 //
-// A word is a float, an integer, or a pair of bfloat16. What has no operator is in the file of the instruction
-// set. Nothing here may be contracted or reordered (-ffp-contract=off): every loop that adds up the same
-// numbers must get the same bits.
+// A word is a float, an integer, or a pair of bfloat16. Instructions without a C operator are in the instruction
+// set's file. Nothing may be contracted or reordered (-ffp-contract=off): loops over the same numbers must get the
+// same bits.
 #pragma once
 
 #include "kernels.h"
@@ -30,9 +30,9 @@ template <class Vector>
 inline void store(void* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 inline Floats broadcast(float x) { return x - Floats{}; }  // not Floats{} + x, which would turn -0 into 0
 inline Words broadcast(uint32_t x) { return Words{} + x; }
-// 1.5 * 2^23: a number of this size has no fraction, so adding it rounds a smaller one, ties to even.
+// 1.5 * 2^23: adding it rounds a smaller number to an integer, ties to even.
 constexpr float ROUND = 12582912.0f;
-// What four bits stand for, in bfloat16: 8 more than the value, and e2m1.
+// The values of 4-bit codes in bfloat16: int4 (value + 8), and e2m1.
 inline constexpr uint16_t INTEGERS[16] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
                                           0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
 inline constexpr uint16_t E2M1[16] = {0,      0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
@@ -61,12 +61,11 @@ inline Words to_bf16(Floats x) {
   const Words bits = (Words)x, rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return x == x ? rounded : broadcast(0x7FC0u);
 }
-#ifndef BF16_STORE  // an instruction set may have one of its own
+#ifndef BF16_STORE  // else the instruction set defines it
 inline void store_bf16(void* to, Floats x) { store_shorts(to, to_bf16(x)); }
 #endif
 
-// What a dtype is to the loops. `dot` multiplies words and adds them to float sums; `get` and `put` move up to
-// LANES values to floats and back.
+// Traits of a dtype. `dot` multiplies words and adds to float sums; `get` and `put` convert up to LANES values.
 struct Fp32 {
   using Value = float;
   static constexpr int PER_WORD = 1;
@@ -102,10 +101,10 @@ struct Bf16 {
     if (count >= LANES) return store_bf16(to, x);
     Value values[LANES];
     store_bf16(values, x);
-    std::memcpy(to, values, count * sizeof(Value));  // of variable size, it is a call
+    std::memcpy(to, values, count * sizeof(Value));  // with a variable size it is a call
   }
 };
-// A bfloat16 in the room of a float, widened once for all the products that read it.
+// A bfloat16 stored as float, widened once for all products.
 struct Widened : Fp32 {
   static void put(Value* to, Floats x, int64_t count = LANES) {
     Fp32::put(to, (Floats)(to_bf16(x) << 16), count);
@@ -113,16 +112,16 @@ struct Widened : Fp32 {
 };
 template <class E> using Value = typename E::Value;
 
-// What products read values of E as: as they are, or widened where nothing multiplies pairs of bfloat16.
-template <class E> struct ReadAs { using Type = E; };
+// The input type of products: E, or widened where there is no product of bfloat16 pairs.
+template <class E> struct InputOf { using Type = E; };
 #ifndef BF16_DOT
-template <> struct ReadAs<Bf16> { using Type = Widened; };
+template <> struct InputOf<Bf16> { using Type = Widened; };
 #endif
-template <class E> using Read = typename ReadAs<E>::Type;
+template <class E> using Input = typename InputOf<E>::Type;
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// 2^f for f in -0.5 .. 0.5: to a relative 1e-7, or 1e-4, a twentieth of the rounding of bfloat16.
+// 2^f for f in -0.5 .. 0.5, with a relative error of 1e-7, or 1e-4 (5 % of bfloat16's rounding).
 template <bool PRECISE>
 inline Floats power_of_two(Floats f) {
   if constexpr (!PRECISE) {
@@ -136,7 +135,7 @@ inline Floats power_of_two(Floats f) {
   return p;
 }
 
-// e^x for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2], to a relative 2e-7; 0 below -87.
+// e^x for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2], with a relative error of 2e-7; 0 below -87.
 inline Floats exponential(Floats x) {
   const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // truncated: to nearest if x <= 0
   const Floats n_rounded = to_floats(n);
@@ -147,23 +146,23 @@ inline Floats exponential(Floats x) {
   const Floats scaled = p * (Floats)((n + 127) << 23);
   return x < -87.0f ? Floats{} : scaled;
 }
-// x times the sigmoid of z.
+// x * sigmoid(z).
 inline Floats swish(Floats x, Floats z) {
   const Floats e = exponential(z < 0.0f ? z : -z);
   return x * (z < 0.0f ? e : broadcast(1.0f)) / (e + 1.0f);
 }
-// gpt-oss': (up + 1) gate / (1 + e^(-1.702 gate)) of limited values.
+// gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate) of clamped values.
 inline Floats clamped_swiglu(Floats gate, Floats up) {
-  const Floats most = broadcast(7.0f);
-  gate = gate < most ? gate : most;
-  up = larger(up < most ? up : most, -most);
+  const Floats limit = broadcast(7.0f);
+  gate = gate < limit ? gate : limit;
+  up = larger(up < limit ? up : limit, -limit);
   return swish(gate, gate * 1.702f) * (up + 1.0f);
 }
 inline Floats silu(Floats x) { return swish(x, x); }
 // GELU by its tanh: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 inline Floats gelu(Floats x) { return swish(x, (x * x * 0.044715f + 1.0f) * x * 1.59576912f); }
 
-// Row [size] over its root mean square, times weight [size], into `out`, through floats only.
+// RMSNorm of a row [size] with weight [size], computed in float32.
 template <class E, class Out = E>
 inline void norm_row(const Value<E>* row, const float* weight, int64_t size, float eps, Value<Out>* out) {
   Floats part = {};
@@ -173,9 +172,9 @@ inline void norm_row(const Value<E>* row, const float* weight, int64_t size, flo
   }
   float sum = 0;
   for (int l = 0; l < LANES; l++) sum += part[l];
-  const float share = 1.0f / std::sqrt(sum / float(size) + eps);
+  const float factor = 1.0f / std::sqrt(sum / float(size) + eps);
   for (int64_t i = 0; i < size; i += LANES)
-    Out::put(out + i, E::get(row + i, size - i) * share * Fp32::get(weight + i, size - i), size - i);
+    Out::put(out + i, E::get(row + i, size - i) * factor * Fp32::get(weight + i, size - i), size - i);
 }
 
 }  // namespace eagle

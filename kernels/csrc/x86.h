@@ -1,5 +1,5 @@
-// x86 with AVX2 and FMA: vectors of 8 words in 16 registers; with AVX-512 (F, BW, VL) of 16 words in 32. With products of
-// bytes and of bfloat16 where the processor has them.
+// x86 with AVX2 and FMA: vectors of 8 words, 16 registers; with AVX-512 (F, BW, VL) vectors of 16 words, 32 registers.
+// VNNI and BF16 instructions are used where the target has them.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@ typedef __m256i Half;
 typedef __m128i Quarter;
 inline Half load_half(const void* from) { return _mm256_loadu_si256((const Half*)from); }
 inline Quarter load_quarter(const void* from) { return _mm_loadu_si128((const Quarter*)from); }
-constexpr int ROWS = 12;  // that share one load of the weights: their 24 sums stay in registers
+constexpr int ROWS = 12;  // rows per load of the weights; their 24 sums stay in registers
 
 inline Floats floats_of_e2m1(Words codes) {
   return (Floats)_mm512_permutexvar_epi32((Register)codes, _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_half(E2M1)), 16));
@@ -30,13 +30,13 @@ typedef __m256 FloatRegister;
 typedef __m128i Half;
 inline Half load_half(const void* from) { return _mm_loadu_si128((const Half*)from); }
 inline Half load_quarter(const void* from) { return _mm_loadl_epi64((const Half*)from); }
-constexpr int ROWS = 6;  // that share one load of the weights: their 12 sums stay in registers
+constexpr int ROWS = 6;  // rows per load of the weights; their 12 sums stay in registers
 
 inline Floats floats_of_e2m1(Words codes) {  // the sign is bit 3
   const Register sizes = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(E2M1)), 16);
   return (Floats)((Words)_mm256_permutevar8x32_epi32(sizes, (Register)codes) ^ ((codes & 8u) << 28));
 }
-// The low halves of eight words, packed: packus takes each half of the register by itself.
+// Pack the low halves of eight words. packus works on each half of the register.
 inline Half low_halves(Register x) {
   x = _mm256_and_si256(x, _mm256_set1_epi32(0xFFFF));
   return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
@@ -60,7 +60,7 @@ inline int32_t sum_of_lanes(Ints x) {
 }
 #endif
 
-constexpr int VECTORS = 2;  // of a block's columns side by side
+constexpr int VECTORS = 2;  // of a block's columns
 
 inline Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)OP(fmadd_ps)((FloatRegister)a, (FloatRegister)b, (FloatRegister)c);
@@ -76,16 +76,16 @@ inline Words words_of_shorts(const void* from) { return (Words)OP(cvtepu16_epi32
 inline Floats dot_bf16(Floats sum, Words a, Words b) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-// As in vectors.h, but that numbers below the exponents of floats become 0.
+// See vectors.h; flushes denormals to 0.
 #define BF16_STORE 1
 inline void store_bf16(void* to, Floats x) {
   _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 }
-// 2 * LANES bytes -> pairs of bfloat16, in which a byte is exact.
+// 2 * LANES bytes -> pairs of bfloat16 (exact).
 inline Words pairs_of_bytes(const char* from) {
   return (Words)_mm512_cvtne2ps_pbh((__m512)floats_of_bytes(from + LANES), (__m512)floats_of_bytes(from));
 }
-// 2 * LANES bytes of four and four bits -> pairs of the VALUES [16] that the low ones and the high ones stand for.
+// 2 * LANES bytes of two 4-bit codes -> pairs of VALUES [16] of the low codes and of the high ones.
 template <const uint16_t* VALUES>
 inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
   const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)VALUES));
@@ -106,17 +106,17 @@ inline Ints dot_bytes(Ints sum, Words weights, Words values) {
 #endif
 }
 #else
-// Without a product of bytes: pairs of 16-bit values, which cannot overflow, as the product of bytes can.
+// Without VNNI: pairs of 16-bit values, as products of bytes could overflow.
 constexpr int BYTES_PER_WORD = 2, BYTE_OFFSET = 0;
 inline Words load_weight_bytes(const void* from) { return (Words)OP(cvtepi8_epi16)(load_half(from)); }
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   return sum + (Ints)OP(madd_epi16)((Register)weights, (Register)values);
 }
-// Pairs of products of four bits with a byte are added up in 16 bits, as many as cannot overflow: 8 * 2 * 15 * 128.
+// Products of nibbles and bytes are added in pairs in 16 bits, SHORT_SUMS times without overflow: 8 * 2 * 15 * 128.
 #define SHORT_SUMS 8
 inline Words add_nibbles(Words shorts, Words nibbles, Words values) {
   const Register products = OP(maddubs_epi16)((Register)nibbles, (Register)values);
-  // As an operator, GCC multiplies all before it adds any, and keeps the products in memory.
+  // With an operator, GCC would compute all products first and spill them.
   asm("vpaddw %1, %0, %0" : "+v"(shorts) : "v"(products));
   return shorts;
 }
@@ -124,8 +124,8 @@ inline Ints sums_of_pairs(Words shorts) { return (Ints)OP(madd_epi16)((Register)
 #endif
 constexpr int NIBBLES_PER_WORD = 4;
 
-#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && !defined(TILES)  // the second is Clang's until 15
-#define TILES "amx.h"  // a test has these few instructions in software instead
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && !defined(TILES)  // the second in Clang before 16
+#define TILES "amx.h"  // a test emulates these instructions
 #endif
 
 }  // namespace eagle

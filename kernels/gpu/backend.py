@@ -24,7 +24,7 @@ class CudaStep(Step):
 
     name, self_check = "cuda", "engine.check:check"
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
-    quantised_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
+    quantized_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
 
     reads_length = property(lambda self: "attend" not in disabled)
 

@@ -21,7 +21,7 @@ from engine.runtime import Runtime
 from engine.target import load_target
 from families.hybrid import RING, Hybrid
 from kernels.choose import choose_backend
-from kernels.packed import ByteCaches, CpuCaches
+from kernels.packed import CpuCaches, Int8Caches
 from kernels.quantized import LM_HEAD_MODES, Scheme
 from quantize import main as quantize
 from sampling.options import Sampling
@@ -163,7 +163,7 @@ def test_quantised_text(tmp_path, name, mode, most):
         quantize_folder(Quantised.of(source, Scheme("int4", 32, "int8")), tmp_path / "gptq", ids)
         for layer in 1, 4, LAYERS:
             assert off_by(tmp_path / "gptq", exact, layer) < off_by(out, exact, layer)
-    for kv, caches in (("auto", CpuCaches), ("int8", ByteCaches)):
+    for kv, caches in (("auto", CpuCaches), ("int8", Int8Caches)):
         target = load_target(out, Runtime(device="cpu", kv=kv)).model
         head = load_head(out / "mtp", target, "mtp")
         target.backend.prepare(head)

@@ -10,7 +10,7 @@ from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
-from kernels.packed import ByteCaches
+from kernels.packed import Int8Caches
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -19,7 +19,7 @@ PROMPT = [256, *b"Once upon a time there was a lighthouse keeper"]
 
 @pytest.mark.parametrize("kv, kind, dtype", [
     ("fp8", Float8Caches, "bf16"), pytest.param("fp8", Float8Caches, "fp32", marks=pytest.mark.slow),
-    *(pytest.param("int8", ByteCaches, dtype, marks=pytest.mark.kernels) for dtype in ("bf16", "fp32")),
+    *(pytest.param("int8", Int8Caches, dtype, marks=pytest.mark.kernels) for dtype in ("bf16", "fp32")),
 ])
 def test_text_is_plain_text(golden, kv, kind, dtype):
     """Three texts in two places, one sampled, over two blocks of slots, with accepted paths that leave gaps.

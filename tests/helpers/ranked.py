@@ -20,7 +20,7 @@ from head import Head
 from helpers.drafters import make_drafter
 from kernels.choose import choose_backend
 from kernels.float8 import Float8Caches
-from kernels.tp import Ranks, joined
+from kernels.tp import Ranks, process_group
 from model import Transformer
 from sampling.options import Sampling
 from tree import TreeShape
@@ -144,9 +144,9 @@ def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, 
 def main(folder: Path, out: Path) -> None:
     """What each rank does."""
     torch.set_num_threads(1)
-    with joined("cpu") as ranks:
+    with process_group("cpu") as ranks:
         said = json.dumps(everything(folder, ranks))
-        ranks.agree(said, "cpu")
+        ranks.check_equal(said, "cpu")
         if ranks.rank == 0:
             out.write_text(said)
 

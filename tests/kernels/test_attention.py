@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.kernels import DTYPES, attention_case, check_attention, close, draws, same
 
-from kernels.packed import ByteCaches
+from kernels.packed import Int8Caches
 from model import ModelArgs
 
 pytestmark = pytest.mark.kernels
@@ -27,7 +27,7 @@ def in_dtype(isa, k, v):
 def in_bytes(isa, k, v):
     """Caches k, v in bytes that hold k, v [B, S, nkv, hd]."""
     B, S, nkv, hd = k.shape
-    cache = ByteCaches.of(ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), B, S, k.dtype, "cpu", isa)[0]
+    cache = Int8Caches.of(ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), B, S, k.dtype, "cpu", isa)[0]
     qkv = torch.cat((k, k, v), 2).flatten(2)
     slots = torch.arange(S).expand(B, -1)
     straight = torch.ones(B, S, hd // 2)
@@ -127,7 +127,7 @@ def test_moving_slots_in_bytes(each_isa, hd):
     k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
     source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
     moved = in_bytes(each_isa, k, v)
-    each_isa.ops.move(each_isa.ops.places(moved[:1], moved[1:]), hd, source, target)
+    each_isa.ops.move(each_isa.ops.cache_table(moved[:1], moved[1:]), hd, source, target)
     rows = torch.arange(2)[:, None]
     for x in (k, v):
         x[rows, target] = x[rows, source]

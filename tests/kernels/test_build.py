@@ -48,8 +48,8 @@ def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")  # as in a read-only checkout
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"eagle-kernels-{os.getuid()}"
-    assert build.writable(build.CACHE) == folder and folder.stat().st_mode & 0o777 == 0o700
+    assert build.writable_folder(build.CACHE) == folder and folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
     (tmp_path / f"eagle-kernels-{os.getuid()}").mkdir()
     with pytest.raises(InputError, match="belongs to another user"):
-        build.writable(build.CACHE)
+        build.writable_folder(build.CACHE)

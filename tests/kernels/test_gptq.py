@@ -31,7 +31,7 @@ def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
 
 
 def test_second_moments_in_panels(monkeypatch):
-    monkeypatch.setattr("kernels.gptq.PANEL", 24)
+    monkeypatch.setattr("kernels.gptq.PANEL_COLUMNS", 24)
     x = correlated(64, 100, seed=2)
     torch.testing.assert_close(second_moments(x), x.T @ x)
 

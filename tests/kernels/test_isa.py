@@ -15,13 +15,13 @@ NEOVERSE_V1 = NEOVERSE_N1 | {"bf16", "i8mm", "sve"}
 
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch):
-    monkeypatch.delenv(isa.VARIABLE, raising=False)
-    monkeypatch.setattr(isa, "_tiles_granted", lambda: True)
+    monkeypatch.delenv(isa.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(isa, "_amx_permitted", lambda: True)
 
 
-def on(monkeypatch, features, maker=isa.OTHER) -> None:
+def on(monkeypatch, features, vendor=isa.OTHER) -> None:
     monkeypatch.setattr(isa, "features", lambda: frozenset(features))
-    monkeypatch.setattr(isa, "maker", lambda: maker)
+    monkeypatch.setattr(isa, "vendor", lambda: vendor)
 
 
 @pytest.mark.parametrize("features, best", (
@@ -39,7 +39,7 @@ def test_the_best_one_is_chosen(monkeypatch, features, best):
 def test_another_one_can_be_named(monkeypatch):
     on(monkeypatch, ZEN4)
     assert isa.choose("avx2").name == "avx2"
-    monkeypatch.setenv(isa.VARIABLE, "avx512")
+    monkeypatch.setenv(isa.ISA_VARIABLE, "avx512")
     assert isa.choose().name == "avx512" and isa.choose("portable").name == "portable"
 
 
@@ -49,14 +49,14 @@ def test_what_cannot_be_chosen(monkeypatch):
         isa.choose("sse9")
     with refused("--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"):
         isa.choose("avxvnni")
-    monkeypatch.setenv(isa.VARIABLE, "avx512")
+    monkeypatch.setenv(isa.ISA_VARIABLE, "avx512")
     with refused("EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512vl"):
         isa.choose()
 
 
 def test_tiles_that_linux_refuses(monkeypatch):
     on(monkeypatch, SAPPHIRE_RAPIDS)
-    monkeypatch.setattr(isa, "_tiles_granted", lambda: False)
+    monkeypatch.setattr(isa, "_amx_permitted", lambda: False)
     assert isa.choose().name == isa.available()[0] == "avx512bf16"
-    with refused("--isa amx: Linux refuses this process the tiles (it grants them from 5.16 on); choose "):
+    with refused("--isa amx: Linux does not permit AMX (5.16 or later does); choose "):
         isa.choose("amx")

@@ -16,16 +16,16 @@ ARGS = ModelArgs(
 
 
 def shards(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Shard]:
-    return [Shard.of(args, scheme, rank, count) for rank in range(count)]
+    return [Shard.for_rank(args, scheme, rank, count) for rank in range(count)]
 
 
 @pytest.mark.parametrize("args, count, scheme, words", [
-    (ARGS, 4, None, "4 ranks: 3 key/value heads for 6 query heads can be dealt to at most 3, or to a mult"),
-    (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: an MLP of 4 inner values, 2 of which stay"),
+    (ARGS, 4, None, "4 ranks: 3 key/value heads for 6 query heads can be sharded over at most 3 ranks, or "),
+    (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: an MLP of 4 inner values, in units of 2"),
     (ARGS, 2, Scheme("int4", 32, None), None),
     (replace(ARGS, head_dim=8), 2, Scheme("w4a8", 32, None),
-     "2 ranks: w4a8 takes 32 inputs together, rank 0 would have the inputs 0 to 16 of attention's output"),
-    (replace(ARGS, vocab_size=2), 3, None, "and 2 tokens cannot be dealt to so many"),
+     "2 ranks: w4a8 has groups of 32 inputs, but rank 0 would have inputs 0 to 16 of attention's output"),
+    (replace(ARGS, vocab_size=2), 3, None, "and 2 tokens cannot be sharded over these ranks"),
 ])
 def test_what_cannot_be_sharded_is_refused_with_the_numbers(args, count, scheme, words):
     if words is None:
@@ -51,13 +51,13 @@ class Together(Ranks):
 def test_sums_are_added_in_the_order_of_the_ranks():
     """A row's sum is the same bits whatever stands beside it."""
     parts = [torch.randn(5, 7) * 10**i for i in range(4)]
-    total = Together(2, parts).sum(parts[2])
+    total = Together(2, parts).all_reduce(parts[2])
     assert torch.equal(total, ((parts[0] + parts[1]) + parts[2]) + parts[3])
     alone = [part[3:4] for part in parts]
-    assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
+    assert torch.equal(Together(0, alone).all_reduce(alone[0]), total[3:4])
 
 
 def test_the_first_of_equals_is_the_best():
     value, token = torch.tensor([[1.0, 2, 5], [3, 2, 5], [3, 2, 4]]), torch.arange(9).view(3, 3)
     parts = [torch.stack((v.double(), t.double())) for v, t in zip(value, token)]
-    assert Together(1, parts).best(value[1], token[1]).tolist() == [3, 1, 2]
+    assert Together(1, parts).argmax(value[1], token[1]).tolist() == [3, 1, 2]

@@ -12,7 +12,7 @@ from training.features import Features, training_copy
 def test_a_target_in_bfloat16(golden, monkeypatch, fast):
     """It is computed in floats where these are faster."""
     monkeypatch.setattr(isa, "features", lambda: {"avx512_bf16", "amx_bf16"} if fast else {"avx512_bf16"})
-    monkeypatch.setattr(isa, "maker", lambda: isa.INTEL)
+    monkeypatch.setattr(isa, "vendor", lambda: isa.INTEL)
     target, _ = load_model(golden, dtype=torch.bfloat16)
     states = Features(training_copy(target), (1, 2, 3), dtype=torch.bfloat16)
     assert states.compute([1, 2, 3]).normed.dtype == target.embed.weight.dtype == torch.bfloat16

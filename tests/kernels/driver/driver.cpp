@@ -55,32 +55,32 @@ void linear(int64_t item) {
 Bytes keys, values;  // of the latest record: one without them goes on with these
 template <class E>
 void attend(int64_t item) {
-  Rows rows{};
-  rows.B = number(), rows.T = number(), rows.heads = number(), rows.kv_heads = number(), rows.hd = number();
-  rows.n = number();
-  Attending layer{};
+  PassArgs args{};
+  args.B = number(), args.T = number(), args.heads = number(), args.kv_heads = number(), args.hd = number();
+  args.n = number();
+  AttentionLayer layer{};
   layer.eps = 1e-6f, layer.window = number();
-  const bool in_bytes = number();
+  const bool is_int8 = number();
   for (Cache* cache : {&layer.k, &layer.v})
-    cache->sequence = number(), cache->slot = number(), cache->head = number(), cache->in_bytes = in_bytes;
+    cache->sequence = number(), cache->slot = number(), cache->head = number(), cache->is_int8 = is_int8;
   Bytes cosine = bytes(), sine = bytes(), slots = bytes(), visible = bytes(), qkv = bytes(), q_norm = bytes();
   Bytes k_norm = bytes(), sinks = bytes(), k = bytes(), v = bytes();
   if (!k.empty()) keys = k, values = v;
   layer.k.data = keys.data(), layer.v.data = values.data();
   layer.q_norm = of<float>(q_norm), layer.k_norm = of<float>(k_norm), layer.sinks = of<float>(sinks);
-  rows.cosine = of<float>(cosine), rows.sine = of<float>(sine), rows.slots = of<int64_t>(slots);
-  rows.visible = of<bool>(visible);
-  const auto run = [&](int threads, const Rows& rows, int64_t first) {
-    Bytes out(rows.B * rows.T * rows.heads * rows.hd * item);
-    Kernels<E>::attend(threads, rows, &qkv[first * rows.width() * item], layer, out.data());
+  args.cosine = of<float>(cosine), args.sine = of<float>(sine), args.slots = of<int64_t>(slots);
+  args.visible = of<bool>(visible);
+  const auto run = [&](int threads, const PassArgs& args, int64_t first) {
+    Bytes out(args.B * args.T * args.heads * args.hd * item);
+    Kernels<E>::attend(threads, args, &qkv[first * args.width() * item], layer, out.data());
     return out;
   };
-  const Bytes all = run(1, rows, 0);
-  for (int threads : {2, 3, 5}) check(run(threads, rows, 0) == all, "threads,", threads);
-  for (int64_t t = 0; rows.B == 1 && t < rows.T; t++) {
-    Rows one = rows;
-    one.T = 1, one.cosine += t * rows.hd / 2, one.sine += t * rows.hd / 2, one.slots += t, one.visible += t * rows.n;
-    const int64_t size = rows.heads * rows.hd * item;
+  const Bytes all = run(1, args, 0);
+  for (int threads : {2, 3, 5}) check(run(threads, args, 0) == all, "threads,", threads);
+  for (int64_t t = 0; args.B == 1 && t < args.T; t++) {
+    PassArgs one = args;
+    one.T = 1, one.cosine += t * args.hd / 2, one.sine += t * args.hd / 2, one.slots += t, one.visible += t * args.n;
+    const int64_t size = args.heads * args.hd * item;
     check(run(1 + t % 3, one, t) == part(all, t * size, size), "row", t);
   }
   write(all), write(keys), write(values);
@@ -92,7 +92,7 @@ int main(int count, char** arguments) {
 #endif
   if (count < 2) {
     for (int64_t x : layout()) std::printf("%d ", int(x));
-    for (int64_t x : byte_blocks(64)) std::printf("%d ", int(x));
+    for (int64_t x : int8_block_sizes(64)) std::printf("%d ", int(x));
     return 0;
   }
   in = std::fopen(arguments[1], "rb");

@@ -1,78 +1,75 @@
-// Keys and values that are stored in the dtype of the model.
-//
-// They are brought to the layout of tiles a block of slots at a time, once for all rows.
+// A KV cache in the model's dtype. Blocks of slots are packed to the layout of tiles once for all rows.
 #pragma once
 
 #include "pass.h"
 
 namespace eagle {
 
-// Those of one head of one sequence, see `Attention`.
+// Keys and values of one head of one sequence, see `Attention`.
 template <class E>
-struct InDtype {
-  using Keys = Read<E>;  // products multiply words of these
-  using Values = Read<E>;
+struct DtypeKV {
+  using Keys = Input<E>;
+  using Values = Input<E>;
   static constexpr int W = Keys::PER_WORD;
   static constexpr int64_t VALUE_WORDS = BLOCK_SLOTS / W;
   const int64_t hd, words, padded;
-  // Queries [groups, words, ROWS], for AMX [groups, ROWS, words]; tiles of keys [words, BLOCK] and of values
-  // [VALUE_WORDS, BLOCK], of a block and of slots that are a row's own. Products read up to ROWS rows after the last,
-  // and whole tiles.
-  const Room<uint32_t> queries, keys, own_keys, values, own_values;
+  // Queries [groups, words, ROWS], for AMX [groups, ROWS, words]; tiles of keys [words, BLOCK] and values
+  // [VALUE_WORDS, BLOCK], of a block's shared slots and of one row's slots. Products read up to ROWS rows beyond the
+  // last, and whole tiles.
+  const Buffer<uint32_t> queries, keys, row_keys, values, row_values;
   const Value<E>*k = nullptr, *v = nullptr;
-  int64_t k_stride = 0, v_stride = 0, first = 0;  // from slot to slot; of the block
+  int64_t k_stride = 0, v_stride = 0, first = 0;  // strides of slots; first slot of the block
 
-  InDtype(int64_t hd, int64_t padded, int64_t groups)
+  DtypeKV(int64_t hd, int64_t padded, int64_t groups)
       : hd(hd), words(tile_words<Keys>(hd / W)), padded(padded), queries((groups + 1) * words * ROWS),
-        keys(BLOCK_SLOTS * words), own_keys(BLOCK * words), values(VALUE_WORDS * padded),
-        own_values(VALUE_WORDS * padded) {
-    // Clear what is read before it is written: old memory is full of numbers below the exponents of floats, for which
-    // Intel's processors take a hundred times as long.
+        keys(BLOCK_SLOTS * words), row_keys(BLOCK * words), values(VALUE_WORDS * padded),
+        row_values(VALUE_WORDS * padded) {
+    // Clear what is read before it is written: stale memory may hold denormals, which are 100 times as slow on Intel.
     std::fill_n(&queries[0], (groups + 1) * words * ROWS, 0);
     if (words == hd / W) return;
-    std::fill_n(&keys[0], BLOCK_SLOTS * words, 0), std::fill_n(&own_keys[0], BLOCK * words, 0);
+    std::fill_n(&keys[0], BLOCK_SLOTS * words, 0), std::fill_n(&row_keys[0], BLOCK * words, 0);
   }
 
-  static Value<E>* place(const Cache& cache, int64_t b, int64_t slot, int64_t h) {
-    return static_cast<Value<E>*>(cache.data) + cache.place(b, slot, h);
+  static Value<E>* address(const Cache& cache, int64_t b, int64_t slot, int64_t h) {
+    return static_cast<Value<E>*>(cache.data) + cache.offset(b, slot, h);
   }
-  // Store a key; rotate(dtype, to) gives it.
+  // Store a key. rotate(dtype, to) writes it.
   template <class Rotate>
   static void store_key(const Cache& cache, int64_t b, int64_t slot, int64_t h, int64_t, const Rotate& rotate) {
-    rotate(E(), place(cache, b, slot, h));
+    rotate(E(), address(cache, b, slot, h));
   }
   static void store_value(const Cache& cache, int64_t b, int64_t slot, int64_t h, int64_t hd,
                           const Value<E>* value) {
-    std::memcpy(place(cache, b, slot, h), value, hd * sizeof(Value<E>));
+    std::memcpy(address(cache, b, slot, h), value, hd * sizeof(Value<E>));
   }
-  // The memory of a block of `count` slots.
-  static Ahead ahead(const Cache& cache, int64_t b, int64_t block, int64_t h, int64_t count, int64_t hd) {
-    const Value<E>* from = place(cache, b, block * BLOCK_SLOTS, h);
+  static PrefetchRange prefetch_range(const Cache& cache, int64_t b, int64_t block, int64_t h, int64_t count,
+                                      int64_t hd) {
+    const Value<E>* from = address(cache, b, block * BLOCK_SLOTS, h);
     return {(const char*)from, (const char*)(from + count * hd)};
   }
 
-  // A block of head h, of which `count` slots are shared.
-  void open(const Cache& of_keys, const Cache& of_values, int64_t b, int64_t h, int64_t block, int64_t count) {
-    k = place(of_keys, b, 0, h), v = place(of_values, b, 0, h);
+  // Pack the first `count` slots of a block of head h, which all rows share.
+  void load_block(const Cache& of_keys, const Cache& of_values, int64_t b, int64_t h, int64_t block, int64_t count) {
+    k = address(of_keys, b, 0, h), v = address(of_values, b, 0, h);
     k_stride = of_keys.slot, v_stride = of_values.slot, first = block * BLOCK_SLOTS;
     pack_keys(count, [&](int64_t i) { return k + (first + i) * k_stride; }, keys);
     pack_values(count, [&](int64_t i) { return v + (first + i) * v_stride; }, values);
   }
-  const char* key_tile(int64_t place) const { return (const char*)&keys[place * words]; }
+  const char* key_tile(int64_t at) const { return (const char*)&keys[at * words]; }
   const char* value_tiles() const { return (const char*)&values[0]; }
 
-  // Tiles of a row's slots by their rank in the block.
-  const char* own_key_tile(const Seen& slots, int64_t from, int64_t count) {
-    pack_keys(count, [&](int64_t i) { return k + slots.slot(first + from + i) * k_stride; }, own_keys);
-    return (const char*)&own_keys[0];
+  // Pack `count` of a row's visible slots, from number `from` of the block on.
+  const char* row_key_tile(const VisibleSlots& slots, int64_t from, int64_t count) {
+    pack_keys(count, [&](int64_t i) { return k + slots.slot(first + from + i) * k_stride; }, row_keys);
+    return (const char*)&row_keys[0];
   }
-  const char* own_value_tiles(const Seen& slots, int64_t from, int64_t count) {
+  const char* row_value_tiles(const VisibleSlots& slots, int64_t from, int64_t count) {
     pack_values(count, [&](int64_t i) { return v + slots.slot(first + from + i) * v_stride; },
-                own_values);
+                row_values);
     const int64_t end = (count + W - 1) / W, rest = tile_words<Values>(end) - end;
     for (int64_t d = 0; d < padded && rest; d += BLOCK)
-      std::fill_n(&own_values[(d / BLOCK * VALUE_WORDS + end) * BLOCK], rest * BLOCK, 0);
-    return (const char*)&own_values[0];
+      std::fill_n(&row_values[(d / BLOCK * VALUE_WORDS + end) * BLOCK], rest * BLOCK, 0);
+    return (const char*)&row_values[0];
   }
 
   // LANES words of a row from the w-th on.
@@ -93,12 +90,12 @@ struct InDtype {
     }
   }
 
-  // `count` keys, row(i) the i-th -> tiles [words, BLOCK].
+  // Pack `count` keys row(i) to tiles [words, BLOCK].
   template <class Row>
   void pack_keys(int64_t count, const Row& row, uint32_t* to) const {
-    // Transposed as they are stored: a stored word has the values of so many words of a tile.
+    // Stored words are transposed; a stored word has PARTS words of a tile.
     constexpr int64_t PARTS = sizeof(float) / sizeof(Value<E>) / W;
-    const int64_t words = this->words, all = hd / W / PARTS;  // else they are read again after every store
+    const int64_t words = this->words, all = hd / W / PARTS;  // copies, as members would be reloaded after every store
     for (int64_t j = 0; j < count; j += LANES)
       for (int64_t w = 0; w < all; w += LANES) {
         Words some[LANES];
@@ -106,17 +103,17 @@ struct InDtype {
         for (int i = 0; i < LANES; i++)
           some[i] = (Words)Fp32::get(reinterpret_cast<const float*>(row(std::min(j + i, count - 1))) + w, all - w);
         transpose(some);
-        uint32_t* place = to + (j / BLOCK * words + w * PARTS) * BLOCK + j % BLOCK;
-        for (int64_t i = 0; i < LANES && w + i < all; i++, place += PARTS * BLOCK)
-          if constexpr (PARTS == 1) store(place, some[i]);
-          else store(place, even(some[i])), store(place + BLOCK, odd(some[i]));
+        uint32_t* at = to + (j / BLOCK * words + w * PARTS) * BLOCK + j % BLOCK;
+        for (int64_t i = 0; i < LANES && w + i < all; i++, at += PARTS * BLOCK)
+          if constexpr (PARTS == 1) store(at, some[i]);
+          else store(at, even(some[i])), store(at + BLOCK, odd(some[i]));
       }
     for (int64_t j = (count + LANES - 1) / LANES * LANES; j % BLOCK; j += LANES)  // the rest of a tile
       for (int64_t w = 0; w < words; w++) store(to + (j / BLOCK * words + w) * BLOCK + j % BLOCK, Words{});
   }
 
-  // `count` values -> tiles [VALUE_WORDS, BLOCK]. A pair is of the values of two slots; the last one may be
-  // of one slot twice.
+  // Pack `count` values row(i) to tiles [VALUE_WORDS, BLOCK]. A pair has the values of two slots; the last may repeat
+  // one.
   template <class Row>
   void pack_values(int64_t count, const Row& row, uint32_t* to) const {
     const int64_t hd = this->hd, padded = this->padded;
@@ -129,32 +126,32 @@ struct InDtype {
           some[i] = W == 2 ? (Words)Fp32::get((const float*)(from[i] + d), (hd - d) / 2)
                            : (Words)E::get(from[i] + d, hd - d);
         if constexpr (W == 2) zip(some[0], some[1]);
-        uint32_t* place = to + (d / BLOCK * VALUE_WORDS + k) * BLOCK + d % BLOCK;
-        for (int i = 0; i < W; i++) store(place + i * LANES, some[i]);
+        uint32_t* at = to + (d / BLOCK * VALUE_WORDS + k) * BLOCK + d % BLOCK;
+        for (int i = 0; i < W; i++) store(at + i * LANES, some[i]);
       }
     }
   }
 
-  // The scores of `rows` rows become weights, of which the first `count` are for slots, those before `from` nought.
-  void weigh(int64_t, int row, int rows, const Seen&, int64_t, int64_t from, int64_t count, float scale, float* scores,
-             const Sums& sums) const {
+  // Turn the scores of `rows` rows into softmax weights of `count` slots; slots before `from` get weight 0.
+  void softmax(int64_t, int row, int rows, const VisibleSlots&, int64_t, int64_t from, int64_t count, float scale,
+               float* scores, const SoftmaxSums& sums) const {
     for (int r = row; r < row + rows; r++) {
       std::fill_n(scores + r * SCORES, from, -INFINITY);
-      weigh_row(scores + r * SCORES, count, scale, sums.most[r], sums.total + r * LANES);
+      softmax_row(scores + r * SCORES, count, scale, sums.exponent[r], sums.total + r * LANES);
     }
   }
-  void finish(int, const Sums&) const {}
+  void dequantize(int, const SoftmaxSums&) const {}
 
-  // The `count` scores of a row times `scale`, in powers of two, become weights relative to 2^most, with zeros
-  // up to a whole word. For bfloat16 they are rounded to it where pairs are multiplied; their total is not.
-  static void weigh_row(float* row, int64_t count, float scale, float& most, float* total) {
+  // Turn `count` scores of a row into weights 2^(score * scale - exponent), padded with zeros to a whole word.
+  // Weights are rounded to bfloat16 where pairs are multiplied; their total is not.
+  static void softmax_row(float* row, int64_t count, float scale, float& exponent, float* total) {
     const Floats nearest = broadcast(ROUND);
     for (int64_t j = count; j < BLOCK_SLOTS && j % (W * LANES); j++) row[j] = -INFINITY;
     Floats top = broadcast(-1e30f), sum = {};
     for (int64_t j = 0; j < count; j += LANES) top = larger(load<Floats>(row + j), top);
     top = (larger(top * scale, broadcast(-4e6f)) + nearest) - nearest;
-    most = count ? largest_lane(__builtin_convertvector(top, Ints)) : -1e30f;
-    const Floats relative = broadcast(-most), factor = broadcast(scale);
+    exponent = count ? largest_lane(__builtin_convertvector(top, Ints)) : -1e30f;
+    const Floats relative = broadcast(-exponent), factor = broadcast(scale);
     for (int64_t j = 0; j < count; j += W * LANES)
 #pragma GCC unroll 2
       for (int i = 0; i < W; i++) {
