@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import library_errors
-from common.lfs import check_pointer
+from common.files import check_file
 
 # NumPy's type of each kind of value in the metadata. Kinds 8 and 9 are texts and arrays.
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
@@ -117,7 +117,7 @@ def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
 
     Raises InputError if the file is missing, truncated or damaged.
     """
-    check_pointer(path)
+    check_file(path)
     with library_errors(f"{path}: truncated or damaged"), open(path, "rb") as file:
         cursor = _Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         if cursor.array("u1", 4).tobytes() != b"GGUF":

@@ -52,9 +52,11 @@ def kind_of(source: Source) -> str | None:
         return "p-eagle"
     norms = {"layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"}
     if said == "eagle" or "EagleSpeculator" in classes:
-        if config.get("layernorms"):
+        if config.get("layernorms") or "embedding_layernorm.weight" in names:
             raise InputError(f"{source.path}: EAGLE-1 heads with layernorms (HASS) are not supported")
         return "eagle"
+    if said not in (None, "eagle3"):
+        raise InputError(f"{source.path}: speculators of type {said!r} are not supported; use another head")
     if said or config.get("draft_vocab_size") or norms & names:
         return "eagle3"
     return "eagle" if "fc.weight" in names else None

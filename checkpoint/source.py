@@ -21,15 +21,14 @@ from torch import Tensor
 import extensions
 from checkpoint.load import CONFIG, STORED_DTYPES, is_ours, listed, opened
 from common.errors import InputError, library_errors
-from common.files import read_json
-from common.lfs import check_pointer
+from common.files import check_file, read_json
 from extensions import SOURCE_FILES
 from tokens.files import TOKENIZER_FILES, encoder_of
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-    "*_lm_head.safetensors", "*_lm_head.pt",
+    "*_lm_head.safetensors", "*_lm_head.pt", "model-00001-of-*.safetensors", "pytorch_model-00001-of-*.bin",
 )
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 QUANTIZATION = "quantization_config", "compression_config"
@@ -107,7 +106,7 @@ def _download(repo: str) -> Path:
     wanted = [*(name for name in SMALL_FILES if name in files), weights]
     folder = Path(hub.snapshot_download(repo, allow_patterns=wanted))
     if weights.endswith(".json"):
-        folder = Path(hub.snapshot_download(repo, allow_patterns=[*wanted, *_shards(folder / weights)]))
+        folder = Path(hub.snapshot_download(repo, allow_patterns=[*wanted, *_shards(folder / weights)[0]]))
     return folder
 
 
@@ -116,28 +115,30 @@ def _weight_file(names: Iterable[str]) -> str | None:
     return next(found, None)
 
 
-def _shards(index: Path) -> list[str]:
-    return [*dict.fromkeys(_weight_map(index).values())]
+def _shards(first: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the shards, and the map of an index. first: the index, or without one a shard."""
+    if first.suffix != ".json":
+        pattern = first.name.replace("-00001-of-", "-*-of-")
+        return sorted(file.name for file in first.parent.glob(pattern)), {}
+    named = read_json(first).get("weight_map")
+    if not isinstance(named, dict) or any(Path(str(file)).name != file for file in named.values()):
+        raise InputError(f"{first}: has no weight_map, which names the file of each tensor; load it again")
+    return [*dict.fromkeys(named.values())], named
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    check_pointer(index)
-    if not isinstance(found := read_json(index).get("weight_map"), dict):
-        raise InputError(f"{index}: has no weight_map, which names the file of each tensor; load it again")
-    return found
-
-
-def _of_shards(index: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
+def _of_shards(first: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     """Return each tensor from the file that the index names: another may have an old copy."""
-    named, found = _weight_map(index), {}
-    for file in _shards(index):
-        for name, entry in _one_file(index.with_name(file), load).items():
+    (files, named), found, others = _shards(first), {}, {}
+    for file in files:
+        for name, entry in _one_file(first.with_name(file), load).items():
             unsure = name in found and name not in named
             if unsure and not torch.equal(found[name].read(), entry.read()):
-                raise InputError(f"{index}: does not name {name}, of which {file} and another file have"
+                raise InputError(f"{first}: does not name {name}, of which {file} and another file have"
                                  " different copies")
-            if named.get(name, file) == file:
-                found[name] = entry
+            (found if named.get(name, file) == file else others)[name] = entry
+    for name in others.keys() - found.keys():
+        raise InputError(f"{first}: says that {named[name]} holds {name}, but another file does;"
+                         " load all again")
     return found
 
 
@@ -156,9 +157,9 @@ def _open_folder(path: Path) -> Source:
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     load = lru_cache(maxsize=1)(_load_pickle)  # one pickle at a time is mapped
-    tensors = (_of_shards if name.endswith(".json") else _one_file)(path / name, load)
+    tensors = (_of_shards if name.endswith(".json") or "-of-" in name else _one_file)(path / name, load)
     if encoder := encoder_of(path):
-        check_pointer(path / encoder)
+        check_file(path / encoder)
     if text := config.get("text_config"):  # of a model that reads images, too
         config = text | {key: value for key, value in config.items() if value is not None}
     if any(map(config.get, QUANTIZATION)):
@@ -180,7 +181,7 @@ def _copy_tokenizer(source: Path, folder: Path, added: str | None) -> bool:
 
 
 def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
-    check_pointer(path)
+    check_file(path)
 
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this

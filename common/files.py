@@ -9,11 +9,18 @@ from pathlib import Path
 
 from common.errors import InputError
 
+MAX_POINTER, POINTER = 1024, b"version https://git-lfs"  # bytes
+
 
 @contextlib.contextmanager
 def reading(path: str | Path, what: str = "") -> Iterator[None]:
-    """Turn errors of reading a file into an InputError. what: stands before the path, such as a flag."""
+    """Turn errors of reading a file into an InputError. what: stands before the path, such as a flag.
+
+    A small file may be a pointer of Git LFS, which a clone without it has in place of large files.
+    """
     try:
+        if 0 < os.stat(path).st_size < MAX_POINTER and Path(path).read_bytes().startswith(POINTER):
+            raise InputError(f"{path}: is a Git LFS pointer, not the file; run `git lfs pull` in its folder")
         yield
     except FileNotFoundError:
         raise InputError(f"{what} {path}: no such file".strip()) from None

@@ -189,8 +189,11 @@ class Drafting:
             if method.draft:
                 folder = found[name] = Path(self.draft) if named else checkpoint / method.draft
                 if method.draft != TARGET and not folder.is_dir():
-                    raise InputError(f"{folder}: no {method.draft} head there; convert one into it, name it"
-                                     " with --draft, or use another --speculate")
+                    there = [m for m, x in METHODS.items() if x.draft and (checkpoint / x.draft).is_dir()]
+                    advice = "convert one into it, name it with --draft, or use another --speculate"
+                    if there:
+                        advice = f"use the head in {checkpoint} with --speculate {' or '.join(there)}"
+                    raise InputError(f"{folder}: no {method.draft} head there; {advice}")
                 read_config(folder, method.draft)
         return found
 

@@ -35,10 +35,14 @@ UNKNOWN = {
     "guided_whitespace_pattern": "", "guided_json_object": False, "thinking_token_budget": 0, "n_predict": -1,
     "max_new_tokens": 0, "repeat_penalty": 1, "typical_p": 1, "tfs_z": 1, "top_a": 0, "top_n_sigma": -1,
     "mirostat": 0, "dry_multiplier": 0, "xtc_probability": 0, "dynatemp_range": 0, "samplers": [],
+    "min_new_tokens": 0, "max_length": 0, "no_repeat_ngram_size": 0, "banned_strings": [],
+    "ban_eos_token": False, "regex_pattern": "", "grammar_string": "", "stop_strings": [], "n_indent": 0,
     "grammar_lazy": False, "modalities": ["text"], "audio": {}, "web_search_options": {}, "lora_path": "",
 }
-INSTEAD = {"functions": "tools", "function_call": "tool_choice", "n_predict": "max_tokens",
-           "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
+INSTEAD = {"min_new_tokens": "min_tokens", "max_length": "max_tokens", "banned_strings": "bad_words",
+           "ban_eos_token": "ignore_eos", "regex_pattern": "regex", "grammar_string": "grammar",
+           "stop_strings": "stop", "functions": "tools", "function_call": "tool_choice",
+           "n_predict": "max_tokens", "max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty",
            "guided_json_object": "response_format", "best_of": "n"}
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -77,8 +81,9 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
     if path == ["body"] and "json" not in headers.get("content-type", ""):
         return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
-    path = [printable(x) for x in path]
-    return Refusal(400, f"{'.'.join(path)}: {first['msg']}", "invalid_value", ".".join(path[1:]) or None)
+    words, path = first["msg"].removeprefix("Value error, "), [printable(x) for x in path]
+    where = "" if path == ["body"] and words != first["msg"] else f"{'.'.join(path)}: "  # it names the field
+    return Refusal(400, where + words, "invalid_value", ".".join(path[1:]) or None)
 
 
 class Body(BaseModel):

@@ -31,7 +31,7 @@ MISTAKES = (
     (DECODING, "--speculate rest", "--speculate rest: needs --datastore, the file that python -m drafters"),
     (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no such file; name the"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
-    (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; convert one into it, name it"),
+    (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; use the head in TARGET with"),
     (DECODING, "--speculate draft-model", "--speculate draft-model: name a smaller converted model of the"),
     (DECODING, "--speculate lookup --tree 8,2,4", "--speculate lookup: has no use for --tree; leave it out"),
     (DECODING, "--speculate eagle --draft TARGET/eagle3",

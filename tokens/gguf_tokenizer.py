@@ -79,7 +79,9 @@ def _types(metadata: dict, templates: list[str]) -> list[int]:
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
     text, known = _written(templates), {*tokens}
     made = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
-    # Vocabularies that know HTML have </s> as a word.
+    # Vocabularies that know HTML have </s> as a word, beside an <s> that begins no text.
+    if (bos := metadata.get("bos_token_id")) is not None and "<s>" in known and tokens[bos] != "<s>":
+        made.add("</s>")
     names = CONTROL_NAMES - made | {token for i, token in enumerate(tokens) if i in ends}
 
     def is_word(token: str) -> bool:

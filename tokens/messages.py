@@ -39,6 +39,9 @@ class Arguments(dict):
     def __str__(self) -> str:
         return self._text
 
+    def __getitem__(self, key: object):
+        return self._text[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+
     def __add__(self, other: str) -> str:
         return self._text + other
 

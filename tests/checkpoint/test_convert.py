@@ -23,7 +23,7 @@ from tokens.tokenizer import Tokenizer
 
 @pytest.mark.parametrize("form, tied", [
     ("safetensors", False), ("safetensors-sharded", True), ("bin", True), ("bin-sharded", False),
-    ("bin", "before zip archives")])
+    ("bin", "before zip archives"), ("safetensors-sharded", "no index"), ("bin-sharded", "no index")])
 def test_folders(tmp_path, target, form, tied):
     """As the plain folder, which `target` comes from, but for the lm_head of tied ones."""
     config = {**CONFIG, "tie_word_embeddings": bool(tied)}
@@ -31,7 +31,9 @@ def test_folders(tmp_path, target, form, tied):
     # Old files carry it, nobody needs it.
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     source = write_source(tmp_path / "in", state, config, form)
-    if tied not in (True, False):
+    if tied == "no index":
+        next(source.glob("*.index.json")).unlink()
+    elif tied not in (True, False):
         torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     out = convert(source, tmp_path / "out", quiet=True)
     expected = load_file(target / "model.safetensors")
@@ -110,7 +112,8 @@ def test_hub_downloads_only_what_is_needed(tmp_path, target, monkeypatch):
         downloaded.extend(allow_patterns) or str(folder)))
     out = convert("org/some-model", tmp_path / "out", quiet=True)
     assert sorted(set(downloaded)) == [
-        "config.json", *(f"model-part{i}.safetensors" for i in range(4)), "model.safetensors.index.json"]
+        "config.json", *(f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)),
+        "model.safetensors.index.json"]
     torch.testing.assert_close(*(load_file(f / "model.safetensors") for f in (out, target)), rtol=0, atol=0)
     assert read_config(out)["name"] == "some-model" and read_config(out)["source"] == "org/some-model"
 

@@ -48,12 +48,13 @@ def gguf_file(keep: float = 1.0, **options):
     return make
 
 
+INDEX = "model.safetensors.index.json"
 K0, LFS = "model.layers.0.self_attn.k_proj.weight", "version https://git-lfs.github.com/spec/v1\n"
 
 
 def unname(folder: Path, names=(K0,)) -> None:
     """Put another copy of a tensor into the shards that lack it, and take it out of the index."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     given = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": {n: f for n, f in given.items() if n not in names}}))
     for file in {*given.values()} - {given[K0]}:
@@ -71,11 +72,18 @@ BAD_TARGETS = {
     "GGUF without weights": (lambda f: write_gguf(f / "m.gguf", {}), "a vocabulary without weights"),
     **{f"a pointer of Git LFS: {file}": (
         folder_with(then=lambda folder, file=file: (folder / file).write_text(LFS)), f"{file}: is a Git LFS")
-        for file in ("model.safetensors", "tokenizer.json", "tokenizer.model")},
+        for file in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+                     "tokenizer.model")},
     "an index without a map": (folder_with(
-        form="safetensors-sharded", then=lambda f: (f / "model.safetensors.index.json").write_text("{}")),
+        form="safetensors-sharded", then=lambda f: (f / INDEX).write_text("{}")),
         "has no weight_map"),
     "shards that disagree, unnamed by the index": (folder_with(form="safetensors-sharded", then=unname), K0),
+    "shards that disagree, no index": (folder_with(
+        form="safetensors-sharded", then=lambda f: (unname(f), (f / INDEX).unlink())), K0),
+    "an index that names another file": (folder_with(form="safetensors-sharded", then=lambda f: (
+        f / INDEX).write_text((f / INDEX).read_text().replace("1-of", "2-of", 1))), "but another file does"),
+    "an index of files elsewhere": (folder_with(form="safetensors-sharded", then=lambda f: (
+        f / INDEX).write_text((f / INDEX).read_text().replace("model-", "../model-"))), "has no weight_map"),
     "missing tensor": (folder_with(drop=[K0]), f"{K0} [32, 32] is missing"),
     "wrong shape": (
         folder_with(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
@@ -108,6 +116,7 @@ BAD_HEADS = {
     "t2d says otherwise": (folder_with("head", add={"t2d": ~T2D}), "t2d"),
     "an MLP speculator": (
         only({"emb.0.weight": torch.zeros(96, 32)}, config={"model_type": "mlp_speculator"}), "MLP spec"),
+    "another kind of speculators": (folder_with("head", speculators_model_type="mtp"), "type 'mtp' are not"),
     "HASS in speculators": (folder_with(
         "head", speculators_model_type="eagle", layernorms=True), "(HASS) are not supported"),
     "missing norm": (folder_with("head", [NORM]), NORM),

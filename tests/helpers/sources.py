@@ -51,7 +51,8 @@ def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors") -
     if not sharded:
         save(state, folder / f"{base}.{kind}")
         return folder
-    weight_map = {name: f"{base}-part{i * 4 // len(state)}.{kind}" for i, name in enumerate(state)}
+    parts = {name: 1 + i * 4 // len(state) for i, name in enumerate(state)}
+    weight_map = {name: f"{base}-0000{part}-of-00004.{kind}" for name, part in parts.items()}
     for file in set(weight_map.values()):
         save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
     (folder / f"{base}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

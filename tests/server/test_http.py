@@ -55,6 +55,7 @@ REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
     ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
     *(("/v1/completions", {"prompt": "x"} | fields, words) for fields, words in (
+        ({"banned_strings": ["a"]}, "banned_strings: is not supported here; use bad_words"),
         ({"best_of": 2}, "best_of: is not supported here; use n"), ({"guided_regex": "("}, "cannot be used"),
         ({"min_tokens": 20}, "min_tokens 20: at most 16"), ({"bad_words": [""]}, "bad_words.0: "),
         ({"guided_choice": ["a"], "regex": "b"}, "give one of"), ({"ebnf": "root ::= x"}, "cannot be used"),
@@ -77,6 +78,7 @@ def test_bad_bodies_are_one_line_errors(server):
         error = found.json()["error"]
         assert found.status_code == 400 and error["type"] == "invalid_request_error", (path, body[:80])
         assert error["message"] and "\n" not in error["message"] and words in error["message"]
+        assert "Value error" not in error["message"]
 
 
 LIMITS = (

@@ -168,9 +168,12 @@ def test_markers_of_a_template_have_any_shape(kind, type_, marker, tmp_path):
     ([("STOP", 3), ("<|return|>", 1), ("<|end|>", 4)], {256, 257}),
     # Merges make words, of type UNUSED too: vocabularies that know HTML have </s>.
     ([("<|im_end|>", 3), ("</s>", 1), ("ll", 5), ("</", 1), ("s>", 1)], {256}),
+    ([("<eos>", 3), ("</s>", 4), ("<s>", 4), ("<bos>", 3)], {256}),  # Gemma's
 ), ids=str)
 def test_names_of_end_tokens(tokens, ends, tmp_path):
     merges = ["l l", "< /", "s >", "</ s>"] if len(tokens) == 5 else []
-    tok = tiny(tmp_path, "gpt2", *tokens, eos_token_id=256, merges=merges, template="")
+    more = {"bos_token_id": 259, "add_bos_token": False} if len(tokens) == 4 else {}
+    tok = tiny(tmp_path, "gpt2", *tokens, eos_token_id=256, merges=merges, template="", **more)
+    assert not more or tok.decode(tok.encode("<s>a</s>")) == "<s>a</s>"
     assert {*tok.stop_ids} == ends and {*tok.control.values()} >= ends
     assert not merges or (tok.encode("all"), tok.decode([97, 258, 257])) == ([97, 258], "all</s>")

@@ -90,7 +90,8 @@ def test_arguments_are_an_object_where_they_can_be(given, found):
 CONTENT = "{{ c.function.name + c.function.arguments if m.content is none else m.content }}"
 HISTORIES = (
     CONTENT, "{{ c.function.name ~ c.function.arguments }}", "{{ c.function.arguments | string | trim }}",
-    "{{ c.function.arguments.strip() + c.type }}", "{{ m.content }}{{ c.function.arguments | tojson }}",
+    "{{ c.function.arguments.strip()[1:] + c.type + c.function.arguments[1:-1] }}",
+    "{{ m.content }}{{ c.function.arguments | tojson }}",
     "{{ 'x' + m.content }}{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}",
 )
 
