@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
@@ -174,25 +176,29 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
         return load(INTERACTIVE).chat(engine, samplings[0], o.system, o.stats, show)
-    if len(ids) > 1 or o.json or o.compare or o.stats or o.trace:
+    if len(ids) > 1 or o.compare or o.stats or o.trace:
         return load(OUTPUT).answer(o, llm, prompts, ids, samplings, show)
-    return answer(engine, ids[0], samplings[0])
+    return answer(o, llm, prompts[0], ids[0], samplings[0])
 
 
-def answer(engine, prompt: list[int], sampling: Sampling) -> int:
-    """Print the text as it comes, then a line about it. Returns the exit status: 130 when interrupted."""
-    from llm import summary
+def answer(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampling) -> int:
+    """Print the text as it comes and a line about it, or one line of JSON. Returns 130 when interrupted."""
+    from llm import as_json, summary
 
-    requests, status = [], 0
+    engine, ranks, requests, status = llm.engine, llm.target.model.ranks, [], 0
+    events = engine.run([ids], [sampling], requests)
     try:
-        show(engine.run([prompt], [sampling], requests), engine.tokenizer)
+        show(events, engine.tokenizer) if not o.json else deque(events, 0)
     except KeyboardInterrupt:
         status = 130
         note("\n(interrupted)")
-    if requests:
-        note(summary(requests, engine.drafter.shape.nodes > 1))
-        if requests[0].error:
-            raise ValueError(requests[0].error)
+    for request in requests:
+        if o.json:
+            print(json.dumps(as_json(request, prompt, ranks.count if ranks else 1)), flush=True)
+        else:
+            note(summary(requests, engine.drafter.shape.nodes > 1))
+        if request.error:
+            raise ValueError(request.error)
     return status
 
 

@@ -157,6 +157,23 @@ def summary(requests: list[Request], drafts: bool) -> str:
     )
 
 
+def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
+    """Return the object that `--json` prints. ranks: processes that the target is sharded over."""
+    row = {
+        "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
+        "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
+        "tokens_per_second": request.tokens_per_second, "tau": request.tau,
+        "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
+        "step_seconds": request.step_seconds, "seed": request.sampling.seed,
+        "finish": request.finish or "interrupted", "ranks": ranks,
+    }
+    if request.stop is not None:
+        row["stop"] = request.stop
+    if request.scores:
+        row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in request.scores]
+    return row
+
+
 def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
     """Return whether this is one prompt, maybe a wrong one, and not several."""
     if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):

@@ -12,7 +12,7 @@ from common.errors import counted
 from common.machine import peak_memory
 from engine.engine import Engine
 from engine.request import Request
-from llm import LLM, summary, together
+from llm import LLM, as_json, summary, together
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
@@ -72,26 +72,6 @@ def answer(
 def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
     """Return the text of a request, or its token ids where there is no tokenizer."""
     return request.text if tokenizer else ",".join(map(str, request.ids))
-
-
-def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
-    """Return the object that `--json` prints.
-
-    ranks: number of processes that the target is sharded over.
-    """
-    row = {
-        "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
-        "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
-        "tokens_per_second": request.tokens_per_second, "tau": request.tau,
-        "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
-        "step_seconds": request.step_seconds, "seed": request.sampling.seed,
-        "finish": request.finish or "interrupted", "ranks": ranks,
-    }
-    if request.stop is not None:
-        row["stop"] = request.stop
-    if request.scores:
-        row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in request.scores]
-    return row
 
 
 def figures(requests: list[Request], engine: Engine, full: bool) -> str:

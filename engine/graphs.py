@@ -34,11 +34,6 @@ def compile_graph(function: Callable, **options) -> Callable:
     return torch.compile(graph, fullgraph=True, **options)
 
 
-def uncompiled(function: Callable) -> Callable:
-    """Return the function with the interface of `CompiledFunction`."""
-    return lambda key, *args: function(*args)
-
-
 class CompiledFunction:
     """`function` as a compiled graph for each key, made by the first call with that key.
 

@@ -18,7 +18,6 @@ from torch import Tensor
 import extensions
 from common.machine import free_memory
 from engine.draft import Drafter
-from engine.graphs import CapturedCalls, CompiledFunction, uncompiled
 from engine.request import Guide, Score
 from engine.state import State
 from engine.step import Step, accept_and_commit, draft_and_verify, first_token, prefill, step_of
@@ -148,14 +147,21 @@ class Passes:
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
         self.compiled = compile and not (self.device_step.batch_invariant or self.target.keeps_state)
         if self.compiled:
+            from engine.graphs import CompiledFunction
+
             compiling = partial(CompiledFunction, log=log, failed=fell_back)
             self._read, self._verify = compiling(prefill, "prefill"), compiling(draft_and_verify, "step")
             self._commit = compiling(accept_and_commit, "commit")
         if compile and self.on_cuda:
+            from engine.graphs import CapturedCalls
+
             self.captured = CapturedCalls(self.device, fell_back)
 
     def launch_uncompiled(self) -> None:
         """Forget compiled functions and captured graphs: launch operators one by one."""
+        def uncompiled(function: Callable) -> Callable:
+            return lambda key, *args: function(*args)  # `CompiledFunction` has a graph for each key
+
         steps = prefill, draft_and_verify, accept_and_commit
         self._read, self._verify, self._commit = map(uncompiled, steps)
         self.captured = None
