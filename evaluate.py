@@ -25,7 +25,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 # torch is imported by `run`, so that --help answers at once.
-from common.cli import Options, command, is_first, positive, seed, within
+from common.cli import Options, command, is_main_rank, positive, seed, within
 from common.writing import check_folder
 from engine.drafting import add_method_flags
 from extensions import METHODS
@@ -92,7 +92,7 @@ def run(o) -> int:
     check_evaluation(Path(o.out))
     trees = [drafting.tree for drafting in draftings.values()]
     with tempfile.TemporaryDirectory() as folder:
-        if not is_first():  # all ranks do the same; only the first one's folder stays
+        if not is_main_rank():  # all ranks do the same; only the first one's folder stays
             if Path(o.out).is_dir():
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
-from common.cli import Options, command, note, positive, seed, several, within
+from common.cli import Options, command, is_distributed, note, positive, seed, within
 from common.errors import InputError
 from common.files import read_text
 from engine.drafting import MAX_TREE_NODES, Drafting, add_drafting
@@ -65,7 +65,8 @@ def add_prompts(p: Options) -> None:
         return o.prompt + o.prompt_ids + o.prompt_file
 
     p.refuse(lambda o: o.interactive and (
-                 prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or several()),
+                 prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or
+                 is_distributed()),
              lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
                        " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
     p.refuse(lambda o: not (o.raw or o.parse_special),
@@ -160,11 +161,11 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     from llm import LLM
 
     began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
-    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
+    llm = LLM(o.checkpoint, Drafting.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
               ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-         f" {engine.passes.slots} slots: at most {engine.passes.cache_bytes / 1e9:.2f} GB")
+         f" {engine.runner.slots} slots: at most {engine.runner.cache_bytes / 1e9:.2f} GB")
     encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import Block, KVCaches, Linear, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer, project
+from model import Block, KVCaches, Linear, ModelArgs, PassInputs, RMSNorm, TargetBlock, Transformer, project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Head(nn.Module):
 
     def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCaches:
         """Allocate a KV cache for every layer of the head."""
-        return self.Caches.of(self.args, batch, slots, dtype, device, self.backend)
+        return self.Caches.allocate(self.args, batch, slots, dtype, device, self.backend)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""
@@ -130,7 +130,7 @@ class Eagle1Head(Head):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
         return self.layer(x, caches[0], shared)
 
@@ -178,7 +178,7 @@ class Eagle3Head(Head):
         """Return the residual stream [B, T, H] after the last layer; arguments as for `forward`."""
         if self.fused is not None:
             return self.fused(self, tokens, feature, positions, slots, visible, caches)
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         inputs, x = self.layer.inputs(self.embed(tokens), feature)
         x = self.layer(x, caches[0], shared, inputs)
         for i, layer in enumerate(self.more_layers, 1):

@@ -102,7 +102,7 @@ class ModelArgs:
 
         `llama3`: Llama-3.1's rescaling by wavelength, applied at all lengths.
         """
-        # On the CPU, whatever device modules are being made on: see `blank`.
+        # On the CPU, whatever device modules are being made on: see `meta_modules`.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu").float() / self.head_dim
         freq = 1.0 / (self.rope_base**exponents)
         if rope := self._scaled_rope:
@@ -129,7 +129,7 @@ class _WithoutValues(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def blank() -> Iterator[None]:
+def meta_modules() -> Iterator[None]:
     """Make modules on the meta device within this context, without values and memory.
 
     Initialization is skipped: on meta tensors it imports all of torch.compile, which takes seconds.
@@ -205,7 +205,7 @@ class KVCache(nn.Module):
         """Return keys and values of the first `count` slots, [B, nkv, count, hd] each, in this dtype."""
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
 
-    def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         """Store a layer's keys and values, then attend over the live prefix.
 
         qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a
@@ -231,7 +231,7 @@ class KVCaches(nn.ModuleList):
     dtype = None  # of the buffers; None: the model's
 
     @classmethod
-    def of(
+    def allocate(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> KVCaches:
         """Allocate caches for a model of this shape. backend: what the model was prepared for, or None."""
@@ -252,20 +252,20 @@ class KVCaches(nn.ModuleList):
             cache.k.index_put_((rows, target), k)
             cache.v.index_put_((rows, target), v)
 
-    def sequence(self, place: int, slots: int) -> list[Tensor]:
+    def sequence(self, slot: int, slots: int) -> list[Tensor]:
         """Return views of the first `slots` slots of one sequence."""
         entries = self.entries(slots)
-        return [x[place, :entries] for x in self.buffers()]
+        return [x[slot, :entries] for x in self.buffers()]
 
-    def reusable(self, place: int, same: int) -> int:
-        """Return how many of the first `same` tokens of a sequence need not be read again."""
-        return same
+    def reusable_prefix(self, slot: int, length: int) -> int:
+        """Return how many of the first `length` tokens that a slot holds a new request can reuse."""
+        return length
 
-    def begin(self, place: int, length: int) -> None:
-        """Prepare a place for a text whose first `length` tokens are there."""
+    def start_request(self, slot: int, length: int) -> None:
+        """Prepare a slot for a request whose first `length` tokens it holds."""
 
-    def keep(self, place: int) -> None:
-        """Remember what another text needs that begins like the one in a place does up to here."""
+    def save_prefix(self, slot: int) -> None:
+        """Save what a later request with the same prefix needs: the slot holds that prefix now."""
 
     def entries(self, slots: int) -> int:
         """Return how many entries of a buffer's second dimension hold `slots` slots."""
@@ -297,7 +297,7 @@ def last_seen(visible: Tensor, window: int) -> Tensor:
     return visible & (rank > rank[..., -1:] - window)
 
 
-class Pass:
+class PassInputs:
     """The inputs that all layers of one forward pass share.
 
     positions, slots [B, T]: for RoPE, and the cache slots to write. visible [B, T, n] bool: the slots that
@@ -430,7 +430,7 @@ class Block(nn.Module):
         """Make the MLP, a module that is called as `MLP`."""
         return MLP(args)
 
-    def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache, shared: PassInputs, inputs: Tensor | None = None) -> Tensor:
         """Residual stream x [B, T, H] -> the stream after this layer; keys and values go to `cache`.
 
         inputs [B, T, input_size]: what attention reads, if not x.
@@ -444,7 +444,7 @@ class Block(nn.Module):
         """Attention's input [B, T, input_size] -> queries, keys and values [B, T, (nh + 2*nkv)*hd]."""
         return self.wqkv(x)
 
-    def attend(self, cache: KVCache, qkv: Tensor, shared: Pass) -> Tensor:
+    def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
         """Output of `project` -> input of `wo` [B, T, nh*hd]."""
         return cache.attend(self, qkv, shared)
 
@@ -503,12 +503,12 @@ class Transformer(nn.Module):
     - backend: the `engine.step.Step` that it was prepared for, or None; whole: all of its layers run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
     - ranks, sharded: the processes that share it, and what makes their step (`kernels.tp`)
-    - keeps_state: its cache holds a state beside keys and values, so a sequence must be read in order
+    - is_recurrent: its cache holds a state beside keys and values, so a sequence must be read in order
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
     backend, whole, fused, ranks, sharded = None, False, None, None, None
-    keeps_state = False
+    is_recurrent = False
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -529,7 +529,8 @@ class Transformer(nn.Module):
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
         """Allocate a cache for every layer. device: of the weights if left out."""
         weight = self.embed.weight
-        return self.Caches.of(self.args, batch, slots, weight.dtype, device or weight.device, self.backend)
+        device = device or weight.device
+        return self.Caches.allocate(self.args, batch, slots, weight.dtype, device, self.backend)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the size of `caches`."""
@@ -543,14 +544,14 @@ class Transformer(nn.Module):
 
         tokens, positions, slots [B, T] int64: ids, positions in the sequence, cache slots to write. visible
         [B, T, n] bool: the cache slots that each token attends to, its own included; only the first n are
-        read (see `Pass`). caches: one per layer, written in place.
+        read (see `PassInputs`). caches: one per layer, written in place.
 
         Returns the residual stream after the last layer [B, T, H], before the final norm. With `aux_layers`
         also the residual streams that enter those layers, side by side [B, T, len(aux_layers)*H]; else None.
         """
         if self.fused is not None:
             return self.fused(self, tokens, positions, slots, visible, caches, aux_layers)
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
             return _finish(layer, x, layer.attend(caches[i], _project(layer, x), shared))

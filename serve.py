@@ -14,7 +14,7 @@ from functools import partial
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common import STARTED
-from common.cli import Options, command, is_first, note, several, within
+from common.cli import Options, command, is_distributed, is_main_rank, note, within
 from common.errors import InputError
 from engine.drafting import AUTO, Drafting, add_drafting
 
@@ -52,7 +52,7 @@ def parser() -> Options:
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
     # torchrun kills its processes 30 seconds after it has told them to end.
-    add("--grace", type=within(0, 1e6, float), default=20.0 if several() else 30.0, metavar="SECONDS",
+    add("--grace", type=within(0, 1e6, float), default=20.0 if is_distributed() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
     p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
@@ -90,8 +90,8 @@ def run(o) -> None:
     """
     from engine.runtime import started
 
-    listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
-    with started(o, Drafting.of(o).tree) as (runtime, ranks):
+    listener = listen(o.host, o.port) if is_main_rank() else None  # before seconds are spent on loading
+    with started(o, Drafting.from_options(o).tree) as (runtime, ranks):
         start(o, runtime, listener, ranks)
 
 
@@ -107,14 +107,14 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
 
     slots = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     make_engine = partial(largest_engine, smallest=slots if o.slots or ranks else 1)
-    llm = LLM(o.checkpoint, Drafting.of(o), batch_size=slots, max_seq_len=o.max_seq_len, log=note,
+    llm = LLM(o.checkpoint, Drafting.from_options(o), batch_size=slots, max_seq_len=o.max_seq_len, log=note,
               ranks=ranks, verify=o.verify, make_engine=make_engine, **vars(runtime))
     engine, checkpoint = llm.engine, llm.target.checkpoint
     batch = engine.batch
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
-    note(f"loaded {checkpoint}; caches of {batch} x {engine.passes.slots} slots:"
-         f" up to {engine.passes.cache_bytes / 1e9:.2f} GB")
+    note(f"loaded {checkpoint}; caches of {batch} x {engine.runner.slots} slots:"
+         f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
         if line := engine.explain(noisy):
@@ -126,7 +126,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
             return
         engine = Leader(engine, channel)
     names = tuple(o.model_name) or (checkpoint.resolve().name,)
-    worker = Worker(engine, Metrics(names[0], batch, engine.passes.max_commit), o.queue)
+    worker = Worker(engine, Metrics(names[0], batch, engine.runner.max_commit), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
     server = Server(worker, llm.tokenizer, names, o.time_limit, o.per_request_metrics, o.max_tokens)

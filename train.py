@@ -22,7 +22,7 @@ import sys
 
 import torch
 
-from common.cli import Options, command, count, positive, seed, several, within
+from common.cli import Options, command, count, is_distributed, positive, seed, within
 from common.writing import check_replaceable
 from engine.runtime import Runtime
 from kernels.tp import local_device, process_group
@@ -114,7 +114,7 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     runtime = Runtime(local_device(Runtime(o.device).device_name), compile=False)
     runtime.prepare()
     session = Session(o, words)
-    if not several():
+    if not is_distributed():
         session.run(Processes(), runtime.device)
         return
     with process_group(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:

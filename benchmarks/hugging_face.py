@@ -17,7 +17,7 @@ from checkpoint.load import load_model
 from common.errors import InputError
 from common.files import read_json
 from common.writing import staging
-from model import Transformer, blank
+from model import Transformer, meta_modules
 from tokens.convert import copy_files
 
 
@@ -54,7 +54,7 @@ def as_llama(target: Transformer):
         rope_parameters={"rope_type": "default", "rope_theta": a.rope_base, **(a.rope_scaling or {})},
         max_position_embeddings=a.max_seq_len, eos_token_id=None,
     )
-    with blank():
+    with meta_modules():
         llama = LlamaForCausalLM(config)
     llama.load_state_dict(weights, assign=True)  # the weights keep their dtype, the rotary embeddings float32
     llama.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.embed.weight.device)

@@ -107,9 +107,9 @@ class Runner:
     def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
         """Decode up to `batch` prompts, pass by pass. Requests that an earlier call left undecoded leave."""
         for request in self.requests:
-            self.engine.leave(request)
+            self.engine.remove(request)
         self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]
-        while any(request.here for request in self.requests):
+        while any(request.active for request in self.requests):
             new: list[list[int]] = [[] for _ in prompts]
             for event in self.engine.step():
                 new[self.requests.index(event.request)] += event.ids
@@ -142,7 +142,7 @@ class Runner:
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
         """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
-        d, rows, backend = self.engine, self.engine.drafter.shape.nodes, self.engine.passes.device_step
+        d, rows, backend = self.engine, self.engine.drafter.shape.nodes, self.engine.runner.device_step
         length = torch.full((d.batch,), context, device=d.device)
         own = length[:, None] + torch.arange(rows, device=d.device)
         slots = torch.arange(context + rows, device=d.device)

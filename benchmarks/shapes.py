@@ -13,7 +13,7 @@ from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
 from head import Eagle3Head, Head, HeadArgs, eagle3_aux_layers
 from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
-from model import ModelArgs, Transformer, blank
+from model import ModelArgs, Transformer, meta_modules
 
 INT4_GROUP = 64
 LLAMA3 = {
@@ -94,7 +94,7 @@ def random_models(
 
 
 def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dtype, device: str) -> nn.Module:
-    with blank():
+    with meta_modules():
         model = kind(args)
         if scheme:
             replace_linears(model, scheme)

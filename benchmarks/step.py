@@ -102,7 +102,7 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
             longest = max(contexts, default=1) + room(tree, o)
             runner = model.runner(*how, batch=batch, max_seq_len=longest, stops=False)
             # On our kernels one graph serves every length, and nothing else is timed.
-            runners[tree] = runner.warm_up(every=not runner.engine.passes.device_step.reads_length)
+            runners[tree] = runner.warm_up(every=not runner.engine.runner.device_step.reads_length)
         except (ValueError, torch.OutOfMemoryError) as e:
             note(f"left out: tree {tree.name}, batch {batch}: {first_line(e)}")
     for n in contexts:

@@ -11,7 +11,7 @@ from checkpoint.load import CONFIG
 from checkpoint.source import Entry, Source
 from checkpoint.writer import Planned
 from common.errors import InputError
-from common.schema import ABSENT, Wrong
+from common.schema import ABSENT, InvalidValue
 from head import eagle3_aux_layers
 from model import LLAMA3, ModelArgs
 
@@ -93,7 +93,7 @@ def dense_fields(where: Path, config: dict) -> dict:
     """
     for name in NEEDED:
         if config.get(KEYS[name][0]) is None:
-            raise InputError(f"{where}: {Wrong(KEYS[name][0], ABSENT, 'a whole number')}")
+            raise InputError(f"{where}: {InvalidValue(KEYS[name][0], ABSENT, 'a whole number')}")
     fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
     rope = rope_of(config)
     scaling = {"rope_type": "llama3"} | {k: v for k, v in rope.items() if k in LLAMA3}

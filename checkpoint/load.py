@@ -26,9 +26,9 @@ from typing_extensions import NotRequired, TypedDict
 import extensions
 from common.errors import InputError, first_line
 from common.files import check_file, read_json
-from common.schema import ABSENT, Schema, Sha256, Text, Wrong, named, schema_of, whole
+from common.schema import ABSENT, InvalidValue, Schema, Sha256, Text, named, schema_of, whole
 from head import Head, HeadArgs
-from model import LLAMA3, Linear, ModelArgs, Transformer, blank
+from model import LLAMA3, Linear, ModelArgs, Transformer, meta_modules
 
 Shapes = dict[str, tuple[int, ...]]
 STORED_DTYPES = {  # safetensors' names
@@ -59,20 +59,22 @@ def rope_fields(kind: str) -> dict:
 
 
 def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
-    """Raise Wrong unless these are the parameters of a rope scaling that we compute."""
+    """Raise InvalidValue unless these are the parameters of a rope scaling that we compute."""
     place = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.get(place, ABSENT)
     if not isinstance(kind, str) or kind not in ROPE:
-        raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
+        raise InvalidValue(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
     Schema(TypedDict(f"Rope_{kind}", rope_fields(kind))).check(scaling, key)
 
 
 def check_args(args: ModelArgs) -> None:
-    """Raise Wrong if a field of a model's shape is out of its range, or if fields contradict each other."""
+    """Raise InvalidValue if a field of a model's shape is out of its range, or if fields contradict each
+    other.
+    """
     schema_of(type(args)).check(asdict(args))
     for key, fits, expected in args.relations():
         if not fits:
-            raise Wrong(key, getattr(args, key), expected)
+            raise InvalidValue(key, getattr(args, key), expected)
 
 
 def class_of(config: dict) -> type[Transformer | Head]:
@@ -84,7 +86,7 @@ def class_of(config: dict) -> type[Transformer | Head]:
 
 
 def check_config(config: dict) -> ModelArgs:
-    """Return the model's shape in a config.json. Raises Wrong on the first key that is not right."""
+    """Return the model's shape in a config.json. Raises InvalidValue on the first key that is not right."""
     FOLDER.check(config)
     shape = class_of(config).Args
     if isinstance(scaling := config.get("rope_scaling"), dict):
@@ -93,7 +95,7 @@ def check_config(config: dict) -> ModelArgs:
     args = shape.from_config(config)
     for field in extensions.TARGETS:
         if config.get(field) and not hasattr(args, field):
-            raise Wrong(field, config[field], f"nothing: {class_of(config).__name__} has no such part")
+            raise InvalidValue(field, config[field], f"nothing: {class_of(config).__name__} has no such part")
     check_args(args)
     if "quantization" in config:
         from kernels.quantized import Scheme
@@ -130,7 +132,7 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
     with named(folder / CONFIG, ADVICE):
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
-            raise Wrong("stop_ids", ABSENT, "a list")
+            raise InvalidValue("stop_ids", ABSENT, "a list")
     if kind and config["kind"] != kind:
         methods = [method for method, known in extensions.METHODS.items() if known.draft == config["kind"]]
         other = f"; --speculate {' or '.join(methods)} drafts with it" if kind in extensions.HEADS else ""
@@ -174,10 +176,11 @@ def build_module(
 ) -> Transformer | Head:
     """Return the module that a config.json describes, on the meta device, where it takes no memory.
 
-    args, lm_head: another shape, and the outputs of its lm_head. Raises Wrong, a ValueError, on a bad config.
+    args, lm_head: another shape, and the outputs of its lm_head. Raises InvalidValue, a ValueError, on a bad
+    config.
     """
     args = args or check_config(config)
-    with blank():
+    with meta_modules():
         module = class_of(config)(args)
         if lm_head and module.lm_head is not None:
             module.lm_head = Linear(args.hidden_size, lm_head, bias=False)

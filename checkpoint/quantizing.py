@@ -47,7 +47,7 @@ from kernels.quantized import (
     scales_of,
     split_rows,
 )
-from model import Pass
+from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
 MEASURED = 512  # tokens of a text on which the error of a calibrated layer's outputs is measured
@@ -192,7 +192,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
     args = model.args
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     visible = positions[:, None] <= positions[:, :, None]
-    shared = Pass(args, args.inverse_frequencies(), positions, positions, visible)
+    shared = PassInputs(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
     with opened(source / WEIGHTS, ADVICE) as file:
 

@@ -32,14 +32,14 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Return whether torchrun has started several processes."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def is_first() -> bool:
+def is_main_rank() -> bool:
     """Return whether this is the only process, or the first of several."""
-    return not several() or os.environ.get("RANK", "0") == "0"
+    return not is_distributed() or os.environ.get("RANK", "0") == "0"
 
 
 def no_memory(error: BaseException) -> bool:
@@ -66,7 +66,7 @@ def run_command(
             sys.stdout.flush()  # a reader that has left is noticed here, not at exit
         return status
     except KeyboardInterrupt:
-        if several():  # the terminal and torchrun both send it
+        if is_distributed():  # the terminal and torchrun both send it
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         note(interrupted)
         return 130
@@ -95,7 +95,7 @@ def command(
     codecs.register_error("spell", _spell)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="spell")
-    with contextlib.nullcontext() if is_first() else import_module("common.torchrun").muted():
+    with contextlib.nullcontext() if is_main_rank() else import_module("common.torchrun").muted():
         return run_command(lambda: run(options.read(argv)), *expected, interrupted=interrupted, errors=errors)
 
 

@@ -50,7 +50,7 @@ Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a voc
 Layers = whole(1, 10_000)
 
 
-class Wrong(ValueError):
+class InvalidValue(ValueError):
     """A key holds something else than is expected. The message names all three."""
 
     def __init__(self, key: str, found: Any, expected: str):
@@ -64,7 +64,7 @@ def named(where: str | Path, advice: str = "") -> Iterator[None]:
     """Turn Wrong in this context into an InputError that names the file and ends in the advice."""
     try:
         yield
-    except Wrong as e:
+    except InvalidValue as e:
         raise InputError(f"{where}: {e}{advice and '; ' + advice}") from None
 
 
@@ -75,7 +75,9 @@ class Schema:
         self.adapter = TypeAdapter(kind)
 
     def check(self, value: Any, key: str = "") -> Any:
-        """Return a value as its type has it. Raise Wrong if it is of another. key: its name in its file."""
+        """Return a value as its type has it. Raise InvalidValue if it is of another. key: its name in its
+        file.
+        """
         try:
             return self.adapter.validate_python(value)
         except ValidationError as e:
@@ -84,8 +86,8 @@ class Schema:
             keys = (str(part) for part in (key, *error["loc"]) if not TYPES.search(str(part)))
             name = ".".join(filter(None, keys)) or "the file"
             if error["type"] == "missing":
-                raise Wrong(name, ABSENT, "a value") from None
-            raise Wrong(name, error["input"], EXPECTED.sub("", error["msg"])) from None
+                raise InvalidValue(name, ABSENT, "a value") from None
+            raise InvalidValue(name, error["input"], EXPECTED.sub("", error["msg"])) from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""

@@ -88,7 +88,7 @@ def figures(requests: list[Request], engine: Engine, full: bool) -> str:
         common["others"] = others
     trees = ", ".join(f"{n} x {name}" for name, n in common.items())
     lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
-                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.passes.fallbacks]
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.runner.fallbacks]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):
         share = counts[n] / len(lengths)

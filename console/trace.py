@@ -51,7 +51,7 @@ class Trace:
 
     def save(self, path: str, request: Request) -> None:
         """Write the safetensors file, under a temporary name first. Raises InputError."""
-        # Passes of a head, as EAGLE counts.
+        # As EAGLE counts: passes of the head after the first.
         meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.max_commit - 2))}
         if self.shape.width is not None:
             meta["top_k"] = str(self.shape.width)

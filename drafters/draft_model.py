@@ -32,7 +32,7 @@ class DraftModel(NetworkDrafter):
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
-        if model.keeps_state:  # its passes over drafted tokens would move the state on
+        if model.is_recurrent:  # its passes over drafted tokens would move the state on
             raise ValueError("--draft: a model with gated delta nets cannot draft for another one yet")
         self.model = model
 

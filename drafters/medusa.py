@@ -25,7 +25,7 @@ from common.schema import Flag, whole
 from drafters.static import PathTree, StaticHeadDrafter, likely_tree
 from engine.drafting import Setup
 from head import Head, HeadArgs
-from model import KVCaches, Linear, Pass, RMSNorm, TargetBlock, project
+from model import KVCaches, Linear, PassInputs, RMSNorm, TargetBlock, project
 from tree import PAPER_TREE, Tree
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
@@ -142,7 +142,7 @@ class HydraHeads(MultiTokenHeads):
     ) -> Tensor:
         if self.prefix_layer is None:
             return feature
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         return self.prefix_norm(self.prefix_layer(feature, caches[0], shared))
 
     def stack_input(self, p: Tensor, paths: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
-from engine.passes import Passes, round_up
+from engine.runner import ModelRunner, round_up
 from engine.step import accept_and_commit, draft_and_verify
 from kernels.float8 import from_bytes
 from kernels.gpu import fallback
@@ -62,22 +62,22 @@ def entries(cache: KVCache, slots: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextlib.contextmanager
-def random_requests(passes: Passes) -> Iterator[Callable[[], None]]:
+def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     """Fill the batch with random requests in this context. Yields a function that resets them."""
-    state, B, generator = passes.state, passes.batch, torch.Generator(passes.device).manual_seed(0)
+    state, B, generator = runner.state, runner.batch, torch.Generator(runner.device).manual_seed(0)
     before = {name: x.clone() for name, x in state.named_buffers()}
-    longest = min(MAX_CONTEXT, passes.slots - passes.extra - state.max_commit - 2)
+    longest = min(MAX_CONTEXT, runner.slots - runner.extra - state.max_commit - 2)
     state.length.copy_(torch.linspace(longest, min(63, longest), B).long())
-    state.tokens.random_(passes.target.args.vocab_size, generator=generator)
+    state.tokens.random_(runner.target.args.vocab_size, generator=generator)
     state.root.copy_(state.tokens.gather(1, state.length[:, None]))
     state.features.normal_(generator=generator)
     state.limit.copy_(state.length + state.max_commit + 1)
     for name, value in {"n_new": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
         state.get_buffer(name).fill_(value)
-    slots = torch.arange(min(longest + passes.extra + 64, passes.slots), device=passes.device).expand(B, -1)
+    slots = torch.arange(min(longest + runner.extra + 64, runner.slots), device=runner.device).expand(B, -1)
     stale = (slots >= state.length[:, None])[..., None, None]
-    for cache in (*passes.caches, *(passes.drafter.caches or ())):
-        kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=passes.device, generator=generator)
+    for cache in (*runner.caches, *(runner.drafter.caches or ())):
+        kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=runner.device, generator=generator)
         cache.write(*kv.masked_fill(stale, STALE_VALUE).to(state.features.dtype), slots)
     start = {name: x.clone() for name, x in state.named_buffers()}
 
@@ -118,29 +118,29 @@ def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
 
 
 def step_difference(
-    passes: Passes, step: Callable, reset: Callable, span: Tensor, modes: Modes, max_error: float
+    runner: ModelRunner, step: Callable, reset: Callable, span: Tensor, modes: Modes, max_error: float
 ) -> Difference:
     """Run a step, then its definition on the drafted tree. Return the largest difference."""
-    state, target, drafter, W = passes.state, passes.target, passes.drafter, passes.drafter.shape.max_commit
+    state, target, drafter, W = runner.state, runner.target, runner.drafter, runner.drafter.shape.max_commit
     reset()
     length = state.length.clone()
     drafted, path = step()
     drafted, path = Tree(*(None if x is None else x.clone() for x in drafted)), path.clone()
     slots = length[:, None] + torch.arange(drafted.tokens.shape[1], device=length.device)
-    written = [entries(cache, slots) for cache in passes.caches]
+    written = [entries(cache, slots) for cache in runner.caches]
     tokens, features = state.out[:, :W].clone(), state.features[:, :W].clone()
     window = torch.arange(W, device=length.device)
     emitted = window < state.out[:, -3, None]
 
     reset()
     with patch.object(fallback, "disabled", {*fallback.KERNELS}):
-        device_step = passes.device_step
+        device_step = runner.device_step
         noise = device_step.noise(state, W, target.args.vocab_size) if modes.noisy else None
         defined = device_step.draft(drafter, state, span, noise)
-        logits, new = device_step.verify(target, drafted, state, span, passes.caches, drafter.aux_layers)
-        KVCaches.move(passes.caches, length[:, None] + path, length[:, None] + window)
+        logits, new = device_step.verify(target, drafted, state, span, runner.caches, drafter.aux_layers)
+        KVCaches.move(runner.caches, length[:, None] + path, length[:, None] + window)
     found = [difference(f"layer {i}", x, entries(cache, slots), max_error)
-             for i, (x, cache) in enumerate(zip(written, passes.caches))]
+             for i, (x, cache) in enumerate(zip(written, runner.caches))]
     if defined.scores is not None:
         found.append(difference("draft", *(x.scores.sort().values for x in (drafted, defined)), max_error))
     if new is not None and drafter.reads:
@@ -156,37 +156,37 @@ def step_difference(
     return max(found, key=lambda d: d.ratio)
 
 
-def failed_on_any_rank(passes: Passes, failed: dict[str, str], names=fallback.KERNELS) -> list[str]:
+def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallback.KERNELS) -> list[str]:
     """Return what failed on any rank: all ranks must launch the same kernels."""
-    ranks = passes.target.ranks
+    ranks = runner.target.ranks
     if ranks is None:
         return [*failed]
-    by_rank = ranks.all_gather(torch.tensor([name in failed for name in names], device=passes.device))
+    by_rank = ranks.all_gather(torch.tensor([name in failed for name in names], device=runner.device))
     return [name for name, any_failed in zip(names, by_rank.any(0).tolist()) if any_failed]
 
 
 @torch.no_grad()
-def check(passes: Passes, modes: Modes, log: Callable[[str], None]) -> None:
+def check(runner: ModelRunner, modes: Modes, log: Callable[[str], None]) -> None:
     """Check the kernels, disable those that fail, then check the captured step. Log every fallback."""
-    epsilon = torch.finfo(passes.target.embed.weight.dtype).eps
+    epsilon = torch.finfo(runner.target.embed.weight.dtype).eps
     of_kernel, of_step = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
     try:
-        with passes.here(), random_requests(passes) as reset:
-            span = passes.slot_ids[: round_up(int(passes.state.length.max()) + passes.extra + 1, 64)]
+        with runner.device_context(), random_requests(runner) as reset:
+            span = runner.slot_ids[: round_up(int(runner.state.length.max()) + runner.extra + 1, 64)]
             with compare_kernels(of_kernel) as failed:
-                arguments = passes.device_step, passes.target, passes.caches, passes.drafter, passes.state
+                arguments = runner.device_step, runner.target, runner.caches, runner.drafter, runner.state
                 verified = draft_and_verify(*arguments, span, True)
                 accept_and_commit(*arguments, verified, *Modes(noisy=True, restricted=True))
-            for name in failed_on_any_rank(passes, failed):
+            for name in failed_on_any_rank(runner, failed):
                 reason = failed.get(name, "it fails on another rank")
                 fallback.disabled.add(name)
-                passes.fell_back(f"kernel {name!r} falls back to PyTorch, which is slower: {reason}")
-            live = passes.rows(0, passes.batch), passes.span(len(span))
-            step = partial(passes.step, *live, passes.drafter, modes)
-            found = step_difference(passes, step, reset, span, modes, of_step)
-            if failed_on_any_rank(passes, {"step": ""} if found.ratio > 1 else {}, ("step",)):
-                passes.launch_uncompiled()
-                passes.fell_back("the captured step is wrong and runs uncompiled:"
+                runner.fell_back(f"kernel {name!r} falls back to PyTorch, which is slower: {reason}")
+            live = runner.slot_range(0, runner.batch), runner.span(len(span))
+            step = partial(runner.step, *live, runner.drafter, modes)
+            found = step_difference(runner, step, reset, span, modes, of_step)
+            if failed_on_any_rank(runner, {"step": ""} if found.ratio > 1 else {}, ("step",)):
+                runner.launch_uncompiled()
+                runner.fell_back("the captured step is wrong and runs uncompiled:"
                                  f" {found.name} {found.error:.2g} from its definition")
     except torch.OutOfMemoryError:
         log("the kernels are not checked: too little memory is free")

@@ -30,7 +30,7 @@ class Drafter(nn.Module):
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it reads as features
     all_layers: tuple[int, ...] = ()  # layers of `State.features`, if another drafter reads more of them
     fingerprint = ""  # of a drafter without weights, for evaluation records
-    reads = True  # `propose` reads the newly committed tokens; if not, they add up until `prefill_behind`
+    reads = True  # `propose` reads the newly committed tokens; if not, they add up until `prefill_unread`
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled = 1.0  # factor of its scores at temperature 1
     grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import extensions
-from common.cli import Options, several
+from common.cli import Options, is_distributed
 from common.errors import InputError, did_you_mean
 from extensions import METHODS, Method, load
 
@@ -68,10 +68,10 @@ def add_drafting(p: Options, default: str = "none"):
     add("--shard-head", action="store_true",
         help="with torchrun: shard the head, or the draft model, over the ranks too; else each has it whole")
     add_method_flags(group)
-    p.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
+    p.refuse(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
              lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"
                        " torchrun")
-    p.judge(Drafting.of)
+    p.judge(Drafting.from_options)
     return group
 
 
@@ -144,7 +144,7 @@ class Drafting:
             object.__setattr__(self, "flags", load(extensions.CHECK_METHOD_FLAGS)(self, methods))
 
     @classmethod
-    def of(cls, o: argparse.Namespace) -> Drafting:
+    def from_options(cls, o: argparse.Namespace) -> Drafting:
         """Return the drafting that a command's options ask for, see `add_drafting`."""
         numbers = [getattr(o, f"tree_{name}", None) for name in ("nodes", "depth", "width")]
         tree = numbers if any(number is not None for number in numbers) else o.tree

@@ -26,9 +26,9 @@ import torch
 
 import extensions
 from engine.draft import Drafter
-from engine.passes import Emission, Emitted, Passes, Rows, arrived, step_counts
 from engine.prompt import check_prompt
 from engine.request import Draft, Event, Finish, Guide, Request
+from engine.runner import Emission, Emitted, ModelRunner, SlotRange, arrived, batch_sizes
 from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
@@ -59,7 +59,7 @@ class Engine:
     - chunks: prompt tokens per prefill pass
     - lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere
     - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
-    - counts: numbers of sequences that steps exist for (`step_counts`), `batch` last
+    - counts: numbers of sequences that steps exist for (`batch_sizes`), `batch` last
     - tokenizer: gives requests their text
     - guide: makes the `Guide` of sampling options that need one
     - self_check: called once, at the start of the first warmup (`engine.check`)
@@ -67,7 +67,7 @@ class Engine:
     Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
 
-    self_check: Callable[[Passes, Modes, Callable[[str], None]], None] | None = None
+    self_check: Callable[[ModelRunner, Modes, Callable[[str], None]], None] | None = None
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
@@ -80,17 +80,17 @@ class Engine:
         self.drafter, self.scheduler = drafter or Drafter(), scheduler or Scheduler()
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
         self.stop_ids = frozenset(stop_ids)
-        self.passes = Passes(
+        self.runner = ModelRunner(
             target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile, log=log,
             chunks=chunks, variants=self.scheduler.variants(self.drafter),
         )
-        self.state, self.device = self.passes.state, self.passes.device
+        self.state, self.device = self.runner.state, self.runner.device
         on_cuda = self.device.type == "cuda"
         self.lag = int(on_cuda) if lag is None else lag
         # A step may not touch a sequence whose prompt is being read, if the target keeps a state of it.
-        self.step_counts = (not target.keeps_state and counts) or step_counts(batch, on_cuda)
+        self.batch_sizes = (not target.is_recurrent and counts) or batch_sizes(batch, on_cuda)
         self.scheduler.attach(self)
-        self.slots = Slots(self.passes, self.drafter, batch, self.lag)
+        self.slots = Slots(self.runner, self.drafter, batch, self.lag)
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._modes: dict[bool, Modes] = {}  # of the drafted and of the plain requests; empty: unknown
@@ -144,25 +144,25 @@ class Engine:
             guide = self.guide(sampling)
         stream = self.tokenizer and self.tokenizer.output(sampling, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
-        shared = self.slots.take(request)
+        shared = self.slots.assign(request)
         # One token back: the drafter read its last row together with the token that followed it then.
         request.cached = request.read = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
-        self.passes.caches.begin(request.slot, request.cached)
+        self.runner.caches.start_request(request.slot, request.cached)
         try:
-            self.state.begin(request.slot, prompt, sampling, self.max_seq_len, plain)
+            self.state.start_request(request.slot, prompt, sampling, self.max_seq_len, plain)
             self.state.done[request.slot] = True  # frozen until its prompt is read
             self.drafter.reset(request.slot, prompt)
             self.scheduler.add(request)
             if guide:
                 self.state.processors.mask(request.slot, guide, [0], [0])
         except BaseException:
-            self.leave(request)
+            self.remove(request)
             raise
         return request
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Free the slot of a request, whether it has finished or not. The caches keep its tokens."""
-        if request.here:
+        if request.active:
             self.state.done[request.slot], self.state.reading[request.slot] = True, False
             self._modes.clear()
             self.slots.release(request)
@@ -183,7 +183,7 @@ class Engine:
             if last:
                 events += self._read(0)
         kinds = {request.plain for request in self.slots.requests[: self.slots.decoding]}
-        if len(kinds) > 1 and self.target.keeps_state:  # it cannot freeze a sequence
+        if len(kinds) > 1 and self.target.is_recurrent:  # it cannot freeze a sequence
             kinds = {True}
         for plain in sorted(kinds):
             members = self.slots.requests[: self.slots.decoding]  # requests may have left in the step before
@@ -233,7 +233,7 @@ class Engine:
             for request in requests:
                 self._inbox.pop(request, None)
             for request in here:
-                self.leave(request)
+                self.remove(request)
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(), **options
@@ -260,32 +260,32 @@ class Engine:
 
         Returns whether a prompt was read to its end; that request decodes from now on.
         """
-        slots, passes = self.slots, self.passes
+        slots, runner = self.slots, self.runner
         reading = slots.requests[slots.decoding : slots.decoding + slots.reading]
         if slots.decoding or any(r.prompt_scores is not None for r in reading):
             reading = [min(reading, key=lambda r: slots.used_at[r.slot])]
-        rows = passes.rows(reading[0].slot, len(reading))
-        if passes.prepared and len(reading) > 1:  # passes exist for one sequence and for all
-            rows = passes.rows(0, self.batch)
-        size = passes.chunk_size(max(len(r.prompt) - r.read for r in reading))
+        group = runner.slot_range(reading[0].slot, len(reading))
+        if runner.prepared and len(reading) > 1:  # passes exist for one sequence and for all
+            group = runner.slot_range(0, self.batch)
+        size = runner.chunk_size(max(len(r.prompt) - r.read for r in reading))
         starts = [len(tokens) for tokens in slots.cached]  # do not overwrite the prefix in a free slot
-        ending: list[Request | None] = [None] * rows.count
+        ending: list[Request | None] = [None] * group.count
         for r in reading:
             starts[r.slot] = r.read
             if len(r.prompt) - r.read <= size:
-                ending[r.slot - rows.first] = r
+                ending[r.slot - group.first] = r
                 self.state.done[r.slot] = False
-        starts = starts[rows.first : rows.first + rows.count]
-        rows.chunk_start.copy_(torch.tensor(starts))
-        modes = Modes.of([r.sampling for r in ending if r]) if any(ending) else None
-        x = passes.prefill(rows, passes.span(max(starts) + size), size, modes)
+        starts = starts[group.first : group.first + group.count]
+        group.chunk_start.copy_(torch.tensor(starts))
+        modes = Modes.of_requests([r.sampling for r in ending if r]) if any(ending) else None
+        x = runner.prefill(group, runner.span(max(starts) + size), size, modes)
         if reading[0].prompt_scores is not None:
-            extensions.load(extensions.PROMPT_SCORES)(passes, reading[0], x)
+            extensions.load(extensions.PROMPT_SCORES)(runner, reading[0], x)
         for r in reading:
             r.read = min(r.read + size, len(r.prompt))
         if modes is None:
             return False
-        self._pending.append(Pending(ending, passes.to_host(rows.state, modes.scored)))
+        self._pending.append(Pending(ending, runner.to_host(group.state, modes.scored)))
         for r in filter(None, ending):
             self.slots.start_decoding(r)
         self._modes.clear()
@@ -296,20 +296,20 @@ class Engine:
 
         members: by slot; None: a request that stays frozen. plain: do not draft.
         """
-        passes, requests = self.passes, [r for r in members if r]
-        rows = passes.rows(0, next(count for count in self.step_counts if count >= len(members)))
+        runner, requests = self.runner, [r for r in members if r]
+        group = runner.slot_range(0, next(count for count in self.batch_sizes if count >= len(members)))
         context = max(r.length for r in requests)
-        span = passes.span(context + len(self._pending) * passes.max_commit + passes.extra)
+        span = runner.span(context + len(self._pending) * runner.max_commit + runner.extra)
         if plain not in self._modes:
-            self._modes[plain] = Modes.of([r.sampling for r in requests], few=passes.compiled)
+            self._modes[plain] = Modes.of_requests([r.sampling for r in requests], few=runner.compiled)
         modes = self._modes[plain]
-        choice = Choice(passes.plain) if plain else self.scheduler.next(requests, rows, span)
-        if passes.unread:
-            self._catch_up(rows, span, choice.drafter, requests)
-        rows.state.costs = choice.costs
+        choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group, span)
+        if runner.unread:
+            self._catch_up(group, span, choice.drafter, requests)
+        group.state.costs = choice.costs
         guides = {r.slot: r.guide for r in requests if r.guide} or None
         with self._frozen(members, plain):
-            tree, path = passes.step(rows, span, choice.drafter, modes, guides)
+            tree, path = runner.step(group, span, choice.drafter, modes, guides)
         drafts = None
         if any(r.watch for r in requests):
             parts = [x.tolist() for x in (tree.tokens, tree.parent, path)]
@@ -317,10 +317,10 @@ class Engine:
             drafts = [Draft(*x) for x in zip(*parts, scores)]
         shape, record = choice.drafter.shape, None
         if choice.costs:
-            shape = shape.limited(tree.tokens.shape[1], rows.state.levels)
+            shape = shape.limited(tree.tokens.shape[1], group.state.levels)
         if not plain:
-            record = self.scheduler.launched(choice, rows, tree, modes.noisy)
-        emission = passes.to_host(rows.state, modes.scored)
+            record = self.scheduler.launched(choice, group, tree, modes.noisy)
+        emission = runner.to_host(group.state, modes.scored)
         self._pending.append(Pending(members, emission, shape, drafts, choice.head, record))
         return record
 
@@ -338,18 +338,20 @@ class Engine:
         finally:
             done.copy_(torch.where(frozen, before, done))
 
-    def _catch_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
+    def _catch_up(
+        self, group: SlotRange, span: torch.Tensor, drafter: Drafter, requests: list[Request]
+    ) -> None:
         """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
         call costs little, it reads no more than that.
         """
-        passes, alone, committed = self.passes, self.device.type == "cpu", drafter.shape.max_commit
+        runner, alone, committed = self.runner, self.device.type == "cpu", drafter.shape.max_commit
         for some in [[r] for r in requests] if alone else [requests]:
             unread = max(r.unread for r in some)
-            if unread > passes.max_commit if drafter.reads else unread + committed > passes.unread:
-                passes.read_behind(passes.rows(some[0].slot, 1) if alone else rows, span, unread)
+            if unread > runner.max_commit if drafter.reads else unread + committed > runner.unread:
+                runner.prefill_unread(runner.slot_range(some[0].slot, 1) if alone else group, span, unread)
                 unread = 1
             for r in some:
-                r.unread = passes.max_commit if drafter.reads else unread + committed
+                r.unread = runner.max_commit if drafter.reads else unread + committed
 
     def _read(self, unread: int) -> list[Event]:
         """Read what passes have emitted, oldest first, until only `unread` passes are left."""
@@ -358,7 +360,7 @@ class Engine:
             done = self._pending.popleft()
             logprobs = [r.sampling.logprobs if r else None for r in done.requests]
             for i, (request, emitted) in enumerate(zip(done.requests, arrived(done.emission, logprobs))):
-                if request and request.here:
+                if request and request.active:
                     draft = done.drafts[i] if done.drafts and request.watch else None
                     events.append(self._event(request, emitted, done, i, draft))
         return events
@@ -371,7 +373,7 @@ class Engine:
         if done.record is not None:
             self.scheduler.emitted(done.record, row, request, len(emitted.ids))
         if request.guide:
-            request.guide.take(emitted.ids)
+            request.guide.advance(emitted.ids)
             request.error = request.guide.error
         text, count = request.emit(emitted.ids, emitted.scores)
         request.first, request.last = request.first or now, now
@@ -383,7 +385,7 @@ class Engine:
         if request.finish:
             text += request.flush()
             self.drafter.finish(request.tokens)
-            self.leave(request)
+            self.remove(request)
         drafted = min(emitted.drafted, count)
         return Event(
             request, emitted.ids[:count], text, drafted, emitted.scores[:count],
@@ -418,7 +420,7 @@ class Engine:
         """
         if check := self.self_check:
             self.self_check = None  # it overwrites the caches of all slots
-            check(self.passes, Modes.of((samplings or (Sampling(),))[:1]), self.passes.fell_back)
+            check(self.runner, Modes.of_requests((samplings or (Sampling(),))[:1]), self.runner.fell_back)
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
@@ -426,7 +428,7 @@ class Engine:
                 sampling = replace(sampling, stop=(), json_schema=None, limits=None)
                 self.generate([[0]], replace(sampling, max_new_tokens=2))
                 self.scheduler.warm_up(self, sampling)
-                if self.passes.prepared:
-                    extensions.load(extensions.LAUNCH_ALL)(self, Modes.of([sampling]), every_length)
+                if self.runner.prepared:
+                    extensions.load(extensions.LAUNCH_ALL)(self, Modes.of_requests([sampling]), every_length)
         finally:
             self.state.stop_ids.copy_(stop_ids)

@@ -106,14 +106,14 @@ class CapturedCalls:
         self.graphs: dict[tuple, tuple[Callable, Callable]] = {}
         self.pool, self.stream = torch.cuda.graph_pool_handle(), _stream(device)
 
-    def __call__(self, key: tuple, call: Callable, still: Callable[[], contextlib.AbstractContextManager]):
+    def __call__(self, key: tuple, call: Callable, frozen: Callable[[], contextlib.AbstractContextManager]):
         """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart.
 
-        still: gives a context that keeps a call from changing any sequence.
+        frozen: gives a context that keeps a call from changing any sequence.
         """
         with torch.cuda.device(self.device):
             if key not in self.graphs:
-                with still():
+                with frozen():
                     self.graphs[key] = self._capture(call, str(key[0]))
             return self.graphs[key][0]()
 

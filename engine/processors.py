@@ -51,7 +51,7 @@ class Processors(nn.Module):
         """Swap two slots."""
         swap_rows(self, one, other)
 
-    def begin(self, slot: int, prompt: Tensor, sampling: Sampling) -> None:
+    def start_request(self, slot: int, prompt: Tensor, sampling: Sampling) -> None:
         """Start a request in a slot. prompt [P]: its token ids."""
         self.presence[slot], self.frequency[slot] = sampling.presence_penalty, sampling.frequency_penalty
         self.repetition[slot] = sampling.repetition_penalty

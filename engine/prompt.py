@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from common.errors import InputError
-from common.schema import Wrong
-from tokens.tokenizer import Tokenizer, TooLong
+from common.schema import InvalidValue
+from tokens.tokenizer import PromptTooLong, Tokenizer
 
 RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
@@ -33,15 +33,15 @@ def encode(
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay
     unchanged. In text that does not, control tokens spelled out count as such, unless `parse_special` is
-    false. Raises Wrong for a prompt of another type; InputError for text without a tokenizer, or a system
-    message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
-    fit in a cache of `room` tokens. name: what to call the prompt then.
+    false. Raises InvalidValue for a prompt of another type; InputError for text without a tokenizer, or a
+    system message without a chat template; PromptTooLong, with the numbers and without the work, if it
+    certainly does not fit in a cache of `room` tokens. name: what to call the prompt then.
     """
     if not is_prompt(prompt):
-        raise Wrong("prompt", prompt, FORMS)
+        raise InvalidValue("prompt", prompt, FORMS)
     for key, value, kind in ("system", system, str), ("variables", variables, dict):
         if not isinstance(value, kind | None):
-            raise Wrong(key, value, f"a {kind.__name__}")
+            raise InvalidValue(key, value, f"a {kind.__name__}")
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         if system is not None:
             raise InputError("a system message (--system) needs a text or messages, not token ids")
@@ -60,8 +60,8 @@ def encode(
         if system is not None:
             turns = [{"role": "system", "content": system}, *turns]
         return tokenizer.chat(turns, at_most=most, **(variables or {}))
-    except TooLong as e:
-        raise TooLong(
+    except PromptTooLong as e:
+        raise PromptTooLong(
             f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
         ) from None
 
@@ -73,7 +73,7 @@ def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> No
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")
     if len(prompt) >= room:
-        raise TooLong(f"{name} has {len(prompt)} tokens and needs room for one more,"
+        raise PromptTooLong(f"{name} has {len(prompt)} tokens and needs room for one more,"
                       f" the cache holds {room}: shorten it{RAISE}")
     for token in prompt:
         if not 0 <= token < vocab_size:

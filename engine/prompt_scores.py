@@ -8,15 +8,15 @@ from engine.request import Request, Score
 from sampling.options import MAX_LOGPROBS
 
 
-def score_prompt(passes, request: Request, x: torch.Tensor) -> None:
+def score_prompt(runner, request: Request, x: torch.Tensor) -> None:
     """Score the prompt tokens after those of a chunk, whose last states are x [1, C, H].
 
-    passes: the `engine.passes.Passes` that computed them.
+    runner: the `engine.runner.ModelRunner` that computed them.
     """
     after = request.prompt[request.read + 1 : request.read + 1 + x.shape[1]]
     if not after:
         return
-    logits = passes.logits(x)[:, : len(after)]
+    logits = runner.logits(x)[:, : len(after)]
     own, top, ids = log_probabilities(logits, torch.tensor([after], device=x.device), MAX_LOGPROBS)
     found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
     wanted = request.sampling.logprobs or 0

@@ -14,7 +14,7 @@ from kernels.tp import Ranks, local_device, process_group
 @contextlib.contextmanager
 def join_ranks(o, *read: object) -> Iterator[tuple[Runtime, Ranks]]:
     """Join the ranks that torchrun has started, see `engine.runtime.started`."""
-    runtime = Runtime.of(o)
+    runtime = Runtime.from_options(o)
     runtime = replace(runtime, device=local_device(runtime.device_name))
     runtime.prepare()
     known_config(o.checkpoint, o.max_seq_len)

@@ -20,7 +20,7 @@ class Guide(Protocol):
 
     error: str | None  # why the text cannot follow the grammar any more
 
-    def take(self, ids: list[int]) -> None:
+    def advance(self, ids: list[int]) -> None:
         """Append these ids to the text."""
 
     def mask(self, tokens: list[int], parent: list[int], into) -> None:
@@ -101,7 +101,7 @@ class Request:
     # Upper bound of committed tokens that the drafter has not read.
     unread: int = field(default=1, repr=False)
     acceptance: object = field(default=None, repr=False)  # of the scheduler
-    here: bool = field(default=True, repr=False)  # it holds a batch slot
+    active: bool = field(default=True, repr=False)  # it holds a batch slot
 
     @property
     def length(self) -> int:

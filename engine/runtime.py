@@ -10,7 +10,7 @@ import torch
 
 import extensions
 from checkpoint.load import known_config
-from common.cli import DTYPES, KV_DTYPES, note, several, short_dtype
+from common.cli import DTYPES, KV_DTYPES, is_distributed, note, short_dtype
 from common.errors import InputError, first_line
 from common.machine import use_threads
 from common.schema import Flag, schema_of
@@ -44,7 +44,7 @@ class Runtime:
                 given[name] = str(value).removeprefix("torch.")
 
     @classmethod
-    def of(cls, o) -> Runtime:
+    def from_options(cls, o) -> Runtime:
         """Return the runtime that a command's options ask for, see `common.cli.Options.add_runtime`."""
         return cls(**{field.name: getattr(o, field.name) for field in fields(cls) if hasattr(o, field.name)})
 
@@ -117,9 +117,9 @@ def started(o, *read: object) -> contextlib.AbstractContextManager[tuple]:
     checkpoint is converted, on mistakes in options.
     """
     use_threads(o.threads, note)
-    if several():
+    if is_distributed():
         return extensions.load(extensions.JOIN_RANKS)(o, *read)
-    runtime = Runtime.of(o)
+    runtime = Runtime.from_options(o)
     runtime.prepare()
     known_config(o.checkpoint, o.max_seq_len)
     return contextlib.nullcontext((runtime, None))

@@ -15,7 +15,7 @@ from sampling.options import Sampling
 from tree import Tree
 
 if TYPE_CHECKING:
-    from engine.passes import Passes, Rows
+    from engine.runner import ModelRunner, SlotRange
 
 
 class Choice(NamedTuple):
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 class Scheduler:
     """Chooses the drafter of every step: always the engine's own."""
 
-    passes: Passes
+    runner: ModelRunner
 
     def variants(self, drafter: Drafter) -> list[Drafter]:
         """Return the other drafters that steps may run, not allocated: buffers are sized for all of them."""
@@ -39,21 +39,21 @@ class Scheduler:
 
     def attach(self, engine) -> None:
         """Start to schedule for an `engine.engine.Engine`."""
-        self.passes = engine.passes
+        self.runner = engine.runner
 
     @property
     def drafters(self) -> list[Drafter]:
         """The drafters that steps may run."""
-        return [self.passes.drafter]
+        return [self.runner.drafter]
 
     def add(self, request: Request) -> None:
         """Prepare for a new request."""
 
-    def next(self, requests: list[Request], rows: Rows, slots: Tensor) -> Choice:
+    def next(self, requests: list[Request], group: SlotRange, slots: Tensor) -> Choice:
         """Choose for the next step of these requests of `rows`. slots [n]: the live cache slots."""
-        return Choice(self.passes.drafter)
+        return Choice(self.runner.drafter)
 
-    def launched(self, choice: Choice, rows: Rows, tree: Tree, noisy: bool) -> Any:
+    def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Any:
         """Return a record of a step for `timed` and `emitted`, or None. noisy: a request samples."""
 
     def timed(self, record: Any, seconds: float) -> None:

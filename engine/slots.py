@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from engine.draft import Drafter
-from engine.passes import Passes
 from engine.request import Request
+from engine.runner import ModelRunner
 from tokens.tokenizer import common_prefix
 
 MIN_COPIED_PREFIX = 32  # tokens of another slot, beyond the prefix in a free slot, that are worth a copy
@@ -19,11 +19,11 @@ MIN_COPIED_PREFIX = 32  # tokens of another slot, beyond the prefix in a free sl
 class Slots:
     """The slots of an engine. decoding, reading: numbers of requests; their slots come first, in this order.
 
-    passes: they run over the slots. lag: steps that the host reads late.
+    runner: its passes run over the slots. lag: steps that the host reads late.
     """
 
-    def __init__(self, passes: Passes, drafter: Drafter, batch: int, lag: int):
-        self.passes, self.drafter, self.batch, self.lag = passes, drafter, batch, lag
+    def __init__(self, runner: ModelRunner, drafter: Drafter, batch: int, lag: int):
+        self.runner, self.drafter, self.batch, self.lag = runner, drafter, batch, lag
         self.decoding = self.reading = 0
         self.requests: list[Request | None] = [None] * batch  # by slot, as the next three
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
@@ -36,7 +36,7 @@ class Slots:
         """Number of free slots."""
         return self.batch - self.decoding - self.reading
 
-    def take(self, request: Request) -> int:
+    def assign(self, request: Request) -> int:
         """Give a request the first free slot, with the longest known prefix of its prompt. Returns its
         length.
 
@@ -47,7 +47,7 @@ class Slots:
         held = {slot: self.cached[slot] for slot in free}
         held |= {one.slot: self._held(one) for one in self.requests if one}
         shared = {
-            slot: self.passes.caches.reusable(slot, common_prefix(request.prompt, tokens))
+            slot: self.runner.caches.reusable_prefix(slot, common_prefix(request.prompt, tokens))
             for slot, tokens in held.items()
         }
         source = max(shared, key=shared.__getitem__)
@@ -57,7 +57,7 @@ class Slots:
             taken = source
         elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
             source = taken
-        self._read_behind(source, shared[source])
+        self._prefill_unread(source, shared[source])
         self.swap(taken, first)
         if source != taken:
             now = taken if source == first else source
@@ -70,7 +70,7 @@ class Slots:
 
     def start_decoding(self, request: Request) -> None:
         """Move a request whose prompt has been read to those that decode."""
-        self.passes.caches.keep(request.slot)
+        self.runner.caches.save_prefix(request.slot)
         self.swap(request.slot, self.decoding)
         self.decoding += 1
         self.reading -= 1
@@ -79,7 +79,7 @@ class Slots:
         """Free the slot of a request. The caches keep its tokens."""
         slot = request.slot
         self.unread[slot], self.cached[slot] = request.unread, self._held(request)
-        request.here, self.requests[slot] = False, None
+        request.active, self.requests[slot] = False, None
         self._touch(slot)
         if slot < self.decoding:
             self.decoding -= 1
@@ -98,7 +98,7 @@ class Slots:
                 saved = a.clone()  # of one layer at a time: all of a long sequence's would take gigabytes
                 a.copy_(b)
                 b.copy_(saved)
-        self.passes.state.swap(one, other)
+        self.runner.state.swap(one, other)
         for by_slot in (self.requests, self.cached, self.unread, self.used_at):
             by_slot[one], by_slot[other] = by_slot[other], by_slot[one]
         for slot in (one, other):
@@ -118,23 +118,23 @@ class Slots:
     def _live(self, slot: int) -> int:
         """Return an upper bound on the cache slots in use in a batch slot."""
         if request := self.requests[slot]:
-            return min(request.length + (self.lag + 1) * self.passes.max_commit, self.passes.slots)
+            return min(request.length + (self.lag + 1) * self.runner.max_commit, self.runner.slots)
         return len(self.cached[slot])
 
     def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
         """Return views of the first `length` cache slots of a batch slot, and of its drafter's state."""
-        return self.passes.caches.sequence(slot, length) + self.drafter.sequence(slot, length)
+        return self.runner.caches.sequence(slot, length) + self.drafter.sequence(slot, length)
 
-    def _read_behind(self, slot: int, count: int) -> None:
+    def _prefill_unread(self, slot: int, count: int) -> None:
         """Let the drafter read what it has not read of the first `count` tokens in a slot."""
         request = self.requests[slot]
         held = self._held(request) if request else self.cached[slot]
         unread = request.unread if request else self.unread[slot]
-        if not self.passes.unread or count <= max(0, len(held) + 1 - unread):
+        if not self.runner.unread or count <= max(0, len(held) + 1 - unread):
             return
-        span = self.passes.span(int(self.passes.state.length[slot]))
+        span = self.runner.span(int(self.runner.state.length[slot]))
         with torch.no_grad():
-            self.passes.read_behind(self.passes.rows(slot, 1), span, unread)
+            self.runner.prefill_unread(self.runner.slot_range(slot, 1), span, unread)
         if request:
             request.unread = 1
         self.unread[slot] = 1

@@ -122,7 +122,9 @@ class State(nn.Module):
         if self._processors is not None:
             self._processors.swap(one, other)
 
-    def begin(self, slot: int, prompt: list[int], request: Sampling, limit: int, plain: bool = False) -> None:
+    def start_request(
+        self, slot: int, prompt: list[int], request: Sampling, limit: int, plain: bool = False
+    ) -> None:
         """Start a sequence of at most `limit` tokens with a prompt in a batch slot."""
         N = len(prompt) - 1
         self.tokens[slot, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
@@ -135,7 +137,7 @@ class State(nn.Module):
             self.get_buffer(name)[slot] = value
         self.key[slot] = seed_keys([request.seed], self.key.device)[0]
         if request.processed or self._processors is not None:
-            self.processors.begin(slot, self.tokens[slot, : N + 1], request)
+            self.processors.start_request(slot, self.tokens[slot, : N + 1], request)
 
     def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
         """Append the first `count` [B] of tokens [B, W], cut at the first stop id and at the limit.

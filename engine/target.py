@@ -132,7 +132,7 @@ class Target:
     def _compiles(self) -> bool:
         """True if steps go through torch.compile."""
         model = self.model
-        return self.runtime.compile and not step_of(model).batch_invariant and not model.keeps_state
+        return self.runtime.compile and not step_of(model).batch_invariant and not model.is_recurrent
 
     @cached_property
     def _grammars(self):

@@ -15,7 +15,7 @@ from engine.target import Target
 from evaluation.answers import PLAIN, Turn
 from model import Block
 from sampling.options import Sampling
-from tokens.tokenizer import TooLong
+from tokens.tokenizer import PromptTooLong
 
 
 def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
@@ -99,7 +99,7 @@ def ask(engine: Engine, question: dict, sampling: Sampling) -> list[Turn]:
         messages.append({"role": "user", "content": text})
         try:
             ids = encode(engine.tokenizer, messages, room=engine.max_seq_len)
-        except TooLong:
+        except PromptTooLong:
             break
         if len(ids) >= engine.max_seq_len:
             break

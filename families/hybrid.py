@@ -29,7 +29,7 @@ from torch import Tensor
 from common.schema import whole
 from families.experts import Experts, MixtureArgs, MixtureBlock
 from families.norms import ZeroCentredNorm
-from model import MLP, KVCache, KVCaches, Linear, Pass, Transformer, rows_of
+from model import MLP, KVCache, KVCaches, Linear, PassInputs, Transformer, rows_of
 
 BLOCK = 16  # tokens between two boundaries of a text
 MOST_LEVELS = 16  # levels of a tree below its root: a row's boundary is as many tokens before it, or more
@@ -124,7 +124,7 @@ class GatedBlock(HybridBlock):
         H, width = args.hidden_size, args.num_heads * args.head_dim
         self.wqkv = Linear(H, 2 * width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
 
-    def attend(self, cache: KVCache, qkv: Tensor, shared: Pass) -> Tensor:
+    def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
         width = self.num_heads * self.head_dim
         attended = cache.attend(self, qkv[..., :-width].contiguous(), shared)
         return attended * rowwise(torch.sigmoid, qkv[..., -width:])
@@ -256,7 +256,7 @@ class Paths:
     [B]: boundaries of the states. Raises RuntimeError if one is beyond those of the rows.
     """
 
-    def __init__(self, shared: Pass, taps: int, start: Tensor):
+    def __init__(self, shared: PassInputs, taps: int, start: Tensor):
         slots, positions = shared.slots, shared.positions
         T = slots.shape[1]
         self.length, self.positions = slots[:, 0], positions
@@ -321,18 +321,18 @@ class DeltaCache(nn.Module):
             ring = getattr(self, name)
             self.put(ring, target, self.at(ring, source))
 
-    def keep(self, place: int, back: bool = False) -> None:
-        """Copy the state of a place and the tokens after it to `kept_...`; back: from there."""
-        start = int((self.kept_start if back else self.start)[place])
+    def keep(self, slot: int, back: bool = False) -> None:
+        """Copy the state of a slot and the tokens after it to `kept_...`; back: from there."""
+        start = int((self.kept_start if back else self.start)[slot])
         slots = torch.arange(start, start + BLOCK) % self.inputs.shape[1]
         for name, where in {"state": ..., "start": ..., **dict.fromkeys(RINGS, slots)}.items():
-            own, kept = getattr(self, name)[place], getattr(self, f"kept_{name}")[place]
+            own, kept = getattr(self, name)[slot], getattr(self, f"kept_{name}")[slot]
             if back:
                 own[where] = kept
             else:
                 kept.copy_(own[where])
 
-    def attend(self, block: DeltaBlock, projected: Tensor, shared: Pass) -> Tensor:
+    def attend(self, block: DeltaBlock, projected: Tensor, shared: PassInputs) -> Tensor:
         """Compute a layer's rows from outputs of `w_in` [B, T, ...] -> what `wo` reads [B, T, nv*dv]."""
         if MOST_ROWS < projected.shape[1] < self.inputs.shape[1]:  # a whole text is read from its beginning
             raise ValueError(f"a pass of {projected.shape[1]} rows over delta nets: at most {MOST_ROWS}")
@@ -428,39 +428,40 @@ class HybridCaches(nn.Module):
         for cache in self.deltas:
             cache.move(source, target)
 
-    def sequence(self, place: int, slots: int) -> list[Tensor]:
+    def sequence(self, slot: int, slots: int) -> list[Tensor]:
         """As `KVCaches.sequence`."""
-        own = [x[place : place + 1] for cache in self.deltas for x in cache._buffers.values()]
-        return self.attention.sequence(place, slots) + own
+        own = [x[slot : slot + 1] for cache in self.deltas for x in cache._buffers.values()]
+        return self.attention.sequence(slot, slots) + own
 
-    def reusable(self, place: int, same: int) -> int:
-        """As `KVCaches.reusable`. A state that is beyond the next row's boundary is of no use."""
-        boundary = int(base(torch.tensor(same - 1)))
-        start, kept = (int(x[place]) for x in (self.deltas[0].start, self.deltas[0].kept_start))
+    def reusable_prefix(self, slot: int, length: int) -> int:
+        """As in `KVCaches`. A state beyond the next token's boundary cannot be reused."""
+        boundary = int(base(torch.tensor(length - 1)))
+        start, kept = (int(x[slot]) for x in (self.deltas[0].start, self.deltas[0].kept_start))
         if boundary >= start:
-            return same
+            return length
         return kept + BLOCK + 1 if boundary >= kept > 0 else 0
 
-    def begin(self, place: int, length: int) -> None:
-        """As `KVCaches.begin`."""
+    def start_request(self, slot: int, length: int) -> None:
+        """As in `KVCaches`."""
         for cache in self.deltas:
             if not length:
-                cache.kept_start[place] = 0
-            elif int(base(torch.tensor(length))) < int(cache.start[place]):
-                cache.keep(place, back=True)
+                cache.kept_start[slot] = 0
+            elif int(base(torch.tensor(length))) < int(cache.start[slot]):
+                cache.keep(slot, back=True)
 
-    def keep(self, place: int) -> None:
-        """As `KVCaches.keep`: the next question of a chat begins where its last prompt ended, not with the
-        thoughts that followed."""
+    def save_prefix(self, slot: int) -> None:
+        """As in `KVCaches`: the next turn of a chat continues at the end of this prompt, without the thoughts
+        that followed it.
+        """
         for cache in self.deltas:
-            cache.keep(place)
+            cache.keep(slot)
 
 
 class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
     Args, Layer = HybridArgs, HybridBlock
-    keeps_state = True
+    is_recurrent = True
 
     def check_tree(self, shape) -> None:
         levels = shape.max_commit - 1
@@ -479,7 +480,7 @@ class Hybrid(Transformer):
         weight, count = self.embed.weight, sum(self.args.delta_layers)
         where = weight.dtype, device or weight.device
         args = replace(self.args, num_layers=len(self.layers) - count)  # of those with attention
-        attention = self.Caches.of(args, batch, slots, *where, self.backend)
+        attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.whole else None
         deltas = nn.ModuleList(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(count))
         return HybridCaches(self.args, attention, deltas)

@@ -28,7 +28,7 @@ from model import (
     KVCache,
     KVCaches,
     ModelArgs,
-    Pass,
+    PassInputs,
     RMSNorm,
     TargetBlock,
     Transformer,
@@ -47,7 +47,7 @@ GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by 
 class CpuCache(KVCache):
     """A `KVCache` with attention in one operator, which reads the mask directly."""
 
-    def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         ops = self.backend.ops
         angles = block.layer_angles(shared.angles(partial(_angles, ops)))
         caches = self.k, self.v, shared.slots, shared.visible
@@ -60,10 +60,10 @@ class CpuCaches(KVCaches):
     Layer = CpuCache
 
     @classmethod
-    def of(
+    def allocate(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> CpuCaches:
-        return super().of(args, batch, slots, dtype, device, backend)._bind(args.head_dim, backend)
+        return super().allocate(args, batch, slots, dtype, device, backend)._bind(args.head_dim, backend)
 
     def _bind(self, head_dim: int, backend) -> CpuCaches:
         self.head_dim, self.backend = head_dim, backend
@@ -115,7 +115,7 @@ class Int8Caches(CpuCaches):
     """`CpuCaches` in int8."""
 
     @classmethod
-    def of(cls, args, batch, slots, dtype, device, backend) -> Int8Caches:
+    def allocate(cls, args, batch, slots, dtype, device, backend) -> Int8Caches:
         block_slots, *sizes = backend.ops.int8_block_sizes(args.head_dim)
         shapes = [(batch, args.num_kv_heads, -(-slots // block_slots), size) for size in sizes]
         return cls(Int8Cache(shapes, device) for _ in range(args.num_layers))._bind(args.head_dim, backend)
@@ -235,7 +235,7 @@ class FusedBlock:
         self.weights = _weights(block)
 
     def __call__(
-        self, block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None
+        self, block: Block, x: Tensor, cache: KVCache, shared: PassInputs, inputs: Tensor | None = None
     ) -> Tensor:
         """See `Block.forward`."""
         inputs = None if isinstance(block, TargetBlock) else x if inputs is None else inputs

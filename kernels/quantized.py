@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import first_line
-from common.schema import Flag, Wrong, schema_of
+from common.schema import Flag, InvalidValue, schema_of
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
@@ -54,7 +54,7 @@ class Scheme:
 
     @classmethod
     def from_config(cls, quantization: dict) -> Scheme:
-        """Read the entry of a config.json. Raises Wrong, a ValueError, if it is invalid.
+        """Read the entry of a config.json. Raises InvalidValue, a ValueError, if it is invalid.
 
         In older folders, lm_head is true, which means the mode of the layers, or false.
         """
@@ -63,11 +63,12 @@ class Scheme:
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
         if mode is None and (lm_head or not experts):
-            raise Wrong("quantization.mode", mode, f"one of {', '.join(MODES)}")
+            raise InvalidValue("quantization.mode", mode, f"one of {', '.join(MODES)}")
         if bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
             groups, names = (" or ".join(map(str, words)) for words in (GROUPS, FOUR_BITS))
             wanted = "0" if group else groups
-            raise Wrong("quantization.group", group, f"{wanted}: {names} has groups of inputs, others none")
+            expected = f"{wanted}: {names} has groups of inputs, others none"
+            raise InvalidValue("quantization.group", group, expected)
         return cls(mode, group, lm_head, experts)
 
     def to_config(self) -> dict:
@@ -212,7 +213,7 @@ class Quantized(nn.Module):
         super().__init__()
         (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
         if group and self.inputs % group:
-            raise Wrong("group", group, f"a divisor of {self.inputs} inputs")
+            raise InvalidValue("group", group, f"a divisor of {self.inputs} inputs")
         if group:
             sizes = self.inputs // 2, self.inputs // group
             dtypes = torch.uint8, torch.uint8 if mode == MXFP4 else torch.bfloat16
@@ -330,8 +331,8 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
             else:
                 bias = old.bias is not None
                 new = QuantizedLinear(old.in_features, old.out_features, bias, *scheme.mode_of(name))
-        except Wrong as e:
-            raise Wrong(f"quantization.{e.key}", e.found, f"{e.expected}, of {name}") from None
+        except InvalidValue as e:
+            raise InvalidValue(f"quantization.{e.key}", e.found, f"{e.expected}, of {name}") from None
         if isinstance(old, nn.Parameter):
             delattr(owner, attribute)
         setattr(owner, attribute, new)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.schema import Flag, whole
 from head import Head
-from model import Block, KVCache, Linear, Pass, RMSNorm
+from model import Block, KVCache, Linear, PassInputs, RMSNorm
 from networks.markov import Markov, MarkovArgs
 
 
@@ -43,7 +43,7 @@ class BlockLayer(Block):
         super().__init__(args, layer=layer)
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
-    def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: Pass) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: PassInputs) -> Tensor:
         """Rows x [B, R, H] of a block -> the same after this layer.
 
         context [B, W, H]: fused features that are not in the cache yet. Positions, slots and sight in
@@ -53,7 +53,7 @@ class BlockLayer(Block):
         attended = cache.attend(self, self.wqkv(inputs), shared)
         return self.finish(x, attended[:, context.shape[1] :])
 
-    def read(self, context: Tensor, cache: KVCache, shared: Pass) -> None:
+    def read(self, context: Tensor, cache: KVCache, shared: PassInputs) -> None:
         """Put the keys and values of fused features [B, C, H] into the cache."""
         cache.attend(self, self.wqkv(context), shared)
 
@@ -83,7 +83,7 @@ class BlockHead(Head, Markov):
     def read(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> None:
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         for layer, cache in zip(self.layers, caches):
             layer.read(feature, cache, shared)
 
@@ -97,9 +97,9 @@ class BlockHead(Head, Markov):
         [B, W+block], visible [B, W+block, n]: of these and of the block's rows, one after the other.
         before: `visible` of layers with a window, if another: rows do not see those after them.
         """
-        shared = near = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = near = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         if before is not None:
-            near = Pass(self.args, self.inv_freq, positions, slots, before)
+            near = PassInputs(self.args, self.inv_freq, positions, slots, before)
         x = self.embed(self.block_tokens(anchor))
         for layer, cache in zip(self.layers, caches):
             x = layer(x, context, cache, near if layer.window else shared)

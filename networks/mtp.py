@@ -9,7 +9,7 @@ from torch import Tensor
 from families.hybrid import GatedBlock, HybridArgs
 from families.norms import ZeroCentredNorm
 from head import Eagle1Head, HeadArgs
-from model import Pass
+from model import PassInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,6 @@ class MtpHead(Eagle1Head):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         normed = self.embed_norm(self.embed(tokens)), self.feature_norm(feature)
         return self.norm(self.layer(self.fc(torch.cat(normed, dim=-1)), caches[0], shared))

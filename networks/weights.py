@@ -5,19 +5,19 @@ import torch
 from torch import Tensor
 
 from head import Head
-from model import Transformer, blank
+from model import Transformer, meta_modules
 
 
 def own_state(head: Head) -> dict[str, Tensor]:
     """Return the state dict of a head without what `Head.use_target` shares."""
-    with blank():
+    with meta_modules():
         names = type(head)(head.args).state_dict()
     return {name: t for name, t in head.state_dict().items() if name in names}
 
 
 def twin(head: Head, target: Transformer, dtype: torch.dtype) -> Head:
     """Return a copy with weights of its own in this dtype, on the target's device, tied to the target."""
-    with blank():
+    with meta_modules():
         copy = type(head)(head.args)
     device = target.embed.weight.device
     cast = {

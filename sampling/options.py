@@ -108,7 +108,7 @@ class Modes(NamedTuple):
         return any(self[1:])
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], few: bool = False) -> Modes:
+    def of_requests(cls, samplings: Sequence[Sampling], few: bool = False) -> Modes:
         """Return the modes for these requests. few: switch all rare modes on if any is, as where each
         combination has to be compiled.
         """

@@ -21,8 +21,8 @@ import torch
 from common.errors import InputError
 from engine.draft import Drafter, NetworkDrafter
 from engine.engine import Engine
-from engine.passes import Rows
 from engine.request import Request
+from engine.runner import SlotRange
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
 from sampling.options import Sampling
@@ -387,12 +387,12 @@ class CostScheduler(Scheduler):
 
     def attach(self, engine: Engine) -> None:
         super().attach(engine)
-        passes, drafter = engine.passes, engine.passes.drafter
+        runner, drafter = engine.runner, engine.runner.drafter
         self.tuner.is_timed = self.tuner.is_timed and engine.lag == 0
-        self.counts = sorted({engine.step_counts[0], engine.batch})  # numbers of sequences that are timed
+        self.counts = sorted({engine.batch_sizes[0], engine.batch})  # numbers of sequences that are timed
         # A compiled step has a tree of one size, and so have some drafters: then it is on or off.
-        headless = headless_of(drafter) if self.tuner.cuts and not passes.on_cuda else None
-        self.headless = headless if headless in (None, drafter) else passes.without_head(copy.copy(headless))
+        headless = headless_of(drafter) if self.tuner.cuts and not runner.on_cuda else None
+        self.headless = headless if headless in (None, drafter) else runner.without_head(copy.copy(headless))
         switched = drafter.network is not None or not self.tuner.cuts
         self.trees = {shape: with_tree(drafter, shape) for shape in self.tuner.shapes if switched}
 
@@ -403,22 +403,22 @@ class CostScheduler(Scheduler):
     def add(self, request: Request) -> None:
         self.tuner.start(request)
 
-    def next(self, requests: list[Request], rows: Rows, slots: torch.Tensor) -> Choice:
-        tuner, passes = self.tuner, self.passes
-        plan = tuner.next(requests, rows.count) if self.trees else tuner.trial(requests, rows.count)
+    def next(self, requests: list[Request], group: SlotRange, slots: torch.Tensor) -> Choice:
+        tuner, runner = self.tuner, self.runner
+        plan = tuner.next(requests, group.count) if self.trees else tuner.trial(requests, group.count)
         if plan and self.trees:
             return Choice(self.trees[plan.shape], plan.costs, True)
         if self.headless is None or (tuner.in_trial and not plan):
-            return Choice(passes.plain)
-        costs = plan.costs if plan else tuner.headless_costs(requests, rows.count, self.headless.shape)
+            return Choice(runner.plain)
+        costs = plan.costs if plan else tuner.headless_costs(requests, group.count, self.headless.shape)
         return Choice(self.headless, costs)
 
-    def launched(self, choice: Choice, rows: Rows, tree: Tree, noisy: bool) -> Record:
+    def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Record:
         size, expected = Size(tree.tokens.shape[1], 0), None
         if choice.costs:
-            size = size._replace(levels=rows.state.levels if choice.head else 0)
+            size = size._replace(levels=group.state.levels if choice.head else 0)
             expected = [sum(map(math.exp, path[1:])) for path in tree.scores.tolist()]
-        step = rows.count, noisy, size, choice.head
+        step = group.count, noisy, size, choice.head
         return Record(step, self.tuner.relative_cost(*step), expected)
 
     def timed(self, record: Record, seconds: float) -> None:
@@ -444,7 +444,7 @@ class CostScheduler(Scheduler):
         finally:
             engine.lag = lag
             for request in engine.requests:
-                engine.leave(request)
+                engine.remove(request)
 
     def describe(self, noisy: bool) -> str:
         return self.tuner.describe(self.counts, noisy)

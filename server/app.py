@@ -24,7 +24,7 @@ from server.responses import ResponsesBody, ResponsesReply
 from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, form_of, shown_tags
 from tokens.channels import has_channels, shown_channels
-from tokens.tokenizer import Tokenizer, TooLong
+from tokens.tokenizer import PromptTooLong, Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in (
@@ -102,7 +102,7 @@ class Server:
         """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
         http.state.reply = reply = await in_thread(partial(prepare, body))
         if self.measures or reply.body.return_speculation:
-            reply.max_commit = self.worker.engine.passes.max_commit
+            reply.max_commit = self.worker.engine.runner.max_commit
         events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
             return EventStream(_stream(reply, events, reply.body.stream_options.include_usage), cancel)
@@ -185,7 +185,7 @@ async def in_thread(work: Callable):
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
-        code = "context_length_exceeded" if isinstance(e, TooLong) else None
+        code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
         raise Refusal(400, str(e).removesuffix(RAISE), code) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
@@ -225,7 +225,7 @@ def make_app(
     def described(name: str) -> dict:
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
-            "max_model_len": server.max_seq_len, "speculation": worker.engine.passes.max_commit > 1,
+            "max_model_len": server.max_seq_len, "speculation": worker.engine.runner.max_commit > 1,
             "method": worker.engine.drafter.method,
         }
 

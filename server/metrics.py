@@ -59,7 +59,7 @@ class Metrics:
 
     def watch(self, worker) -> None:
         """Read the number of requests, and what its engine falls back to, from a `server.worker.Worker`."""
-        self._fallbacks = worker.engine.passes.fallbacks
+        self._fallbacks = worker.engine.runner.fallbacks
         self._running.set_function(lambda: worker.running)
         self._waiting.set_function(lambda: worker.waiting)
 

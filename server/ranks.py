@@ -68,10 +68,10 @@ class Leader:
         with self._together("admit", prompt, sampling, options):
             return self.engine.admit(prompt, sampling, guide=guide, **options)
 
-    def leave(self, request: Request) -> None:
-        if request.here:
+    def remove(self, request: Request) -> None:
+        if request.active:
             with self._together("leave", request.slot):
-                self.engine.leave(request)
+                self.engine.remove(request)
 
     def step(self) -> list[Event]:
         with self._together("step"):
@@ -109,6 +109,6 @@ def follow(engine: Engine, channel: Channel) -> None:
             engine.admit(prompt, sampling, **options)
         elif name == "leave":
             # Engines that get the same calls have the same places.
-            engine.leave(next(request for request in engine.requests if request.slot == arguments[0]))
+            engine.remove(next(request for request in engine.requests if request.slot == arguments[0]))
         else:
             engine.step()

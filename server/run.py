@@ -12,7 +12,7 @@ import time
 import uvicorn
 
 from common.cli import note
-from engine.passes import CachesTooLarge
+from engine.runner import CachesTooLarge
 from server.worker import Worker
 
 LAST_WORDS = 3  # seconds for the errors that end requests after the grace period

@@ -207,7 +207,7 @@ class Worker(threading.Thread):
             if job in self._waiting:
                 self._waiting.remove(job)
         if self._running.pop(job.request, None) and not self.failed:
-            self.engine.leave(job.request)
+            self.engine.remove(job.request)
         self.metrics.ended(job)
 
     def _jobs(self) -> list[Job]:

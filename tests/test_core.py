@@ -18,7 +18,7 @@ CORE = (
     "checkpoint/__init__.py", "checkpoint/load.py", "common/__init__.py",
     "common/cli.py", "common/errors.py", "common/files.py", "common/machine.py", "common/schema.py",
     "engine/__init__.py", "engine/draft.py", "engine/drafting.py", "engine/engine.py", "engine/graphs.py",
-    "engine/passes.py", "engine/prompt.py", "engine/request.py", "engine/runtime.py", "engine/scheduler.py",
+    "engine/prompt.py", "engine/request.py", "engine/runner.py", "engine/runtime.py", "engine/scheduler.py",
     "engine/slots.py", "engine/state.py", "engine/step.py", "engine/target.py", "extensions.py",
     "generate.py", "head.py",
     "llm.py", "model.py", "sampling/__init__.py", "sampling/noise.py",

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from checkpoint.load import check_config
-from common.schema import Wrong
+from common.schema import InvalidValue
 
 CONFIG = {
     "kind": "target", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
@@ -29,6 +29,6 @@ HEAD = CONFIG | {"kind": "eagle3", "draft_vocab_size": 24, "target_hidden_size":
     (HEAD | {"kind": "dflash"}, {"mask_id": 96}, "mask_id is 96; expected an id below vocab_size"),
 ], ids=str)
 def test_impossible_configs(config, change, words):
-    with pytest.raises(Wrong, match=re.escape(words)):
+    with pytest.raises(InvalidValue, match=re.escape(words)):
         check_config(config | change)
     assert check_config(config | {"mask_id": 95, "block_size": 4}).num_layers == 2

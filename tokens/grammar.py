@@ -39,7 +39,7 @@ class Guide:
             return None
         return f"{self._kind} cannot be followed ({one_line(self._matcher.get_error())})"
 
-    def take(self, ids: Iterable[int]) -> None:
+    def advance(self, ids: Iterable[int]) -> None:
         """Append these ids to the text."""
         for token in ids:
             self._matcher.consume_token(token)

@@ -72,12 +72,12 @@ class LimitGuide:
     def _after(self, end: tuple[int, bytes], token: int) -> tuple[int, bytes]:
         return end[0] + 1, (end[1] + self._pieces.piece(token))[-self._longest :]
 
-    def take(self, ids: Iterable[int]) -> None:
+    def advance(self, ids: Iterable[int]) -> None:
         """As `tokens.grammar: Guide.take`."""
         for token in ids:
             self._end = self._after(self._end, token)
         if self._inner:
-            self._inner.take(ids)
+            self._inner.advance(ids)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
         """As `tokens.grammar: Guide.mask`. A grammar wins where nothing else could come."""

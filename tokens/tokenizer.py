@@ -32,7 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 VISIBLE = bytes(range(33, 127))
 
 
-class TooLong(InputError, ValueError):
+class PromptTooLong(InputError, ValueError):
     """A text has more tokens than there is room for. The message gives their number."""
 
 
@@ -198,8 +198,8 @@ class Tokenizer:
         bos: put BOS in front, if the model wants one and the text does not start with it.
         parse_special: control tokens spelled out in the text count as such; true for texts that are written
         for the model, such as a raw prompt or a rendered chat template.
-        at_most: raise TooLong, before the work, if there are certainly more ids. Raises InputError if the
-        library fails.
+        at_most: raise PromptTooLong, before the work, if there are certainly more ids. Raises InputError if
+        the library fails.
         """
         self._check_size(text, at_most)
         text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
@@ -239,7 +239,7 @@ class Tokenizer:
         return load(CHAT_TEMPLATES).ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def _check_size(self, text: str, at_most: int | None) -> None:
-        """Raise TooLong if a text has certainly more than `at_most` tokens.
+        """Raise PromptTooLong if a text has certainly more than `at_most` tokens.
 
         It has at least n / m tokens, where n is the number of its visible ASCII characters and m that of the
         token with most of them. A character before one outside ASCII does not count, because both may become
@@ -249,7 +249,7 @@ class Tokenizer:
             return
         data = text if text.isascii() else re.sub(r"[\0-\x7f]?[^\0-\x7f]+", "", text)
         if (fewest := -(-_visible(data.encode()) // self._max_visible)) > at_most:
-            raise TooLong(f"has at least {fewest:,} tokens ({len(text):,} characters)")
+            raise PromptTooLong(f"has at least {fewest:,} tokens ({len(text):,} characters)")
 
     @cached_property
     def _max_visible(self) -> int:

@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.request import Request
 from sampling.noise import seed_of
 from sampling.options import Sampling
-from tokens.tokenizer import Tokenizer, TooLong, common_prefix
+from tokens.tokenizer import PromptTooLong, Tokenizer, common_prefix
 from training.data import Line, extend, read_shards
 from training.processes import Processes
 from training.report import live_bar, read_log
@@ -101,7 +101,7 @@ class Collector:
                     break
                 chat = [*chat, {"role": "user", "content": turn}]
                 prompt = self._short(self.tokenizer.chat(chat, at_most=self.max_prompt_tokens))
-            except TooLong:
+            except PromptTooLong:
                 left_out = f"longer than --max-prompt-tokens {self.max_prompt_tokens}"
                 break
             except InputError as e:
@@ -126,9 +126,9 @@ class Collector:
         return turn.strip() if written.finish == "stop" else ""  # a cut turn is no question
 
     def _short(self, prompt: list[int]) -> list[int]:
-        """Return a prompt. Raises TooLong if it is."""
+        """Return a prompt. Raises PromptTooLong if it is."""
         if len(prompt) > self.max_prompt_tokens:
-            raise TooLong(f"has {len(prompt):,} tokens")
+            raise PromptTooLong(f"has {len(prompt):,} tokens")
         return prompt
 
     def _two_turns(self) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.mask import TreeMask
-from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
+from model import Block, KVCache, KVCaches, ModelArgs, PassInputs, rope_table
 
 
 class LayerCache(KVCache):
@@ -32,7 +32,7 @@ class LayerCache(KVCache):
         return self.kv[self.layer, 1].transpose(1, 2)
 
     @with_fallback("attend", KVCache.attend)
-    def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
+    def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         """Attend in one kernel, from wqkv to wo; in PyTorch with sinks or a dense mask."""
         if block.sinks is not None or not isinstance(shared.visible, TreeMask):
             return super().attend(block, qkv, shared)
@@ -52,7 +52,7 @@ class LayerCaches(KVCaches):
     Layer = LayerCache
 
     @classmethod
-    def of(
+    def allocate(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> LayerCaches:
         shape = (args.num_layers, 2, batch, args.num_kv_heads, slots, args.head_dim)

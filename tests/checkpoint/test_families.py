@@ -76,7 +76,7 @@ def test_target(tmp_path, name, kernels):
     decoders = decoders_of(tmp_path, folder, target, **{"sliding_window": 10} if kernels else {})
     for method, decoder in decoders.items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
-    assert decoders["eagle3"].passes.drafter.head.layer.window == (10 if kernels else 0)
+    assert decoders["eagle3"].runner.drafter.head.layer.window == (10 if kernels else 0)
     plain, *drafted = ([o.ids for o in decoder.generate(prompts, Sampling(16, 1.0, seed=4))]
                        for decoder in decoders.values())
     assert drafted == [plain] * len(drafted)

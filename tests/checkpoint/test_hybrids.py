@@ -169,7 +169,7 @@ def test_quantised_text(tmp_path, name, mode, most):
         target.backend.prepare(head)
         drafter = HeadDrafter(head, TreeShape(12, 3, 4))
         engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
-        assert type(engine.passes.caches.attention) is caches
+        assert type(engine.runner.caches.attention) is caches
         plain = alone((target, None), made, max_seq_len=240)
         check_texts(decode(engine, made, random.Random(1)), plain, made)
 
@@ -185,7 +185,7 @@ def test_what_these_targets_do_not_do(folder):
         lambda: Engine(target, Lookahead(V, 20, 5, 5), **OPTIONS): "a tree of 100 nodes",
         lambda: DraftModel(target, TreeShape(4, 2, 1)): "cannot draft for another",
         lambda: shards_of(read_config(folder), 3): "3 ranks",
-        lambda: target(back, back, back, torch.arange(42) <= back[..., None], engine.passes.caches):
+        lambda: target(back, back, back, torch.arange(42) <= back[..., None], engine.runner.caches):
             "read in order",
     }.items():
         with pytest.raises((ValueError, InputError, RuntimeError), match=words), torch.no_grad():

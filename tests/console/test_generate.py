@@ -12,7 +12,7 @@ from helpers.launching import run
 from safetensors.torch import load_file
 
 import generate
-from engine.passes import Passes
+from engine.runner import ModelRunner
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
 FEW = {"max_new_tokens": 8, "temperature": 2.0, "seed": 1}  # noise depends on the position
@@ -149,7 +149,7 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     """A turn that does not fit, or is interrupted while it is read, is forgotten; a / is for the program."""
     lines = iter(["one", "x" * 500, "", "/help", "never", "two", "/reset", "one", "/exit"])
 
-    def interrupted(self, slots, *args, original=Passes.prefill):
+    def interrupted(self, slots, *args, original=ModelRunner.prefill):
         if "never" in asked and not stopped:
             stopped.append(True)
             raise KeyboardInterrupt
@@ -169,7 +169,7 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
 
     asked, stopped = [], []
     monkeypatch.setattr("builtins.input", answered)
-    monkeypatch.setattr(Passes, "prefill", interrupted)
+    monkeypatch.setattr(ModelRunner, "prefill", interrupted)
     done = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
     first, second = talk("one", "two")
     assert done.status == 0 and done.out == f"{first}\n\n\n{second}\n{first}\n"
@@ -181,12 +181,12 @@ def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
     """Figures and several prompts are printed, JSON has it, a trace holds the steps made."""
     calls = iter(range(1000))
 
-    def interrupted(self, *args, original=Passes.step):
+    def interrupted(self, *args, original=ModelRunner.step):
         if self.state.limit.max() > 50 and next(calls) % 4 == 3:
             raise KeyboardInterrupt
         return original(self, *args)
 
-    monkeypatch.setattr(Passes, "step", interrupted)
+    monkeypatch.setattr(ModelRunner, "step", interrupted)
     common = "--max-new-tokens", 100, *EAGLE3
     one = cli("--prompt", "Hello", "--max-new-tokens", 100)
     assert one.status == 130 and one.out and "interrupted" in one.err and "4 generated" in one.err

@@ -27,7 +27,7 @@ def test_text_is_plain_text(golden, kv, kind, dtype):
     target = load_target(golden, Runtime("cpu", dtype, compile=kv == "int8", kv=kv))
     plain = target.engine(Drafting(), max_seq_len=130)
     fast = target.engine(Drafting("eagle3", tree=TreeShape(12, 2, 4)), batch=2, max_seq_len=130)
-    assert type(fast.passes.caches) is kind
+    assert type(fast.runner.caches) is kind
     given, sampling = [PROMPT, PROMPT[3:], [*PROMPT, 65]], [Sampling(70 - i, i % 2, seed=i) for i in range(3)]
     requests: list[Request] = []
     events = [*fast.run(given, sampling, requests, watch=True)]

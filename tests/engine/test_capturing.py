@@ -114,7 +114,7 @@ def test_caches_are_free_when_nobody_holds_the_engine(models):
     try:
         engine = speculative(models, TreeShape(8, 2, 3))
         ids(engine, [[1, 2, 3]], Sampling(4))
-        caches = weakref.ref(engine.passes.caches[0].k)
+        caches = weakref.ref(engine.runner.caches[0].k)
         del engine
         assert caches() is None
     finally:
@@ -135,7 +135,7 @@ def test_ready_is_ready(monkeypatch):
     allows_all = SimpleNamespace(error=None, take=lambda ids: None, mask=lambda tokens, parent, into: None)
     engine.guide = lambda schema: allows_all
     calls, made = {}, []
-    engine.passes.captured = lambda key, call, still: calls.setdefault(key, call)()
+    engine.runner.captured = lambda key, call, still: calls.setdefault(key, call)()
 
     monkeypatch.setattr(graphs, "compile_graph", lambda function, options: made.append("make") or function)
     logits, shapes = target.logits, set()
@@ -146,10 +146,10 @@ def test_ready_is_ready(monkeypatch):
     assert len(made) == 3 * 2 * 2 * (1 + 2) + 2, made
     made.clear()
     warm = {*shapes}
-    known, compiled = set(calls), [engine.passes._read, engine.passes._verify]
+    known, compiled = set(calls), [engine.runner._read, engine.runner._verify]
     variants = [len(function.graphs) for function in compiled]
     plain = engine.admit([1, 2, 3], Sampling(90), plain=True)
-    while plain.here:
+    while plain.active:
         engine.step()
     engine.generate([plain.tokens], Sampling(4))  # the head has not read them
     assert not made and set(calls) == known
@@ -160,7 +160,7 @@ def test_ready_is_ready(monkeypatch):
             engine.step()
         second = engine.admit(list(range(1, 66)), Sampling(4, **options), **way)
         assert second.slot == 1
-        while second.here or drafted.here:
+        while second.active or drafted.active:
             engine.step()
         assert not made and set(calls) == known, (options, way)
         assert [len(function.graphs) for function in compiled] == variants, (options, way)

@@ -9,7 +9,7 @@ from shapes import random_models
 from engine import graphs
 from engine.engine import Engine
 from engine.graphs import compile_graph
-from engine.passes import SLOT_STEP
+from engine.runner import SLOT_STEP
 from engine.step import accept_and_commit, draft_and_verify
 from sampling.options import Sampling
 from tree import TreeShape
@@ -76,16 +76,16 @@ def test_a_span_may_be_all_slots(whole_first, name):
     """
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = make_drafter(name, target, head, head, lambda heads: None)
-    passes = Engine(target, drafter, batch=2, max_seq_len=300).passes
-    passes.state.length.fill_(30)
-    passes.state.limit.fill_(299)
-    passes.state.done.fill_(False)
+    runner = Engine(target, drafter, batch=2, max_seq_len=300).runner
+    runner.state.length.fill_(30)
+    runner.state.limit.fill_(299)
+    runner.state.done.fill_(False)
     torch._dynamo.reset()
-    graph, spans = compile_graph(draft_and_verify, backend="aot_eager"), [2 * SLOT_STEP, passes.slots]
-    arguments = passes.device_step, target, passes.caches, passes.drafter, passes.state
+    graph, spans = compile_graph(draft_and_verify, backend="aot_eager"), [2 * SLOT_STEP, runner.slots]
+    arguments = runner.device_step, target, runner.caches, runner.drafter, runner.state
     for i, size in enumerate(reversed(spans) if whole_first else spans):
-        slots = passes.slot_ids[:size]
+        slots = runner.slot_ids[:size]
         torch._dynamo.mark_dynamic(slots, 0)
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
             accept_and_commit(*arguments, graph(*arguments, slots, False), False)
-    assert all(length >= 32 for length in passes.state.length.tolist())
+    assert all(length >= 32 for length in runner.state.length.tolist())

@@ -73,7 +73,7 @@ def check_capture(engine: Engine, prompts: list[list[int]]) -> None:
     """Prefill and step are captured; a step is one launch, and waits for nothing."""
     from torch.profiler import ProfilerActivity, profile
 
-    assert {key[0] for key in engine.passes.captured.graphs} == {"prefill", "step"}
+    assert {key[0] for key in engine.runner.captured.graphs} == {"prefill", "step"}
     requests = [engine.admit(prompt, SAMPLINGS[0][0]) for prompt in prompts[: engine.batch]]
     while not all(request.ids for request in requests):
         engine.step()

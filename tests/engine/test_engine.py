@@ -21,7 +21,7 @@ from helpers.decoding import (
 )
 from helpers.drafters import make_drafter
 
-from engine import passes
+from engine import runner
 from engine.engine import Engine
 from sampling.options import Sampling
 from schedulers.cost_model import CostScheduler, Plan, Tuner
@@ -116,7 +116,7 @@ def test_plain_texts_beside_others(models, models1, name, few):
     options = {"lag": int(few), "counts": (2, 5) if few else None, "max_seq_len": 300, "compile": False}
     engine = Engine(models[0], drafter, batch=5, **options)
     if few:
-        engine.passes.captured = lambda key, call, still: calls.setdefault(key, call)()
+        engine.runner.captured = lambda key, call, still: calls.setdefault(key, call)()
     made = requests(30, seed=4)
     found = decode(engine, made, random.Random(2), leaving=0.02, plain=0.4)
     check_texts(found, alone(models, made), made)
@@ -193,7 +193,7 @@ def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temp
 
     room: for tokens that the head has not read; requests in a crowd have more of them, or fewer.
     """
-    monkeypatch.setattr(passes, "UNREAD", room)
+    monkeypatch.setattr(runner, "UNREAD", room)
     large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
     scheduler = scheduler_of(small, large, choose=lambda requests, count: {1: large, 2: small}.get(count))
     made = [(prompt, Sampling(20 + 17 * i % 40, temperature, seed=i))

@@ -68,8 +68,8 @@ def test_ctrl_c_anywhere(models, seed):
             return out
         return called
 
-    for name in ("step", "prefill", "to_host", "read_behind"):
-        setattr(engine.passes, name, fragile(getattr(engine.passes, name)))
+    for name in ("step", "prefill", "to_host", "prefill_unread"):
+        setattr(engine.runner, name, fragile(getattr(engine.runner, name)))
     interrupted = 0
     for _ in range(30):
         some, requests = [draw.randrange(8) for _ in range(4)], []

@@ -25,18 +25,18 @@ def test_a_system_prompt_needs_a_template():
 
 
 def test_caches_that_do_not_fit(target, monkeypatch):
-    monkeypatch.setattr("engine.passes.free_memory", lambda device: 3_000_000)
+    monkeypatch.setattr("engine.runner.free_memory", lambda device: 3_000_000)
     with pytest.raises(ValueError, match=r"the caches of 9 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
         target.engine(batch=9)
-    monkeypatch.setattr("engine.passes.free_memory", lambda device: None)  # not known: not refused
+    monkeypatch.setattr("engine.runner.free_memory", lambda device: None)  # not known: not refused
     target.engine(batch=9)
 
 
 def test_a_server_takes_as_many_slots_as_fit(target, monkeypatch):
     """A card with room for four slots serves four of sixteen; as many as were asked for, or an error."""
     make = partial(largest_engine, target, Drafting(), max_seq_len=300)
-    room = make(batch=4, smallest=4).passes.cache_bytes
-    monkeypatch.setattr("engine.passes.free_memory", lambda device: room + 1)
+    room = make(batch=4, smallest=4).runner.cache_bytes
+    monkeypatch.setattr("engine.runner.free_memory", lambda device: room + 1)
     assert make(batch=16, smallest=1).batch == 4
     with pytest.raises(ValueError, match="the caches of 16 x"):
         make(batch=16, smallest=16)
@@ -45,7 +45,7 @@ def test_a_server_takes_as_many_slots_as_fit(target, monkeypatch):
 @pytest.mark.parametrize("compile", (False, True))
 def test_all_allocated_slots_are_checked(target, compile):
     engine = Engine(target.model, max_seq_len=32, compile=compile)
-    assert engine.passes.cache_bytes == sum(buffer.nbytes for buffer in engine.passes.caches.buffers())
+    assert engine.runner.cache_bytes == sum(buffer.nbytes for buffer in engine.runner.caches.buffers())
 
 
 def test_requests_that_cannot_be_decoded(target):

@@ -68,10 +68,10 @@ def test_a_step_waits_for_nothing(name, modes):
     target, head = random_models("tiny", torch.bfloat16, "cpu", None)
     drafter = make_drafter(name, target, head, head, lambda heads: None).to("meta")
     engine = Engine(target.to("meta"), drafter, batch=2, max_seq_len=300, compile=False)
-    passes = engine.passes
-    rows, span = passes.rows(0, 2), passes.span(64)
+    runner = engine.runner
+    group, span = runner.slot_range(0, 2), runner.span(64)
     for run in (
-        lambda: passes.step(rows, span, drafter, modes), lambda: passes.prefill(rows, span, 64, modes)
+        lambda: runner.step(group, span, drafter, modes), lambda: runner.prefill(group, span, 64, modes)
     ):
         with torch.no_grad(), Watched("meta") as watched, Uploads() as uploads:
             run()
@@ -79,14 +79,14 @@ def test_a_step_waits_for_nothing(name, modes):
 
 
 @pytest.mark.parametrize("name", cases())
-def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
+def test_a_frozen_sequence_does_not_change(models, models1, name):
     """A step captured in the middle of a text changes nothing: neither the state nor what the drafter knows.
     """
     drafter = make_drafter(name, *models, models1[1], lambda heads: None)
     engine = Engine(models[0], drafter, batch=3, max_seq_len=300, compile=False)
     texts, samplings = prompts(3, longest=60), [Sampling(24), Sampling(24, 1.0, seed=1), Sampling(24)]
     alone = ids(engine, texts, samplings)
-    requests, passes, held = [], engine.passes, 0
+    requests, runner, held = [], engine.runner, 0
     for event in engine.run(texts, samplings, requests):
         if len(event.request.accept_lengths) not in (1, 2, 3) or len(engine.requests) < 3:
             continue
@@ -95,9 +95,9 @@ def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
             for name, buffer in (*engine.state.named_buffers(), *drafter.named_buffers())
             if "caches" not in name and name != "out"  # drafted rows of caches are overwritten
         }
-        with passes.still(), torch.no_grad():
-            for one in (drafter, passes.plain):
-                passes.step(passes.rows(0, 3), passes.span(120), one, Modes(noisy=True))
+        with runner.frozen(), torch.no_grad():
+            for one in (drafter, runner.plain):
+                runner.step(runner.slot_range(0, 3), runner.span(120), one, Modes(noisy=True))
         now = dict([*engine.state.named_buffers(), *drafter.named_buffers()])
         changed = [name for name, before in kept.items() if not torch.equal(before, now[name])]
         assert kept and not changed
@@ -111,7 +111,7 @@ def two_groups(models) -> Engine:
     target, head = models
     drafter = HeadDrafter(head, TreeShape(6, 2, 2))
     engine = Engine(target, drafter, batch=3, max_seq_len=100, compile=False, counts=(3,))
-    engine.passes.captured = lambda key, call, still: call()
+    engine.runner.captured = lambda key, call, still: call()
     for i in range(3):
         engine.admit([5, 6 + i], Sampling(40), plain=i == 1)
     while engine.slots.decoding < 3:
@@ -130,14 +130,14 @@ def test_launches_and_exchanges_upload_nothing(two_groups):
     assert not uploads.seen
 
 
-def test_a_step_that_fails_holds_nobody_still(two_groups, monkeypatch):
+def test_a_step_that_fails_leaves_no_request_frozen(two_groups, monkeypatch):
     seen = []
 
     def fail(*given):
         seen.append(two_groups.state.done.tolist())
         raise RuntimeError
 
-    monkeypatch.setattr(two_groups.passes, "step", fail)
+    monkeypatch.setattr(two_groups.runner, "step", fail)
     flags = [request.plain for request in two_groups.requests]
     for plain in (False, True):
         with pytest.raises(RuntimeError):

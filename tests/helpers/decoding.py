@@ -99,7 +99,7 @@ def decode(
                 found[here.pop(event.request)] = event.request.ids
         for request in [*here]:
             if draw.random() < leaving:
-                engine.leave(request)
+                engine.remove(request)
                 del here[request]
         assert len(here) == len(engine.requests) == engine.batch - engine.free
         assert all(engine.slots.requests[request.slot] is request for request in engine.requests)

@@ -5,7 +5,7 @@ import torch
 from families.gpt_oss import GptOssArgs, GptOssBlock
 from kernels import isa
 from kernels.quantized import QuantizedLinear
-from model import KVCache, Linear, Pass, gated_activation
+from model import KVCache, Linear, PassInputs, gated_activation
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
 USUAL = {isa.available()[0], "avx2"}
@@ -89,7 +89,7 @@ def attention_case(dtype, B, T, heads, kv_heads, hd, n, more=False, window=0):
     k, v = (draw(B, n + 3, kv_heads, hd, dtype=dtype) for _ in range(2))
     slots = torch.stack([draw(n).argsort()[:T] for _ in range(B)])
     visible = (draw(B, T, n) > -0.5).scatter(2, slots[..., None], True)  # a row sees itself
-    return block, qkv, k, v, Pass(args, args.inverse_frequencies(), slots + 100, slots, visible)
+    return block, qkv, k, v, PassInputs(args, args.inverse_frequencies(), slots + 100, slots, visible)
 
 
 def check_attention(case, found, caches, coarse: bool):

@@ -27,7 +27,7 @@ def in_dtype(isa, k, v):
 def in_bytes(isa, k, v):
     """Caches k, v in bytes that hold k, v [B, S, nkv, hd]."""
     B, S, nkv, hd = k.shape
-    cache = Int8Caches.of(ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), B, S, k.dtype, "cpu", isa)[0]
+    cache = Int8Caches.allocate(ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), B, S, k.dtype, "cpu", isa)[0]
     qkv = torch.cat((k, k, v), 2).flatten(2)
     slots = torch.arange(S).expand(B, -1)
     straight = torch.ones(B, S, hd // 2)

@@ -206,7 +206,7 @@ def test_commit_hands_over(both, more, dtype):
     )
     first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
-    def leave(backend, features, given):
+    def remove(backend, features, given):
         state = State(4, 41, 3, feature_width=5, dtype=dtype, room=7, aligned=not backend.batch_invariant)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
@@ -214,7 +214,7 @@ def test_commit_hands_over(both, more, dtype):
         state.limit.fill_(30)
         state.done.copy_(torch.tensor([False, False, False, True]))
         where = torch.tensor([True, True, True, False]) if given else None
-        caches = backend.caches["auto"].of(args, 4, 20, dtype, "cpu", backend)
+        caches = backend.caches["auto"].allocate(args, 4, 20, dtype, "cpu", backend)
         for layer, cache in zip(first, caches):
             cache.k.copy_(layer[0]), cache.v.copy_(layer[1])
         backend.commit(state, path, count, path, features, caches, where=where, more=more)

@@ -84,7 +84,7 @@ def test_every_node_is_the_end_of_its_path():
         outputs[:, 3] = tokens[:, 0]
         state = State(B, 8, 4, vocabulary=V, nodes=T)
         for b, request in enumerate(REQUESTS):
-            state.begin(b, prompts[b].tolist(), request, 8)
+            state.start_request(b, prompts[b].tolist(), request, 8)
         state.processors.count(outputs, torch.full((B,), 4))
         logits = torch.randn(B, T, V, generator=draw) * 3
         found = shape_logits(TORCH, logits, state, Modes.every(True), tokens, ancestors)

@@ -38,7 +38,7 @@ class Engine:
         self.free, self.busy = 0, True
         return self.request
 
-    def leave(self, _) -> None:
+    def remove(self, _) -> None:
         self.free, self.busy = 1, False
 
     def step(self) -> list[Event]:

@@ -167,5 +167,5 @@ def test_the_grammar_of_calls_follows_references(byte_tokenizer):
         ("h", '{"u":"x"}', False), ("i", "{}", False),
     ):
         guide = Grammars(byte_tokenizer, 258, [257]).guide(schema)
-        guide.take(f'{{"name":"{name}","arguments":{arguments}}}'.encode())
+        guide.advance(f'{{"name":"{name}","arguments":{arguments}}}'.encode())
         assert (guide.error is None) == fits, (name, arguments)

@@ -20,7 +20,7 @@ def test_masks_of_trees(byte_tokenizer):
 
     def masks(text, tokens, parent):
         guide, rows = grammars.guide(SCHEMA), np.full((len(tokens), 9), -1, np.int32)
-        guide.take(text)
+        guide.advance(text)
         guide.mask(tokens, parent, rows)
         return rows, guide
 
@@ -37,7 +37,7 @@ def test_masks_of_trees(byte_tokenizer):
         for row, node in zip(rows, nodes):
             (expected,), alone = masks(node, [0], [0])
             assert stop in node or alone.error or (row == expected).all()
-        guide.take(text[begin:])  # it stands where it stood
+        guide.advance(text[begin:])  # it stands where it stood
         assert guide.error is None
     for text in (b'{"b"', b"{" + b" " * 13):  # small models may write nothing but space
         assert "cannot be followed" in str(masks(text, [0], [0])[1].error), text

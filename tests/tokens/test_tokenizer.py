@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from drafters.draft_model import same_ids
 from tokens.convert import copy_files
-from tokens.tokenizer import Tokenizer, TooLong
+from tokens.tokenizer import PromptTooLong, Tokenizer
 
 
 def test_json_equals_the_library(bpe):
@@ -137,7 +137,7 @@ def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request):
         for ask in (partial(tok.encode, text * 400, bos=False, parse_special=True), partial(tok.chat, chat)):
             ids = ask()
             assert ask(at_most=len(ids)) == ids
-            with contextlib.suppress(TooLong):
+            with contextlib.suppress(PromptTooLong):
                 assert ask(at_most=len(ids) - 1) == ids
 
 

@@ -12,7 +12,7 @@ from kernels.gpu import attention
 from kernels.gpu.cache import Float8LayerCache, LayerCache, LayerCaches
 from kernels.gpu.device import gpu_of
 from kernels.gpu.launch import arrival_counters
-from model import Block, KVCaches, ModelArgs, Pass
+from model import Block, KVCaches, ModelArgs, PassInputs
 
 DTYPES = [torch.float32]
 if torch.cuda.is_available():  # the interpreter multiplies 16-bit numbers in its own way
@@ -68,7 +68,7 @@ def case(device, dtype, sizes, float8=False):
         kv = cached.masked_fill(hidden, 0.0 if backend is TORCH else float("nan"))
         kv = owned(to_bytes(kv) if float8 else kv)
         visible = backend.mask(at, length, local)
-        shared = Pass(args, args.inverse_frequencies().to(device), own + 3, own, visible)
+        shared = PassInputs(args, args.inverse_frequencies().to(device), own + 3, own, visible)
         out = (Float8LayerCache if float8 else LayerCache)(kv, 1).attend(block, qkv, shared)
         held = from_bytes(kv, torch.float32) if float8 else kv
         return out, [held[:, :, b, :, : n + M] for b, n in enumerate(lengths)]

@@ -24,7 +24,7 @@ def lowest(logits, *restrictions):
 
 @pytest.fixture
 def passes(device, backend, monkeypatch):
-    """Passes of a random target and a head in int8, for two requests."""
+    """ModelRunner of a random target and a head in int8, for two requests."""
     if INTERPRETED:  # slowly
         monkeypatch.setattr(attention, "gpu_of", lambda device: gpu_of(device)._replace(multiprocessors=1))
         monkeypatch.setattr(sampling, "thresholds", lowest)
@@ -33,23 +33,23 @@ def passes(device, backend, monkeypatch):
     quantize_linears(head, Scheme("int8", 0, None))
     backend.prepare(target, head)
     drafter = HeadDrafter(head, TreeShape(5, 1, 3))
-    yield Engine(target, drafter, batch=2, max_seq_len=150, compile=False, chunks=(16,)).passes
+    yield Engine(target, drafter, batch=2, max_seq_len=150, compile=False, chunks=(16,)).runner
     fallback.disabled.clear()
 
 
-def check(passes) -> list[str]:
+def check(runner) -> list[str]:
     """Run the self-check; the lines that it logs."""
     lines = []
-    passes.fell_back = lines.append
-    before = {name: x.clone() for name, x in passes.state.named_buffers()}
-    checking.check(passes, Modes(noisy=True), lines.append)
-    assert all(torch.equal(x, before[name]) for name, x in passes.state.named_buffers())
+    runner.fell_back = lines.append
+    before = {name: x.clone() for name, x in runner.state.named_buffers()}
+    checking.check(runner, Modes(noisy=True), lines.append)
+    assert all(torch.equal(x, before[name]) for name, x in runner.state.named_buffers())
     assert not fallback.observers
     return lines
 
 
-def test_right_kernels_pass(passes):
-    assert not check(passes) and not fallback.disabled
+def test_right_kernels_pass(runner):
+    assert not check(runner) and not fallback.disabled
 
 
 def no_launch(*args):
@@ -66,41 +66,41 @@ FAULTS = {  # the part, its kernel, and what a wrong one does to its result
 
 
 @pytest.mark.parametrize("part, kernel, wrong", FAULTS.values(), ids=FAULTS)
-def test_a_wrong_kernel_is_left_out(passes, monkeypatch, part, kernel, wrong):
+def test_a_wrong_kernel_is_left_out(runner, monkeypatch, part, kernel, wrong):
     """Its definition computes the part, so the step is right, and runs captured."""
     right = pkgutil.resolve_name(kernel)
     monkeypatch.setattr(kernel, lambda *a: wrong(right(*a), a))
-    (line,) = check(passes)
+    (line,) = check(runner)
     assert line.startswith(f"kernel {part!r} falls back to PyTorch, which is slower: ")
-    assert fallback.disabled == {part} and passes.device_step.reads_length == (part != "attend")
+    assert fallback.disabled == {part} and runner.device_step.reads_length == (part != "attend")
 
 
-def test_a_wrong_step_is_launched_uncompiled(passes, monkeypatch):
+def test_a_wrong_step_is_launched_uncompiled(runner, monkeypatch):
     """Capturing or compiling is at fault: a replay, say, that reads memory given away."""
-    monkeypatch.setattr(passes, "captured", lambda key, call, still: broken(call()))
+    monkeypatch.setattr(runner, "captured", lambda key, call, still: broken(call()))
 
     def broken(result):
-        passes.caches[1].k[:, 63:] += 0.5
+        runner.caches[1].k[:, 63:] += 0.5
         return result
 
-    (line,) = check(passes)
+    (line,) = check(runner)
     assert line.startswith("the captured step is wrong and runs uncompiled: layer 1 ")
-    assert passes.captured is None and not fallback.disabled and not check(passes)
+    assert runner.captured is None and not fallback.disabled and not check(runner)
 
 
 @pytest.mark.parametrize("what, wrong", (
     ("kernels.gpu.cache.LayerCaches.move", lambda right, a: None),
     ("engine.step.Step.draw", lambda right, a: (right(*a) - 1).clamp(min=0)),
 ))
-def test_what_only_the_step_shows(passes, monkeypatch, what, wrong):
+def test_what_only_the_step_shows(runner, monkeypatch, what, wrong):
     """A path that is not moved, tokens that are not the best."""
     right = pkgutil.resolve_name(what)
     monkeypatch.setattr(what, lambda *a: wrong(right, a))
-    (line,) = check(passes)
+    (line,) = check(runner)
     assert line.startswith("the captured step is wrong and runs uncompiled: ")
 
 
-def test_ranks_leave_out_what_fails_on_any(passes, monkeypatch):
+def test_ranks_leave_out_what_fails_on_any(runner, monkeypatch):
     sent = []
 
     class Ranks:
@@ -108,8 +108,8 @@ def test_ranks_leave_out_what_fails_on_any(passes, monkeypatch):
             sent.append(x)
             return torch.stack((x, torch.tensor([part == "rank" for part in fallback.KERNELS])))
 
-    passes.target.ranks = Ranks()
-    assert checking.failed_on_any_rank(passes, {"attend": "wrong"}) == ["attend", "rank"]
+    runner.target.ranks = Ranks()
+    assert checking.failed_on_any_rank(runner, {"attend": "wrong"}) == ["attend", "rank"]
 
 
 @pytest.mark.parametrize("four", (False, True))

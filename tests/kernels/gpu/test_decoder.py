@@ -89,15 +89,15 @@ def test_tiny_families(device, backend, args):
     assert all((getattr(layer.mlp, "fused", None) is fused_mix) == experts for layer in target.layers)
     for drafter in (None, NGram()):
         engine = Engine(target, drafter, **options)
-        assert isinstance(engine.passes.caches, LayerCaches) and ids(engine, *made) == written
+        assert isinstance(engine.runner.caches, LayerCaches) and ids(engine, *made) == written
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_same_seed_same_text(on_kernels, texts, name):
     drafter = make_drafter(name, *on_kernels, on_kernels[0].backend.prepare)
     decoder = Engine(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
-    assert isinstance(decoder.passes.caches, LayerCaches)
-    assert decoder.passes.span(1) is decoder.passes.slot_ids
+    assert isinstance(decoder.runner.caches, LayerCaches)
+    assert decoder.runner.span(1) is decoder.runner.slot_ids
     given, written, restricted = texts
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":

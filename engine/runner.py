@@ -59,13 +59,13 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
-def step_counts(batch: int, few: bool) -> tuple[int, ...]:
+def batch_sizes(batch: int, few: bool) -> tuple[int, ...]:
     """Return the numbers of sequences that steps exist for. few: on a GPU, as each is compiled."""
     below = (1 << i for i in range(16)) if few else range(1, batch)
     return *(count for count in below if count < batch), batch
 
 
-class Rows(NamedTuple):
+class SlotRange(NamedTuple):
     """The sequences first ... first + count - 1 of the batch: views of the state and of all caches.
 
     drafter(drafter): the view of one.
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
     drafter: Callable[[Drafter], Drafter]
 
 
-class Passes:
+class ModelRunner:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
     variants: the other drafters that steps may run; only their sizes count. fallbacks: a line about each
@@ -131,7 +131,7 @@ class Passes:
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
         # Nothing here refers back to the passes: their memory is free as soon as their owner is.
-        self._rows: dict[tuple[int, int], Rows] = {}
+        self._ranges: dict[tuple[int, int], SlotRange] = {}
         self._spans: dict[int, Tensor] = {}
 
     def _compile(self, compile: bool, log: Callable[[str], None]) -> None:
@@ -145,7 +145,7 @@ class Passes:
         self.fell_back = fell_back
         self.launch_uncompiled()
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not (self.device_step.batch_invariant or self.target.keeps_state)
+        self.compiled = compile and not (self.device_step.batch_invariant or self.target.is_recurrent)
         if self.compiled:
             from engine.graphs import CompiledFunction
 
@@ -166,17 +166,18 @@ class Passes:
         self._read, self._verify, self._commit = map(uncompiled, steps)
         self.captured = None
 
-    def rows(self, first: int, count: int) -> Rows:
+    def slot_range(self, first: int, count: int) -> SlotRange:
         """Return the sequences first ... first + count - 1: the same object each time."""
         where = first, count
-        if where not in self._rows:
+        if where not in self._ranges:
             start, parts = self.chunk_start[first : first + count], (self.state, self.caches)
             if count == self.batch:
-                self._rows[where] = Rows(*where, start, *parts, lambda drafter: drafter)
+                self._ranges[where] = SlotRange(*where, start, *parts, lambda drafter: drafter)
             else:
                 views = (part.rows(*where) for part in parts)
-                self._rows[where] = Rows(*where, start, *views, cache(lambda drafter: drafter.rows(*where)))
-        return self._rows[where]
+                drafter_view = cache(lambda drafter: drafter.rows(*where))
+                self._ranges[where] = SlotRange(*where, start, *views, drafter_view)
+        return self._ranges[where]
 
     @property
     def prepared(self) -> bool:
@@ -210,38 +211,39 @@ class Passes:
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
         logits = 24 * self.batch * max(shape.nodes for shape in shapes)
-        kept = sum(step_counts(self.batch, few=True)) * sum(2 * s.nodes + s.max_commit for s in shapes)
+        kept = sum(batch_sizes(self.batch, few=True)) * sum(2 * s.nodes + s.max_commit for s in shapes)
         activations = self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
         return (logits + 4 * kept) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 
     # -- passes -------------------------------------------------------------------------------
 
     def step(
-        self, rows: Rows, span: Tensor, drafter: Drafter, modes: Modes, guides: dict[int, Guide] | None = None
+        self, group: SlotRange, span: Tensor, drafter: Drafter, modes: Modes, guides: dict[int, Guide] | None
+        = None
     ) -> tuple[Tree, Tensor]:
         """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
 
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: those of rows, by row;
         None: no row has one.
         """
-        _ = modes.processed and rows.state.processors  # allocated before it is compiled
-        key, graph, committing = (drafter, span.shape[0]), (drafter, rows.count), self._commit
-        arguments = self.device_step, self.target, rows.caches, rows.drafter(drafter), rows.state
+        _ = modes.processed and group.state.processors  # allocated before it is compiled
+        key, graph, committing = (drafter, span.shape[0]), (drafter, group.count), self._commit
+        arguments = self.device_step, self.target, group.caches, group.drafter(drafter), group.state
         verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy)
         if guides is None:
             return self.run(
-                rows, ("step", *key, *modes),
+                group, ("step", *key, *modes),
                 lambda: committing((*graph, *modes), *arguments, verifying(), *modes),
             )
-        with self.here():
-            verified = self.run(rows, ("verify", *key, modes.noisy), verifying)
+        with self.device_context():
+            verified = self.run(group, ("verify", *key, modes.noisy), verifying)
             # The host says what may follow each node.
             tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
             for i, guide in guides.items():
-                rows.state.processors.mask(i, guide, tokens[i], parent[i])
+                group.state.processors.mask(i, guide, tokens[i], parent[i])
             return committing((*graph, *modes), *arguments, verified, *modes)
 
-    def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes | None) -> Tensor:
+    def prefill(self, group: SlotRange, span: Tensor, size: int, modes: Modes | None) -> Tensor:
         """Read `size` tokens of the prompts of some sequences, from `chunk_start` on.
 
         modes: of prompts that end there; None: none does. Returns the last states [B, size, H].
@@ -249,43 +251,43 @@ class Passes:
         chunk = self.chunk_ids[size]
         if self.compiled and len(self.chunks) > 1:
             torch._dynamo.mark_dynamic(chunk, 0)
-        arguments = (self.device_step, self.target, rows.caches, rows.drafter(self.drafter), rows.state, span,
-                     rows.chunk_start)
-        reading = partial(self._read, (rows.count,), *arguments, chunk)  # one graph for all sizes
-        x, features = self.run(rows, ("prefill", size, span.shape[0]), reading)
+        drafter, start = group.drafter(self.drafter), group.chunk_start
+        arguments = self.device_step, self.target, group.caches, drafter, group.state, span, start
+        reading = partial(self._read, (group.count,), *arguments, chunk)  # one graph for all sizes
+        x, features = self.run(group, ("prefill", size, span.shape[0]), reading)
         if modes is not None:
-            with self.here():
-                first_token(self.device_step, self.target, rows.state, rows.chunk_start, x, features, modes)
+            with self.device_context():
+                first_token(self.device_step, self.target, group.state, group.chunk_start, x, features, modes)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the target's logits of a whole chunk, with rows after the prompt's end: kernels exist for
         full chunks only.
         """
-        with self.here():
+        with self.device_context():
             return self.target.logits(x)
 
-    def read_behind(self, rows: Rows, span: Tensor, unread: int) -> None:
+    def prefill_unread(self, group: SlotRange, span: Tensor, unread: int) -> None:
         """Let the drafter read what plain steps have committed, at most `unread` tokens, except the last."""
         first = 0
         while first < unread:
             size = self.chunk_size(unread - first)
-            drafter, own = rows.drafter(self.drafter), self.slot_ids[:size]
-            call = partial(read_behind, self.device_step, drafter, rows.state, span, first, own)
-            self.run(rows, ("behind", first, size, span.shape[0]), call)
+            drafter, own = group.drafter(self.drafter), self.slot_ids[:size]
+            call = partial(prefill_unread, self.device_step, drafter, group.state, span, first, own)
+            self.run(group, ("behind", first, size, span.shape[0]), call)
             first += size
-        self.run(rows, ("read",), rows.state.keep_last_unread)
+        self.run(group, ("read",), group.state.keep_last_unread)
 
-    def run(self, rows: Rows, key: tuple, call: Callable):
+    def run(self, group: SlotRange, key: tuple, call: Callable):
         """Call, on CUDA as a captured graph if the rows begin with the batch's first: else there would be one
         for each place. key: calls of one key do the same to their rows.
         """
-        if self.captured and rows.first == 0:
-            return self.captured((*key, rows.count), call, self.still)
-        with self.here():
+        if self.captured and group.first == 0:
+            return self.captured((*key, group.count), call, self.frozen)
+        with self.device_context():
             return call()
 
-    def here(self) -> contextlib.AbstractContextManager:
+    def device_context(self) -> contextlib.AbstractContextManager:
         """A context for passes: on a GPU it is the current one, which each thread has its own of; our CPU
         kernels have all threads.
         """
@@ -314,7 +316,7 @@ class Passes:
         return self._spans[size]
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """Hold every sequence still: passes in this context decode nothing."""
         state = self.state
         done, reading = state.done.clone(), state.reading.clone()
@@ -343,7 +345,7 @@ class Passes:
         return Emission(host, copied)
 
 
-def read_behind(step: Step, drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
+def prefill_unread(step: Step, drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
     """Let a drafter read unread tokens: those from `first` on, as many as `own` [size] counts from 0."""
     size = own.shape[0]
     # A sequence that has fewer writes where nothing is committed.
