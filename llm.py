@@ -43,10 +43,10 @@ class LLM:
     a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
     folder and prompt lookup, each where it reduces latency. draft: the head (default CHECKPOINT/KIND) or
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
-    max_seq_len: most tokens of prompt and output (default: `Target.room`). verify: compare weights with their
-    sha256, None: where they have one. ranks: `kernels.tp.Ranks`, if torchrun has started several processes.
-    make_engine: a variant of `Target.engine`. runtime: fields of `Runtime`, such as device="cpu" or
-    dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
+    max_seq_len: most tokens of prompt and output (default: `Target.default_max_seq_len`). verify: compare
+    weights with their sha256, None: where they have one. ranks: `kernels.tp.Ranks`, if torchrun has started
+    several processes. make_engine: a variant of `Target.engine`. runtime: fields of `Runtime`, such as
+    device="cpu" or dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
     Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
     on wrong arguments.
     """
@@ -82,7 +82,7 @@ class LLM:
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
-        return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
+        return encode(self.tokenizer, as_python(prompt), max_seq_len=self.engine.max_seq_len, **options)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,

@@ -500,14 +500,15 @@ class Transformer(nn.Module):
     """A target: embedding, layers, final norm, lm_head.
 
     - Args, Layer, Caches: classes of its shape, layers and KV caches
-    - backend: the `engine.step.Step` that it was prepared for, or None; whole: all of its layers run there
+    - backend: the `engine.step.Step` that it was prepared for, or None; runs_on_backend: all of its layers
+    run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
     - ranks, sharded: the processes that share it, and what makes their step (`kernels.tp`)
     - is_recurrent: its cache holds a state beside keys and values, so a sequence must be read in order
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
-    backend, whole, fused, ranks, sharded = None, False, None, None, None
+    backend, runs_on_backend, fused, ranks, sharded = None, False, None, None, None
     is_recurrent = False
 
     def __init__(self, args: ModelArgs):

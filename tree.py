@@ -130,7 +130,7 @@ class Growth:
         self.parents.append(self.beam_flat[..., None].expand_as(tokens).flatten(1))
 
     @property
-    def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
+    def last_unread(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """The newest children's scores and tokens [B, R*k], what the beam sees, and the candidates before."""
         return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
 

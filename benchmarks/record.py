@@ -39,7 +39,8 @@ def record(llm: LLM, prompt: str, tokens: int) -> dict:
         for i, token in enumerate(event.ids):
             ids.append(token)
             before, text = text, llm.tokenizer.decode(ids)
-            pieces.append([round(request.last - request.began, 4), text[len(before):], i < event.drafted])
+            pieces.append([round(request.last - request.admitted_at, 4), text[len(before):], i <
+            event.drafted])
     return {"ids": ids, "pieces": pieces, "tau": round(request.tau, 2), "rate": request.tokens_per_second}
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from engine.draft import HeadDrafter, catch_up_count, newest, once
+from engine.draft import HeadDrafter, catch_up_count, last_unread, materialize
 from engine.drafting import Setup
 from head import Head
 from networks.block import BlockHead
@@ -52,7 +52,7 @@ class BlockDrafter(HeadDrafter):
         The caches' entries of the other rows are overwritten or never seen.
         """
         W, rows, n_new = catch_up_count(step, state), self.block_rows, state.n_new
-        start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
+        start, ahead = materialize(state.length - n_new), torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(self.own_features(state.features[:, :W]))
         own = start[:, None] + ahead
         positions = torch.cat((start[:, None] + ahead[:W], state.length[:, None] + ahead[:rows]), 1)
@@ -135,7 +135,7 @@ class PEagle(BlockDrafter):
         hidden = head.fuse(head.mask_hidden.to(context.dtype)[None, None])
         features = torch.cat((context, hidden.expand(*masks.shape, -1)), 1)
         h = head(torch.cat((known, masks), 1), features, positions, own, visible, self.caches)
-        return head.rows(torch.cat((pick(h, newest(state, W)), h[:, W:]), 1))
+        return head.rows(torch.cat((pick(h, last_unread(state, W)), h[:, W:]), 1))
 
 
 def block_drafter(head: Head) -> type[BlockDrafter] | None:

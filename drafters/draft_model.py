@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpoint.load import load_model, read_config
 from common.errors import InputError
-from engine.draft import NetworkDrafter, catch_up_tokens, newest
+from engine.draft import NetworkDrafter, catch_up_tokens, last_unread
 from engine.drafting import Setup
 from model import KVCaches, Transformer
 from tokens.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class DraftModel(NetworkDrafter):
         """Read up to W rows that end with the root; the last step committed the last n_new of them."""
         positions, visible = catch_up_tokens(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
-        return pick(h, newest(state, h.shape[1]))
+        return pick(h, last_unread(state, h.shape[1]))
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
         # Its tokens are accepted more often than those of a head, and their children nearly as often.

@@ -31,7 +31,7 @@ class Lookahead(StaticDrafter):
     latest. The tree has G*(N-1) + (N-1)*W nodes.
     """
 
-    whole = True  # `observe` reads what the target predicts at its nodes
+    indivisible = True  # `observe` reads what the target predicts at its nodes
     buffers_by_slot = ("window", "pool")
 
     def __init__(self, vocab_size: int, columns: int = 7, level: int = 5, guesses: int = 7):

@@ -34,7 +34,7 @@ class Drafter(nn.Module):
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled = 1.0  # factor of its scores at temperature 1
     grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
-    whole = False  # its trees cannot be limited by costs
+    indivisible = False  # its trees cannot be limited by costs
     reads_costs = False  # `propose` reads `State.costs`; if not, they limit the tree that it proposes
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
@@ -118,7 +118,7 @@ class Drafter(nn.Module):
         """Learn from the target's logits at the nodes that were proposed [B, T, V], see `Step.logits`."""
 
 
-def once(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """Return x, computed once for all kernels that read it.
 
     A result starts at storage offset 0. Without this, torch.compile recomputes an angle or a mask for each
@@ -143,7 +143,7 @@ def catch_up_tokens(step, state, slots: Tensor, ahead: int = 0) -> tuple[Tensor,
     return positions, step.causal_mask(slots, start, rows)
 
 
-def newest(state, rows: int) -> Tensor:
+def last_unread(state, rows: int) -> Tensor:
     """Return the row of the last unread token [B, 1], at most `rows` - 1."""
     # A frozen sequence may have more unread tokens than that.
     return (state.n_new - 1).clamp(0, rows - 1)[:, None]
@@ -293,7 +293,7 @@ class HeadDrafter(NetworkDrafter):
         next_tokens = state.tokens.gather(1, positions + 1)
         features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
         h = head(next_tokens, features, positions, positions, visible, self.caches)
-        return pick(h, newest(state, h.shape[1]))
+        return pick(h, last_unread(state, h.shape[1]))
 
     @property
     def _ids(self) -> Tensor:

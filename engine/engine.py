@@ -301,7 +301,7 @@ class Engine:
         context = max(r.length for r in requests)
         span = runner.span(context + len(self._pending) * runner.max_commit + runner.extra)
         if plain not in self._modes:
-            self._modes[plain] = Modes.of_requests([r.sampling for r in requests], few=runner.compiled)
+            self._modes[plain] = Modes.of_requests([r.sampling for r in requests], compiled=runner.compiled)
         modes = self._modes[plain]
         choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group, span)
         if runner.unread:

@@ -26,7 +26,7 @@ def is_message(message: object) -> bool:
 
 def encode(
     tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None,
-    room: int | None = None, name: str = "the prompt", variables: dict | None = None,
+    max_seq_len: int | None = None, name: str = "the prompt", variables: dict | None = None,
     parse_special: bool = True,
 ) -> list[int]:
     """Turn a prompt into token ids.
@@ -35,7 +35,7 @@ def encode(
     unchanged. In text that does not, control tokens spelled out count as such, unless `parse_special` is
     false. Raises InvalidValue for a prompt of another type; InputError for text without a tokenizer, or a
     system message without a chat template; PromptTooLong, with the numbers and without the work, if it
-    certainly does not fit in a cache of `room` tokens. name: what to call the prompt then.
+    certainly does not fit in a cache of `max_seq_len` tokens. name: what to call the prompt then.
     """
     if not is_prompt(prompt):
         raise InvalidValue("prompt", prompt, FORMS)
@@ -48,7 +48,7 @@ def encode(
         return prompt
     if tokenizer is None:
         raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
-    plain, most = raw or not tokenizer.has_template, None if room is None else room - 1
+    plain, most = raw or not tokenizer.has_template, None if max_seq_len is None else max_seq_len - 1
     if system is not None and plain:
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
@@ -62,19 +62,19 @@ def encode(
         return tokenizer.chat(turns, at_most=most, **(variables or {}))
     except PromptTooLong as e:
         raise PromptTooLong(
-            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it{RAISE}"
+            f"{name} {e} and needs room for one more, the cache holds {max_seq_len}: shorten it{RAISE}"
         ) from None
 
 
-def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:
-    """Raise ValueError, with the numbers, if a prompt is empty, does not fit in a cache of `room` tokens, or
-    has an id outside the vocabulary.
+def check_prompt(prompt: list[int], name: str, max_seq_len: int, vocab_size: int) -> None:
+    """Raise ValueError, with the numbers, if a prompt is empty, does not fit in a cache of `max_seq_len`
+    tokens, or has an id outside the vocabulary.
     """
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")
-    if len(prompt) >= room:
+    if len(prompt) >= max_seq_len:
         raise PromptTooLong(f"{name} has {len(prompt)} tokens and needs room for one more,"
-                      f" the cache holds {room}: shorten it{RAISE}")
+                      f" the cache holds {max_seq_len}: shorten it{RAISE}")
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

@@ -92,7 +92,7 @@ class Request:
     stop: str | int | None = None  # the stop text, or id of `stop_token_ids`, that ended it
     cached: int = 0  # prompt tokens that the caches held already
     # `time.perf_counter` at admission, at the first token and at the last one.
-    began: float = field(default_factory=time.perf_counter)
+    admitted_at: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float | None = None
     # Bookkeeping of the engine.
@@ -116,7 +116,7 @@ class Request:
     @property
     def prefill_seconds(self) -> float:
         """Seconds from admission to the first token."""
-        return (self.first or time.perf_counter()) - self.began
+        return (self.first or time.perf_counter()) - self.admitted_at
 
     @property
     def seconds(self) -> float:

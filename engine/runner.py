@@ -59,9 +59,9 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
-def batch_sizes(batch: int, few: bool) -> tuple[int, ...]:
-    """Return the numbers of sequences that steps exist for. few: on a GPU, as each is compiled."""
-    below = (1 << i for i in range(16)) if few else range(1, batch)
+def batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
+    """Return the numbers of sequences that steps exist for. compiled: powers of two only."""
+    below = (1 << i for i in range(16)) if compiled else range(1, batch)
     return *(count for count in below if count < batch), batch
 
 
@@ -124,7 +124,7 @@ class ModelRunner:
         drafter.allocate(batch, allocated, dtype, self.device)
         self.state = State(
             batch, self.slots + self.chunks[-1] + 2, self.max_commit, feature_width=width, stop_ids=stop_ids,
-            dtype=dtype, device=self.device, room=self.unread, vocabulary=target.args.vocab_size,
+            dtype=dtype, device=self.device, unread=self.unread, vocabulary=target.args.vocab_size,
             nodes=max(one.shape.nodes for one in drafters), aligned=not self.device_step.batch_invariant,
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
@@ -211,7 +211,7 @@ class ModelRunner:
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
         logits = 24 * self.batch * max(shape.nodes for shape in shapes)
-        kept = sum(batch_sizes(self.batch, few=True)) * sum(2 * s.nodes + s.max_commit for s in shapes)
+        kept = sum(batch_sizes(self.batch, compiled=True)) * sum(2 * s.nodes + s.max_commit for s in shapes)
         activations = self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
         return (logits + 4 * kept) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 

@@ -28,8 +28,8 @@ def batch_buffer(
     serves all.
     """
     size, unit = prod(shape), 16 // dtype.itemsize if aligned else 1
-    room = -(-size // unit) * unit if size > 1 else size  # kernels take single numbers as contiguous
-    rows = torch.full((batch, room), fill, dtype=dtype, device=device)[:, :size]
+    padded = -(-size // unit) * unit if size > 1 else size  # kernels take single numbers as contiguous
+    rows = torch.full((batch, padded), fill, dtype=dtype, device=device)[:, :size]
     module.register_buffer(name, rows.view(batch, *shape), persistent=False)
 
 
@@ -68,10 +68,10 @@ class State(nn.Module):
     def __init__(
         self, batch: int, slots: int, max_commit: int, *, feature_width: int = 0,
         stop_ids: Iterable[int] = (), dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu", room: int = 0, vocabulary: int = 1, nodes: int = 1,
+        device: torch.device | str = "cpu", unread: int = 0, vocabulary: int = 1, nodes: int = 1,
         aligned: bool = True,
     ):
-        """max_commit: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
+        """max_commit: W, the most tokens that a step commits. unread: R, if that is more.
         vocabulary: V. nodes: T of the largest tree. aligned: see `batch_buffer`.
         """
         super().__init__()
@@ -89,7 +89,7 @@ class State(nn.Module):
         buffer("done", dtype=torch.bool, fill=True)
         for name in ("reading", "plain"):
             buffer(name, dtype=torch.bool)
-        buffer("features", max(max_commit, room), feature_width, dtype=dtype)
+        buffer("features", max(max_commit, unread), feature_width, dtype=dtype)
         buffer("out", max_commit + 3 + (max_commit + 1) % 2)  # kernels take it to be contiguous
         buffer("zero", 1)
         buffer("one", 1, 1, dtype=torch.bool, fill=True)

@@ -24,7 +24,7 @@ from engine.draft import Drafter
 from engine.state import State
 from model import KVCaches, Transformer
 from sampling import noise as sampling_noise
-from sampling.noise import floor, restrict
+from sampling.noise import apply_min_p, restrict
 from sampling.options import Modes
 from tree import Tree, TreeShape, pick
 
@@ -206,7 +206,7 @@ TORCH = Step()
 
 def step_of(target: Transformer) -> Step:
     """Return the step that a target was prepared for, if all of its layers run there, else PyTorch's."""
-    step = target.backend if target.whole else TORCH
+    step = target.backend if target.runs_on_backend else TORCH
     return target.sharded(step, target) if target.sharded else step
 
 
@@ -230,7 +230,7 @@ def shape_logits(
         logits = state.processors.apply(logits, modes, tokens, ancestors)
     if modes.restricted:
         logits = step.restrict(logits, state.temperature, state.top_k, state.top_p)
-    return floor(logits, state.temperature, state.min_p) if modes.floored else logits
+    return apply_min_p(logits, state.temperature, state.min_p) if modes.cuts_min_p else logits
 
 
 def draft_and_verify(

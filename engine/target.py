@@ -50,9 +50,10 @@ def load_target(
         log("--dtype fp16: Qwen2's activations overflow it, which gives wrong text; use bf16 or fp32")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
     target.put_on_kernels(model)
-    if not model.whole and (runtime.on_kernels or (ranks is not None and on_cpu)):  # PyTorch does the rest
+    if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
+        # Layers that kernels lack run in PyTorch, uncompiled.
         target = replace(target, runtime=replace(runtime, compile=False))
-    if runtime.kv == "int8" and not model.whole:
+    if runtime.kv == "int8" and not model.runs_on_backend:
         raise InputError(
             f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, odd sizes);"
             " leave it out"
@@ -77,18 +78,19 @@ class Target:
         self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None,
         serves: bool = False,
     ) -> Engine:
-        """Make an engine for up to `batch` requests at a time, whose trees shrink as they become more.
+        """Make an engine for up to `batch` requests at a time. The more run, the smaller are their trees.
 
-        max_seq_len: most tokens of a text, prompt included (default: see `room`). serves: requests come and
-        go, so that steps for few of them are worth compiling. Raises InputError, one line, if what drafts is
-        missing, damaged or does not fit; ValueError, with the numbers, if the caches do not fit in memory.
+        max_seq_len: tokens of prompt and output together (default: `default_max_seq_len`). serves: compile
+        steps for smaller batches too, as requests come and go. Raises InputError, one line, if the head or
+        draft model is missing, damaged or does not fit; ValueError, with the numbers, if the caches do not
+        fit in memory.
         """
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
         drafting = drafting.resolve(self.checkpoint, self.log)
-        max_seq_len = max_seq_len or self.room(drafting, batch)
+        max_seq_len = max_seq_len or self.default_max_seq_len(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
         scheduler = None
         # On our CPU kernels a choice never changes the text. Elsewhere it may, at near ties.
@@ -112,7 +114,7 @@ class Target:
         if (kv := self.runtime.kv) != "auto":
             self.model.Caches = self.backend.caches.get(kv) or extensions.load(extensions.CACHES[kv])
 
-    def room(self, drafting: Drafting, batch: int) -> int:
+    def default_max_seq_len(self, drafting: Drafting, batch: int) -> int:
         """Return the default `max_seq_len`: the maximum of the target and of a draft model, if memory allows.
 
         The caches of `batch` requests take at most `MAX_CACHE_FRACTION` of the free memory. A shorter length

@@ -481,7 +481,7 @@ class Hybrid(Transformer):
         where = weight.dtype, device or weight.device
         args = replace(self.args, num_layers=len(self.layers) - count)  # of those with attention
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
-        ops = getattr(self.backend, "ops", None) if self.whole else None
+        ops = getattr(self.backend, "ops", None) if self.runs_on_backend else None
         deltas = nn.ModuleList(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(count))
         return HybridCaches(self.args, attention, deltas)
 

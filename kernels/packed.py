@@ -355,10 +355,10 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
             # Ranks run layers part by part, with all-reduces between them.
-            model.whole = attention_runs and all(_is_packed(layer, sharded=True) for layer in model.layers)
-            complete = complete and model.whole
+            model.runs_on_backend = attention_runs and all(_is_packed(layer, sharded=True) for layer in model.layers)
+            complete = complete and model.runs_on_backend
             lm_head = _lm_head(model)
-            if model.whole and lm_head is not None and all(layer.fused for layer in model.layers):
+            if model.runs_on_backend and lm_head is not None and all(layer.fused for layer in model.layers):
                 model.fused = FusedTransformer(model, lm_head)
         if isinstance(model, Eagle3Head) and _runs_fused(model):
             model.fused = FusedEagle3Head(model, _lm_head(model))

@@ -72,7 +72,7 @@ def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))
 
 
-def floor(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+def apply_min_p(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
     """Set logits [B, T, V] of tokens that are less than min_p [B] times as probable as the top-1 token to
     -inf.
 

@@ -92,7 +92,7 @@ class Modes(NamedTuple):
 
     noisy: bool = False  # draws: a temperature is above 0
     restricted: bool = False  # by top-k or top-p
-    floored: bool = False  # by min_p
+    cuts_min_p: bool = False  # by min_p
     adjusted: bool = False  # moves logits: by penalties, or a bias
     scored: bool = False  # gives log-probabilities
     guided: bool = False  # by a grammar, which the host looks after
@@ -108,8 +108,8 @@ class Modes(NamedTuple):
         return any(self[1:])
 
     @classmethod
-    def of_requests(cls, samplings: Sequence[Sampling], few: bool = False) -> Modes:
-        """Return the modes for these requests. few: switch all rare modes on if any is, as where each
+    def of_requests(cls, samplings: Sequence[Sampling], compiled: bool = False) -> Modes:
+        """Return the modes for these requests. compiled: switch all rare modes on if any is, as where each
         combination has to be compiled.
         """
         noisy = any(s.temperature > 0 for s in samplings)
@@ -119,7 +119,7 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.is_guided for s in samplings),
         )
-        return cls.every(noisy) if few and modes.rare else modes
+        return cls.every(noisy) if compiled and modes.rare else modes
 
     @classmethod
     def every(cls, noisy: bool) -> Modes:

@@ -472,7 +472,7 @@ def schedule(
     if target.ranks is not None:
         if tree == "auto":
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-        if static or drafter.whole or drafter.network is not None:
+        if static or drafter.indivisible or drafter.network is not None:
             return drafter, None
         shapes = drafter.shape, drafter.shape
         return drafter, CostScheduler(Tuner(shapes, costs=NOMINAL_COSTS))
@@ -483,7 +483,7 @@ def schedule(
     if tree not in (None, "auto"):
         return drafter, None
     if grown is None:
-        return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.whole))
+        return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.indivisible))
     levels = grown.max_trees[0].depth if grown.drafts is None else grown.drafts - 1
     if grown.vocabulary < grown.max_trees[0].width or levels < 2:
         return drafter, None

@@ -91,7 +91,7 @@ class Server:
         samplings, jobs = body.samplings(min(self.max_tokens, self.max_seq_len)), []
         same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:
-            ids = encode(self.tokenizer, prompt, room=self.max_seq_len, **encoding)
+            ids = encode(self.tokenizer, prompt, max_seq_len=self.max_seq_len, **encoding)
             engine.check(ids, samplings[0])
             for sampling in samplings:  # each with a guide of its own, made here: it takes time
                 guide = engine.guide(sampling) if sampling.is_guided else None

@@ -68,4 +68,4 @@ def test_the_context_is_what_fits_in_memory(llm, monkeypatch, free, batch, room)
     """A quarter of what is free, in powers of two, at 2 kB a token; no less than 2,048."""
     monkeypatch.setattr(targets, "free_memory", lambda device: free)
     monkeypatch.setattr(llm.target.model, "args", replace(llm.target.model.args, max_seq_len=10_000))
-    assert llm.target.room(Drafting(), batch) == room
+    assert llm.target.default_max_seq_len(Drafting(), batch) == room

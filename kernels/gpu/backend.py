@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from engine.draft import once
+from engine.draft import materialize
 from engine.step import Step
 from head import Head
 from kernels.gpu import experts, products, ranking, sampling
@@ -32,18 +32,18 @@ class CudaStep(Step):
         super().prepare(*models)
         for model in models:
             if isinstance(model, Transformer | Head):
-                model.Caches, model.whole = self.caches["auto"], True
+                model.Caches, model.runs_on_backend = self.caches["auto"], True
             for module in model.modules():
                 products.fuse(module)
                 experts.fuse(module)
         return True
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> TreeMask:
-        return TreeMask(slots, length, once(local.contiguous()))
+        return TreeMask(slots, length, materialize(local.contiguous()))
 
     def causal_mask(self, slots: Tensor, start: Tensor, count: int) -> TreeMask:
         token = torch.arange(count, device=slots.device)
-        return TreeMask(slots, start, once((token <= token[:, None]).repeat(len(start), 1, 1)))
+        return TreeMask(slots, start, materialize((token <= token[:, None]).repeat(len(start), 1, 1)))
 
     @with_fallback("rank", Step.rank)
     def rank(
@@ -55,7 +55,7 @@ class CudaStep(Step):
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
-        return once(super().gumbel(key, positions, temperature, vocabulary))
+        return materialize(super().gumbel(key, positions, temperature, vocabulary))
 
     @with_fallback("restrict", Step.restrict)
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

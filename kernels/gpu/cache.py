@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from engine.draft import once
+from engine.draft import materialize
 from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
 from kernels.gpu.fallback import with_fallback
@@ -43,7 +43,7 @@ class LayerCache(KVCache):
 def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return `model.rope_table`, computed once for all layers."""
     cos, sin = rope_table(args, inv_freq, positions)
-    return once(cos), once(sin)
+    return materialize(cos), materialize(sin)
 
 
 class LayerCaches(KVCaches):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 import tree
-from engine.draft import once
+from engine.draft import materialize
 from model import last_seen
 
 
@@ -31,4 +31,4 @@ class TreeMask(NamedTuple):
     def within(self, window: int) -> TreeMask:
         """Return the mask of layers with a sliding window, see `model.last_seen`."""
         first = self.length[:, None] + self.local.sum(-1) - window
-        return self._replace(local=once(last_seen(self.local, window)), first=once(first))
+        return self._replace(local=materialize(last_seen(self.local, window)), first=materialize(first))

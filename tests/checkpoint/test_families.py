@@ -90,7 +90,7 @@ def test_longrope_beyond_its_original_length(tmp_path):
     folder = convert(tmp_path / "in", tmp_path / "out", quiet=True)
     loaded = load_target(folder, Runtime(device="cpu", compile=False))
     target, original = loaded.model, 256
-    assert loaded.room(Drafting(), 1) == original and target.args.max_seq_len == 512
+    assert loaded.default_max_seq_len(Drafting(), 1) == original and target.args.max_seq_len == 512
     tokens = torch.randint(0, V, (original + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     for room, prompt in (original, tokens[:-50]), (2 * original, tokens):
         text = greedy(reference, prompt, 30)

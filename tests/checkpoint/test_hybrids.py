@@ -35,7 +35,7 @@ def loaded(folder, dtype=None, kernels=True):
     target, _ = load_model(folder, dtype=dtype)
     head = load_head(folder / "mtp", target, "mtp")
     if kernels:
-        assert choose_backend("cpu").prepare(target, head) and target.whole
+        assert choose_backend("cpu").prepare(target, head) and target.runs_on_backend
     return target, head
 
 

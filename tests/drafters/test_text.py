@@ -59,7 +59,7 @@ def on_kernels(request, golden):
     """make(name) -> an engine on the CPU kernels, where 16-bit heads become w8a8; and the plain texts."""
     llm = load(golden, device="cpu", dtype=request.param, **SIZES)
     target, (raw, _) = llm.target, load_model(golden, "cpu", llm.target.runtime.torch_dtype)
-    assert target.model.whole and target.backend.batch_invariant
+    assert target.model.runs_on_backend and target.backend.batch_invariant
 
     def prepare(*models):
         target.put_on_kernels(*models, quantised=True)
