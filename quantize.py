@@ -28,6 +28,7 @@ from common.cli import Options, command, note
 from common.errors import InputError, counted
 from common.files import read_text
 from common.machine import use_threads
+from common.progress import live_bar
 from common.writing import check_replaceable, staging
 from engine.engine import Engine
 from engine.prompt import encode
@@ -50,7 +51,7 @@ PROMPTS = (  # whose answers are the text to calibrate on
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
-ROWS, MOST_WRITTEN = 32, 224  # texts that a target writes itself, and new tokens of each
+ROWS, MAX_WRITTEN = 8, 224  # texts that a target writes itself, and new tokens of each
 
 
 def parser() -> Options:
@@ -105,11 +106,15 @@ def own_text(checkpoint: Path) -> Tensor:
     quantize_linears(model, Scheme("w8a8", 0, "w8a8"))
     choose_backend("cpu", log=note).prepare(model)
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(ROWS)]
-    length = max(map(len, prompts)) + MOST_WRITTEN
+    length = max(map(len, prompts)) + MAX_WRITTEN
     samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(ROWS)]
     try:
-        engine = Engine(model, batch=ROWS, max_seq_len=length, compile=False)
-        return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])
+        engine, requests = Engine(model, batch=ROWS, max_seq_len=length, compile=False), []
+        written = sum(length - len(prompt) for prompt in prompts)
+        with live_bar(total=written, desc="text to calibrate on", unit="token") as bar:
+            for event in engine.run(prompts, samplings, requests):
+                bar.update(len(event.ids))
+        return torch.tensor([request.tokens[:length] for request in requests])
     except ValueError as e:  # the caches do not fit, or the tokenizer is another model's
         raise InputError(f"{checkpoint}: {e}") from None
 
@@ -122,7 +127,6 @@ def calibration_text(o, text: str | None, source: Path):
     if text is not None:
         ids = text_ids(source, f"--calibrate {o.calibrate}", text, 2048, 8192)
         return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
-    note(f"{source}: writes a text to calibrate on")
     try:
         return own_text(source)
     except InputError as e:

@@ -6,7 +6,6 @@ what they compute on a text, which runs through the target layer by layer. `quan
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from checkpoint.folder import check_exact
 from checkpoint.load import (
@@ -34,6 +32,7 @@ from checkpoint.load import (
 from checkpoint.source import Entry
 from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
+from common.progress import live_bar
 from common.schema import named
 from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import (
@@ -50,6 +49,7 @@ from kernels.quantized import (
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
+MAX_INPUTS = 4608  # of a layer that GPTQ calibrates together: its Hessian takes the cube of that
 MEASURED = 512  # tokens of a text on which the error of a calibrated layer's outputs is measured
 
 
@@ -206,7 +206,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
 
         embed = read("embed.weight")
         x = embed[ids].float() * args.embedding_scale(embed.dtype)
-        for i, block in enumerate(tqdm(model.layers, desc="calibrating", disable=not sys.stderr.isatty())):
+        for i, block in enumerate(live_bar(model.layers, desc="calibrating", unit="layer")):
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
@@ -223,9 +223,12 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
 
 
 def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], group: int, put) -> None:
-    """Quantise a layer that is about to read `inputs`; it goes on with the weight that is put down."""
+    """Quantize a layer that is about to read `inputs`. It continues with the quantized weight."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
-    q, scale = gptq(weight, second_moments(x), group)
+    inputs_together = -(-x.shape[1] // -(-x.shape[1] // MAX_INPUTS) // group) * group
+    parts = zip(weight.split(inputs_together, 1), x.split(inputs_together, 1))
+    values, scales = zip(*(gptq(part, second_moments(inputs), group) for part, inputs in parts))
+    q, scale = torch.cat(values, 1), torch.cat(scales, 1)
     layer.weight.data = dequantize(q, scale, torch.float32)
     error = output_error(weight, layer.weight.data, x[:: max(1, len(x) // MEASURED)])
     put(Calibrated(pack_nibbles(q), scale, error))
@@ -256,7 +259,7 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
     """
     model, (losses, top) = load_model(folder)[0], ([], [])
     prepare(model)
-    for piece in tqdm(ids.split(512), desc="reading", disable=not sys.stderr.isatty()):
+    for piece in live_bar(ids.split(512), desc="reading", unit="piece"):
         logits = model.logits(model.causal(piece[None])[0])[0, :-1]
         losses.append(F.cross_entropy(logits, piece[1:], reduction="none"))
         top.append(logits.argmax(-1))

@@ -12,12 +12,8 @@ from tqdm import tqdm
 
 from common.errors import counted
 from common.files import read_text
+from common.progress import live_bar
 from common.writing import write_text, writing
-
-
-def live_bar(**how) -> tqdm:
-    """Return a live line on stderr. Its `update` draws it, on a terminal twice a second."""
-    return tqdm(mininterval=0.5 if sys.stderr.isatty() else 15, miniters=0, **how)
 
 
 def chain_tau(accuracy: list[float]) -> float:

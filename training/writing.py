@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from common.errors import InputError, counted
+from common.progress import live_bar
 from common.writing import digest, writing
 from engine.engine import Engine
 from engine.request import Request
@@ -23,7 +24,7 @@ from sampling.options import Sampling
 from tokens.tokenizer import PromptTooLong, Tokenizer, common_prefix
 from training.data import Line, extend, read_shards
 from training.processes import Processes
-from training.report import live_bar, read_log
+from training.report import read_log
 
 MAX_USER_TOKENS = 96  # of a user turn that the model writes
 REFUSED = "refused by the chat template ({})"
