@@ -8,10 +8,13 @@ limits the tree by `costs` (`engine.scheduler.Choice`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.step import Step
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class Growth:
         self.beam_tokens, self.beam_scores = self.beam_tokens[:, :rows], self.beam_scores[:, :rows]
         self.beam_flat, self.beam_sees = self.beam_flat[:, :rows], self.beam_sees[:, :rows, :seen]
 
-    def prune(self, step, root: Tensor, costs=None) -> Tree:
+    def prune(self, step: Step, root: Tensor, costs=None) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B].
 
         costs: keep fewer, those whose expected gain exceeds their cost. step: an `engine.step.Step`.

@@ -20,6 +20,8 @@ from torch import Tensor
 from common.errors import InputError
 from engine.draft import HeadDrafter, catch_up_count, last_unread, materialize
 from engine.drafting import Setup
+from engine.state import State
+from engine.step import Step
 from head import Head
 from networks.block import BlockHead
 from networks.p_eagle import PEagleHead
@@ -46,7 +48,7 @@ class BlockDrafter(HeadDrafter):
     def extra_slots(self) -> int:
         return max(self.shape.nodes, self.shape.max_commit + self.block_rows)
 
-    def catch_up(self, step, state, slots: Tensor) -> Tensor:
+    def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
         """Read up to W rows, the first n_new of them real, and draft: the rows of all levels [B, L, H].
 
         The caches' entries of the other rows are overwritten or never seen.
@@ -78,7 +80,7 @@ class BlockDrafter(HeadDrafter):
         """
         return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
 
-    def grow(self, step, last: Tensor, state, slots: Tensor, noise: Tensor | None) -> Growth:
+    def grow(self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None) -> Growth:
         """Grow a tree from the rows of all levels, last [B, L, H].
 
         Without a Markov head all nodes of a level have the same children (DDTree, where k is the number of

@@ -16,6 +16,8 @@ from checkpoint.load import load_model, read_config
 from common.errors import InputError
 from engine.draft import NetworkDrafter, catch_up_tokens, last_unread
 from engine.drafting import Setup
+from engine.state import State
+from engine.step import Step
 from model import KVCaches, Transformer
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape, pick
@@ -45,10 +47,10 @@ class DraftModel(NetworkDrafter):
     ) -> KVCaches:
         return self.model.caches(batch, slots, device)
 
-    def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+    def prefill(self, state: State, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
 
-    def catch_up(self, step, state, slots: Tensor) -> Tensor:
+    def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
         """Read up to W rows that end with the root; the last step committed the last n_new of them."""
         positions, visible = catch_up_tokens(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)

@@ -18,6 +18,8 @@ from torch import Tensor
 from common.errors import InputError
 from drafters.static import PathTree, StaticDrafter, constants
 from engine.drafting import Setup
+from engine.state import State
+from engine.step import Step
 from tree import Tree
 
 MAX_NODES = 1024  # of a tree: masks grow with the square
@@ -61,14 +63,14 @@ class Lookahead(StaticDrafter):
         drawn = torch.randint(len(prompt), self.window.shape[1:], generator=generator)
         self.window[slot] = torch.tensor(prompt)[drawn].to(self.window.device)
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         root = state.root
         ngrams = self.pool[torch.arange(len(root), device=root.device), root[:, 0]].long()  # [B, G, N-1]
         tokens = torch.cat((ngrams.flatten(1), self.window.flatten(1)), 1)[:, self.source]
         # An empty entry repeats the root: a wrong draft token is only rejected.
         return self.static.of(torch.cat((root, torch.where(tokens == EMPTY, root, tokens)), 1))
 
-    def observe(self, step, state, logits: Tensor) -> None:
+    def observe(self, step: Step, state: State, logits: Tensor) -> None:
         """Add the columns to the pool, one after the other as two may begin alike; move the window a row up.
         """
         predicted = step.draw(logits, None)[:, self.newest]

@@ -24,6 +24,8 @@ from common.errors import InputError
 from common.schema import Flag, whole
 from drafters.static import PathTree, StaticHeadDrafter, likely_tree
 from engine.drafting import Setup
+from engine.state import State
+from engine.step import Step
 from head import Head, HeadArgs
 from model import KVCaches, Linear, PassInputs, RMSNorm, TargetBlock, project
 from tree import PAPER_TREE, Tree
@@ -153,7 +155,7 @@ class HydraHeads(MultiTokenHeads):
 class MultiToken(StaticHeadDrafter):
     """Drafts a static tree level after level with `MultiTokenHeads`."""
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(step, state, slots)  # [B, 1, H]
         paths, tokens = state.root[..., None], [state.root]
         scores = [torch.zeros_like(p[..., 0], dtype=torch.float32)]

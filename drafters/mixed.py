@@ -13,6 +13,8 @@ from torch import Tensor
 
 from drafters.static import AnyTree
 from engine.draft import Drafter
+from engine.state import State
+from engine.step import Step
 from tree import Tree, TreeShape, best_below
 
 MIN_SCORE = math.log(0.2)  # of a tree without a network, below which it is left out on a CPU
@@ -121,11 +123,11 @@ class Mixed(Drafter):
         for part in self.parts:
             part.finish(tokens)
 
-    def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+    def prefill(self, state: State, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         for part in self.parts:
             part.prefill(state, features, positions, visible)
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         costs, temperature = state.costs, state.temperature.clamp(0, 1)[:, None]
         trees, levels = [], 0
         # A tree without a network may be left out, once that of the network is known.

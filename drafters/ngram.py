@@ -34,6 +34,8 @@ from common.files import check_file, read_text
 from common.writing import atomic_path
 from drafters.static import StaticDrafter, chains, constants
 from engine.drafting import Setup
+from engine.state import State
+from engine.step import Step
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 from tree import Tree
@@ -134,7 +136,7 @@ class NGram(StaticDrafter):
             new = torch.tensor([[*tokens, SEPARATOR]], device=self.history.device)
             self.history.copy_(torch.cat((self.history, new), 1)[:, -size:])
 
-    def sources(self, state, slots: Tensor) -> tuple[Tensor, Tensor, int]:
+    def sources(self, state: State, slots: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return the tokens to search [B, S], the root's place in them [B], and how many may match."""
         count, found = slots.shape[0], []
         if self.file is not None:
@@ -147,7 +149,7 @@ class NGram(StaticDrafter):
         before = tokens.shape[1] - count - 1
         return tokens, state.length + before, count + before
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         return self.static.of(*step.call(NGram.follow, self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:

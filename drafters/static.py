@@ -15,6 +15,8 @@ from common.errors import InputError
 from common.files import parse_json, read_text
 from engine.draft import Drafter, HeadDrafter
 from engine.drafting import Setup
+from engine.state import State
+from engine.step import Step
 from tree import Tree, link
 
 
@@ -243,7 +245,7 @@ class StaticHeadDrafter(HeadDrafter):
         super().__init__(head, shape, coupled)
         self.static = StaticTree(shape)
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         noise, B, k = self.draft_noise(noise), state.length.shape[0], self.shape.width
         h = self.catch_up(step, state, slots)
         tokens, scores, used = [state.root], [], 0

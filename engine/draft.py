@@ -9,15 +9,20 @@ first and drafted nodes after them, level by level. The next catch-up overwrites
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from engine.drafting import Setup
+from engine.state import State
 from extensions import STATIC_HEAD, load
 from model import KVCaches, buffer_bytes
 from tree import Growth, Tree, TreeShape, pick
+
+if TYPE_CHECKING:
+    from engine.step import Step
 
 
 class Drafter(nn.Module):
@@ -98,23 +103,22 @@ class Drafter(nn.Module):
     def finish(self, tokens: list[int]) -> None:
         """Learn from a finished request: its prompt and output. Called between steps."""
 
-    def prefill(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+    def prefill(self, state: State, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Run over a chunk of the prompt: tokens of `state` at positions [B, C], their features [B, C, F].
 
         The token after the prompt's last one is not known yet: a drafter that needs it runs over that row
         again in its first `propose`.
         """
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         """Draft a tree below the root.
 
-        step: an `engine.step.Step`, for tensor operations. state: an `engine.state.State`. slots [n]: the
-        live cache slots 0..n-1. noise [B, W, V]: temperature * Gumbel noise for positions length+1 ...
-        length+W, or None if all requests are greedy.
+        step: for tensor operations. slots [n]: the live cache slots 0..n-1. noise [B, W, V]: temperature *
+        Gumbel noise for positions length+1 ... length+W, or None if all requests are greedy.
         """
         return Tree(state.root.clone(), state.zero, state.zero, state.one)
 
-    def observe(self, step, state, logits: Tensor) -> None:
+    def observe(self, step: Step, state: State, logits: Tensor) -> None:
         """Learn from the target's logits at the nodes that were proposed [B, T, V], see `Step.logits`."""
 
 
@@ -127,12 +131,12 @@ def materialize(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-def catch_up_count(step, state) -> int:
+def catch_up_count(step: Step, state: State) -> int:
     """Return R, the tokens of a catch-up: W, or, where shapes may depend on values, the largest n_new."""
     return state.max_commit if step.static_shapes else min(max(int(state.n_new.max()), 1), state.max_commit)
 
 
-def catch_up_tokens(step, state, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
+def catch_up_tokens(step: Step, state: State, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
     """Return the positions [B, R] of a catch-up's tokens and their attention mask.
 
     The first n_new tokens are those that the last step committed. ahead: tokens that the last pass has read
@@ -143,7 +147,7 @@ def catch_up_tokens(step, state, slots: Tensor, ahead: int = 0) -> tuple[Tensor,
     return positions, step.causal_mask(slots, start, rows)
 
 
-def last_unread(state, rows: int) -> Tensor:
+def last_unread(state: State, rows: int) -> Tensor:
     """Return the row of the last unread token [B, 1], at most `rows` - 1."""
     # A frozen sequence may have more unread tokens than that.
     return (state.n_new - 1).clamp(0, rows - 1)[:, None]
@@ -186,14 +190,14 @@ class NetworkDrafter(Drafter):
         other._check_shape()
         return other
 
-    def propose(self, step, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         last = self.catch_up(step, state, slots)
         growth = self.grow(step, last, state, slots, self.draft_noise(noise))
         if state.costs is not None:  # a compiled graph must change nothing but tensors
             state.levels = len(growth.scores) - 1
         return growth.prune(step, state.root[:, 0], state.costs)
 
-    def grow(self, step, last: Tensor, state, slots: Tensor, noise: Tensor | None) -> Growth:
+    def grow(self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None) -> Growth:
         """Return all candidates below the root.
 
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
@@ -238,7 +242,7 @@ class NetworkDrafter(Drafter):
         noise = noise[:, : self.shape.max_commit - 1]  # a joint tree may have more levels
         return noise if self._ids is None else noise[..., self._ids]
 
-    def catch_up(self, step, state, slots: Tensor) -> Tensor:
+    def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
         """Run over what the last step committed. Returns the output [B, 1, H] for the first level."""
         raise NotImplementedError
 
@@ -276,7 +280,7 @@ class HeadDrafter(NetworkDrafter):
         each = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)
         return torch.cat([each[self.all_layers.index(layer)] for layer in self.aux_layers], -1)
 
-    def prefill(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+    def prefill(self, state: State, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         if self.caches is None:
             return
         # Row i pairs feature i with token i+1 and has position i: only differences matter to RoPE.
@@ -284,7 +288,7 @@ class HeadDrafter(NetworkDrafter):
         features = self.head.fuse(self.own_features(features))
         self.head.read(next_tokens, features, positions, positions, visible, self.caches)
 
-    def catch_up(self, step, state, slots: Tensor) -> Tensor:
+    def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
         """Run over up to W tokens with the target's true features, the first n_new of them real.
 
         Cache entries of the others are overwritten or never seen.

@@ -15,6 +15,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from engine.draft import Drafter
+from engine.state import State
 from engine.step import Step
 from head import Eagle3Head
 from kernels import packed
@@ -118,7 +120,7 @@ class CpuStep(Step):
     ) -> Tree:
         return Tree(*self.ops.prune(scores, tokens, parents, root, nodes, *costs or packed.NO_COSTS))
 
-    def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         head = drafter.network
         if drafter.grows and isinstance(head, Eagle3Head) and head.fused is not None and head.fused.grows:
             *fields, state.levels = head.fused.draft(drafter, state, slots, noise)

@@ -20,6 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from engine.draft import Drafter
+from engine.state import State
 from head import Eagle3Head
 from kernels.quantized import FOUR_BITS, MXFP4, Quantized
 from model import (

@@ -10,6 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.draft import Drafter
+from engine.state import State
+from engine.step import Step
 from model import Transformer
 from tree import Tree, pick
 
@@ -20,7 +23,7 @@ def _rank_class(step_class: type) -> type:
     return type(f"Rank{step_class.__name__}", (RankStep, step_class), {})
 
 
-def sharded_step(step, target: Transformer):
+def sharded_step(step: Step, target: Transformer):
     """Return the step of a sharded target. step: the `engine.step.Step` of its device."""
     new = object.__new__(_rank_class(type(step)))
     vars(new).update(vars(step), ranks=target.ranks, head=target.lm_head)

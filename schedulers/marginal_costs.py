@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.step import Step
 from tree import Tree, best_below
 
 
@@ -49,7 +50,7 @@ class MarginalCosts(NamedTuple):
         surplus = (gains - self.nodes[: len(gains)]).cumsum(0).tolist()
         return max(range(len(surplus) + 1), key=lambda n: surplus[n - 1] if n else 0.0)
 
-    def limit(self, step, tree: Tree) -> Tree:
+    def limit(self, step: Step, tree: Tree) -> Tree:
         """Return the nodes of a proposed tree that are worth their cost. step: an `engine.step.Step`."""
         scores, tokens, parents = (x[:, 1:] for x in (tree.scores.float(), tree.tokens, tree.parent - 1))
         nodes = tree.tokens.shape[1]
