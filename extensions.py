@@ -115,7 +115,7 @@ HEAD_READERS = {
     **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
 }
 # Converts what is named as a checkpoint and is no folder of ours.
-CONVERT = "engine.conversion:converted"
+CONVERT, HOW_TO_CONVERT = "engine.conversion:converted", "checkpoint.folder:how_to_convert"
 # What `checkpoint/convert.py` does not read: other architectures, layouts of heads.
 FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
 # Functions of gate and up projections, beside silu.

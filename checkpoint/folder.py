@@ -4,10 +4,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import torch
 
-from checkpoint.load import ADVICE, CONFIG, WEIGHTS, is_ours, read_config
+from checkpoint.load import ADVICE, CONFIG, WEIGHTS, is_converted, is_ours, read_config
 from common.errors import InputError
 from common.files import check_file, read_json
 from extensions import HEADS
@@ -17,6 +18,18 @@ def check_exact(folder: str | Path, config: dict) -> None:
     """Raise InputError if a folder of this config.json is quantised. Experts may be, as their files are."""
     if config.get("quantization", {}).get("mode"):
         raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
+
+
+def how_to_convert(folder: Path, kind: str | None) -> str:
+    """Return how to convert a folder: a command to run, if all of it is known."""
+    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
+    if is_converted(folder.parent):  # a head, where its conversion will be
+        aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
+        return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
+    if kind in HEADS:
+        return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
+    out = quote(f"{folder}-converted")
+    return f"run {command} {source} --out {out}; then name {out}"
 
 
 def check_out(out: Path, kind: str, force: bool) -> None:

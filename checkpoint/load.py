@@ -15,7 +15,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,11 +30,6 @@ from head import Head, HeadArgs
 from model import LLAMA3, Linear, ModelArgs, Transformer, meta_modules
 
 Shapes = dict[str, tuple[int, ...]]
-STORED_DTYPES = {  # safetensors' names
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}
 FORMAT = 2
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
@@ -125,7 +119,8 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
     config = read_json(folder / CONFIG)
     if not is_ours(config):
-        raise InputError(f"{name}: not converted yet; {_conversion(folder, kind)}")
+        how = extensions.load(extensions.HOW_TO_CONVERT)(folder, kind)
+        raise InputError(f"{name}: not converted yet; {how}")
     if config["format"] != FORMAT:
         raise InputError(f"{name}: format {config['format']!r} is not the {FORMAT} this version reads;"
                          " convert it again")
@@ -138,18 +133,6 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         other = f"; --speculate {' or '.join(methods)} drafts with it" if kind in extensions.HEADS else ""
         raise InputError(f"{name}: is of kind {config['kind']}, expected {kind}; name another folder{other}")
     return config
-
-
-def _conversion(folder: Path, kind: str | None) -> str:
-    """Return how to convert a folder: a command to run, if all of it is known."""
-    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
-    if is_converted(folder.parent):  # a head, where its conversion will be
-        aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
-        return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"
-    if kind in extensions.HEADS:
-        return "convert it with convert_checkpoint.py and --target, the converted model that it is for"
-    out = quote(f"{folder}-converted")
-    return f"run {command} {source} --out {out}; then name {out}"
 
 
 def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:

@@ -20,7 +20,6 @@ from checkpoint.folder import check_exact
 from checkpoint.load import (
     ADVICE,
     CONFIG,
-    STORED_DTYPES,
     WEIGHTS,
     build_module,
     described,
@@ -29,7 +28,7 @@ from checkpoint.load import (
     opened,
     read_config,
 )
-from checkpoint.source import Entry
+from checkpoint.source import STORED_DTYPES, Entry
 from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
 from common.progress import live_bar

@@ -19,12 +19,17 @@ import torch
 from torch import Tensor
 
 import extensions
-from checkpoint.load import CONFIG, STORED_DTYPES, is_ours, listed, opened
+from checkpoint.load import CONFIG, is_ours, listed, opened
 from common.errors import InputError, library_errors
 from common.files import check_file, read_json
 from extensions import SOURCE_FILES
 from tokens.files import TOKENIZER_FILES, encoder_of
 
+STORED_DTYPES = {  # safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",

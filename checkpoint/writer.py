@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.load import CONFIG, STORED_DTYPES, WEIGHTS, check_config
-from checkpoint.source import Entry
+from checkpoint.load import CONFIG, WEIGHTS, check_config
+from checkpoint.source import STORED_DTYPES, Entry
 from common.errors import InputError
 from common.parallel import parallel_map
 from common.schema import named

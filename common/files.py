@@ -40,13 +40,6 @@ def read_text(path: str | Path, what: str = "") -> str:
         return file.read()
 
 
-def read_lines(path: str | Path) -> Iterator[str]:
-    """Yield the lines of a text in UTF-8; only \\n ends one. Raises InputError."""
-    with reading(path), open(path, encoding="utf-8-sig", newline="\n") as file:
-        for line in file:
-            yield line.rstrip("\n")
-
-
 def read_json(path: str | Path) -> dict:
     """Parse a JSON object. Raises InputError if it is missing, unreadable, or not an object."""
     with reading(path):

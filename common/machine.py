@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,15 +84,3 @@ def left_in(cgroup: Path) -> int | None:
     except (OSError, ValueError):  # "max"
         return None
     return max(0, most - used + int(stat["inactive_file"]))
-
-
-def peak_memory(device) -> int:
-    """Most bytes used so far: by the device's allocator on CUDA, by the process elsewhere."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
+import torch
+
 from common.cli import note
 from common.errors import counted
-from common.machine import peak_memory
 from engine.engine import Engine
 from engine.request import Request
 from llm import LLM, as_json, summary, together
@@ -95,3 +98,11 @@ def figures(requests: list[Request], engine: Engine, full: bool) -> str:
         tokens, steps = counted(n, "token"), counted(counts[n], "step")
         lines.append(f"  {tokens:>9s} {steps:>11s} {share:6.1%} {'#' * round(40 * share)}")
     return "\n".join(lines)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes used so far: by the device's allocator on CUDA, by the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

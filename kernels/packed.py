@@ -14,14 +14,13 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from engine.draft import Drafter
-from engine.state import State
 from head import Eagle3Head
 from kernels.quantized import FOUR_BITS, MXFP4, Quantized
 from model import (

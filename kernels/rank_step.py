@@ -6,15 +6,18 @@ and the ranks exchange their draws. The drafted tree is rank 0's.
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.draft import Drafter
-from engine.state import State
-from engine.step import Step
 from model import Transformer
 from tree import Tree, pick
+
+if TYPE_CHECKING:
+    from engine.draft import Drafter
+    from engine.state import State
+    from engine.step import Step
 
 
 @cache

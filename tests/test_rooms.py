@@ -40,8 +40,9 @@ def room_of(file: str) -> str:
 
 def imports_of(file: str, files: set[str]) -> set[str]:
     """The first-party files that a file imports."""
-    names, found = [], set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    names, found, tree = [], set(), ast.parse((ROOT / file).read_text())
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

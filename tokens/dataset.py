@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError, counted
-from common.files import parse_json, read_lines, read_text
+from common.files import parse_json, read_text, reading
 from tokens.messages import thoughts_of, words_of
 
 # Names of roles in files, and ours for each.
@@ -114,9 +114,15 @@ def row_texts(where: str, row: dict) -> list[str]:
         return []
 
 
+def _read_lines(path: str | Path) -> Iterator[str]:
+    with reading(path), open(path, encoding="utf-8-sig", newline="\n") as file:  # U+2028 ends no line
+        for line in file:
+            yield line.rstrip("\n")
+
+
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
     """Yield (the row's name in an error, row). Raises InputError if a row is no JSON object."""
-    lines = enumerate(read_lines(path), 1)  # not splitlines: U+2028 may stand in a text
+    lines = enumerate(_read_lines(path), 1)
     number, first = next(((i, line) for i, line in lines if line.strip()), (1, ""))
     if first.lstrip().startswith("["):
         entries = parse_json("\n".join([first, *(line for _, line in lines)]).encode(), str(path))

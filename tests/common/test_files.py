@@ -9,9 +9,10 @@ from helpers.refusals import refused
 from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
-from common.files import read_json, read_lines, read_text
+from common.files import read_json, read_text
 from common.schema import Digits, Name, Schema, number, whole
 from common.writing import atomic_path
+from tokens.dataset import read_rows
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -47,14 +48,15 @@ def test_files_are_read_or_refused(tmp_path):
     for read, content, words in (
         (read_json, None, "no such file"), (read_json, b"\xff", "cannot be read as JSON"),
         (read_json, b"[" * 200_000, "cannot be read as JSON"), (read_json, b"[1]", "expected a JSON object"),
-        (read_text, b"caf\xe9", "cannot be read ('utf-8"), (read_lines, b"caf\xe9", "cannot be read ('utf-8"),
+        (read_text, b"caf\xe9", "cannot be read ('utf-8"), (read_rows, b"caf\xe9", "cannot be read ('utf-8"),
     ):
         if content is not None:
             file.write_bytes(content)
         with refused(f"{file}: {words}"):
             list(read(file))
-    file.write_bytes("\ufeffa\r\nb\rc\n".encode())
-    assert read_text(file) == "a\nb\nc\n" and [*read_lines(file)] == ["a\r", "b\rc"]
+    file.write_bytes('\ufeff{"a": "\u2028"}\r\n{"b": 1}\n'.encode())
+    assert read_text(file) == '{"a": "\u2028"}\n{"b": 1}\n'
+    assert [row for _, row in read_rows(file)] == [{"a": "\u2028"}, {"b": 1}]
 
 
 @dataclass
