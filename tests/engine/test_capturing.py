@@ -132,7 +132,7 @@ def test_ready_is_ready(monkeypatch):
     drafter = HeadDrafter(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
     monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
     engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), counts=(1, 2, 3))
-    allows_all = SimpleNamespace(error=None, take=lambda ids: None, mask=lambda tokens, parent, into: None)
+    allows_all = SimpleNamespace(error=None, advance=lambda ids: None, mask=lambda tokens, parent, into: None)
     engine.guide = lambda schema: allows_all
     calls, made = {}, []
     engine.runner.captured = lambda key, call, still: calls.setdefault(key, call)()
