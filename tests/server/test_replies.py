@@ -26,7 +26,7 @@ TEMPLATE = "{% if tools %}<tool_call><function=f>{% endif %}{{ messages[0].conte
 class Engine:
     """An engine that writes one text, a token a step."""
 
-    batch, window, max_seq_len, busy, passes = 1, 1, 1000, False, SimpleNamespace(fallbacks=())
+    batch, window, max_seq_len, busy, runner = 1, 1, 1000, False, SimpleNamespace(fallbacks=())
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1
