@@ -37,6 +37,10 @@ from model import (
 )
 from tree import Tree
 
+if TYPE_CHECKING:
+    from engine.draft import Drafter
+    from engine.state import State
+
 NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.scheduler.Choice`
 SAME, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by activation of the gate
@@ -296,7 +300,9 @@ class FusedEagle3Head:
         """Return the head as csrc/operators.cpp: Head."""
         return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
-    def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
+    def draft(
+        self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """`Step.draft` in one operator: return the fields of the tree, and its number of levels."""
         head, shape = drafter.network, drafter.shape
         ops, fc = head.backend.ops, head.fc
@@ -356,7 +362,8 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
             # Ranks run layers part by part, with all-reduces between them.
-            model.runs_on_backend = attention_runs and all(_is_packed(layer, sharded=True) for layer in model.layers)
+            layers_run = all(_is_packed(layer, sharded=True) for layer in model.layers)
+            model.runs_on_backend = attention_runs and layers_run
             complete = complete and model.runs_on_backend
             lm_head = _lm_head(model)
             if model.runs_on_backend and lm_head is not None and all(layer.fused for layer in model.layers):

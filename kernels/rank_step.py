@@ -39,7 +39,7 @@ class RankStep:
     ranks: the `kernels.tp.Ranks`. head: the `kernels.tp.ShardedHead` of the target.
     """
 
-    def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         """Return rank 0's tree.
 
         A replicated head may differ in a last bit on another processor. Then the ranks would verify

@@ -206,8 +206,8 @@ def test_commit_hands_over(both, more, dtype):
     )
     first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
-    def remove(backend, features, given):
-        state = State(4, 41, 3, feature_width=5, dtype=dtype, room=7, aligned=not backend.batch_invariant)
+    def leave(backend, features, given):
+        state = State(4, 41, 3, feature_width=5, dtype=dtype, unread=7, aligned=not backend.batch_invariant)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
         state.length.copy_(torch.tensor([2, 0, 7, 9]))
