@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
-# Imports of torch wait until options have been read: --help answers at once.
+# torch is imported only after the options have been parsed, so that --help is fast.
 from common import STARTED
 from common.cli import Options, command, is_distributed, note, positive, seed, within
 from common.errors import InputError
@@ -41,7 +41,7 @@ def parser() -> Options:
     p.refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     p.add_runtime().add_argument("--autotune", action="store_true",
-        help="torch.compile times several kernels per product; for a GPU")
+        help="let torch.compile autotune matrix products; for a GPU")
     add_output(p)
     return p
 
@@ -54,9 +54,9 @@ def add_prompts(p: Options) -> None:
     add("--prompt-ids", action="append", default=[], type=ids, metavar="1,2,3", help="a prompt as token ids")
     add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
-    add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
+    add("--raw", action="store_true", help="no chat template; special tokens in the text are parsed as such")
     add("--no-parse-special", action="store_false", dest="parse_special",
-        help="with --raw: control tokens spelled out stay text")
+        help="with --raw: special tokens in the text are encoded as plain text")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
@@ -70,7 +70,7 @@ def add_prompts(p: Options) -> None:
              lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
                        " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
     p.refuse(lambda o: not (o.raw or o.parse_special),
-             lambda o: "--no-parse-special: is for prompts without the chat template; add --raw")
+             lambda o: "--no-parse-special: needs --raw; the template never parses special tokens in prompts")
     p.refuse(lambda o: not (o.interactive or prompts(o)),
              lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
                        " --prompt-ids or --interactive")
@@ -80,29 +80,29 @@ def add_sampling(p: Options) -> None:
     """Add the options of `Sampling`."""
     group = p.add_argument_group("sampling")
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
+    add("-n", "--max-new-tokens", type=int, default=256, help="most tokens to generate (default 256)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0,
-        help="leave out unlikely tokens beyond this total probability; 1 is off (default)")
-    add("--top-k", type=int, default=0, help="0 is off (default)")
+        help="keep the smallest set of top tokens with this total probability; 1 is off (default)")
+    add("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 is off (default)")
     add("--min-p", type=float, default=0.0,
-        help="leave out tokens below this share of the top-1 token's probability; 0 is off (default)")
+        help="drop tokens less probable than this fraction of the top-1 token's; 0 is off (default)")
     add("--presence-penalty", type=float, default=0.0, metavar="X",
         help="subtracted from the logits of tokens in the output (-2 to 2; default 0)")
     add("--frequency-penalty", type=float, default=0.0, metavar="X",
         help="the same, once for each occurrence (-2 to 2; default 0)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X",
-        help="divides the odds of tokens in prompt and output; 1 is off (default)")
+        help="divides positive, multiplies negative logits of prompt and output tokens; 1 is off (default)")
     add("--logit-bias", action="append", default=[], type=bias, metavar="ID=X",
         help="added to a token's logit (-100 to 100); may be repeated")
     add("--stop", action="append", default=[], metavar="TEXT",
-        help="ends the output, of which it is no part; may be repeated")
+        help="stop generating at this text, which is not printed; may be repeated")
     add("--seed", type=seed, default=0,
-        help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
+        help="same seed, same text, with and without speculation; taken modulo 2^64 (-1 is 2^64 - 1)")
     either("--json-object", action="store_true", help="the output is a JSON object")
     either("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
-        help="with --json: of each token and of the top N (0 to 20), by the target alone")
+        help="with --json: log-probabilities of each token and of the top N (0 to 20), before penalties")
     add("--num-samples", type=within(1, 100_000), default=1,
         help="samples per prompt, with seeds SEED, SEED+1, ...")
     p.refuse(lambda o: o.logprobs is not None and not o.json,
@@ -113,7 +113,7 @@ def add_output(p: Options) -> None:
     """Add the options of the output."""
     add = p.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="decode 3 times in turns with plain decoding: speedups, and whether the texts are equal")
+        help="also decode without drafts, 3 times in turns: print the speedup and whether texts are equal")
     add("--stats", action="store_true", help="print more figures: steps, trees, memory")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
     add("--trace", metavar="FILE",
@@ -136,12 +136,12 @@ def bias(value: str) -> tuple[int, float]:
 
 
 def text_of(path: str) -> str:
-    """Return the text of a file, or of standard input ("-"), without the line end that editors write."""
+    """Return the text of a file ("-": standard input) without its final newline."""
     return read_text("/dev/stdin" if path == "-" else path, "--prompt-file").removesuffix("\n")
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
-    """Return a prompt and its sampling for each output. Raises InputError or ValueError."""
+    """Return prompts and sampling options, one pair for each output. Raises InputError or ValueError."""
     prompts: Prompts = [text_of("-") if text == "-" else text for text in o.prompt] + o.prompt_ids
     for path in o.prompt_file:
         prompts += load(PROMPT_ROWS).read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
@@ -172,18 +172,18 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         ids.append(llm.encode(prompt, name=name, **encoding))
         engine.check(ids[-1], samplings[i], name)
     engine.warm_up(samplings[0])
-    if line := engine.explain(o.temperature > 0):
+    if line := engine.scheduler.describe(o.temperature > 0):
         note(line)
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
         return load(INTERACTIVE).chat(engine, samplings[0], o.system, o.stats, show)
     if len(ids) > 1 or o.compare or o.stats or o.trace:
         return load(OUTPUT).answer(o, llm, prompts, ids, samplings, show)
-    return answer(o, llm, prompts[0], ids[0], samplings[0])
+    return answer_one(o, llm, prompts[0], ids[0], samplings[0])
 
 
-def answer(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampling) -> int:
-    """Print the text as it comes and a line about it, or one line of JSON. Returns 130 when interrupted."""
+def answer_one(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampling) -> int:
+    """Stream one request's text, then a summary line; or print one JSON line. Returns 130 if interrupted."""
     from llm import as_json, summary
 
     engine, ranks, requests, status = llm.engine, llm.target.model.ranks, [], 0
@@ -218,7 +218,7 @@ def show(events: Iterable, tokenizer) -> None:
             elif color:
                 head = drafted.push(event.ids[: event.drafted])
                 drafted.push(event.ids[event.drafted :])
-                if head and text.startswith(head):  # else a stop text holds some of it back, or cuts it off
+                if head and text.startswith(head):  # False if a stop text holds back or cuts part of it
                     text = f"{DRAFTED}{head}{RESET}{text[len(head) :]}"
             print(text, end="", flush=True)
     finally:  # after Ctrl-C too
@@ -226,7 +226,7 @@ def show(events: Iterable, tokenizer) -> None:
 
 
 def run(o) -> int:
-    """Do what the options say. Returns the exit status.
+    """Run the command with these parsed options. Returns the exit status.
 
     Raises InputError, ValueError and OSError on bad input.
     """

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import Block, KVCaches, Linear, ModelArgs, PassInputs, RMSNorm, TargetBlock, Transformer, project
+from model import Block, KVCaches, Linear, ModelArgs, PassInputs, RMSNorm, TargetBlock, Transformer, lm_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class HeadArgs(ModelArgs):
     fc_bias: Flag = False
     own_embedding: Flag = False  # else the target's table is used
     own_lm_head: Flag = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
-    draft_window: whole(0) = 0  # tokens of the longest sequence it was trained on, 0: unknown
+    draft_window: whole(0) = 0  # default attention window: its longest training sequence; 0: unknown
 
-    drafts = None  # draft steps that it was trained for, the most levels of a tree; None: any number
+    drafts = None  # most draft steps, that is levels of a tree, that it was trained for; None: any number
 
     def relations(self) -> list[tuple[str, bool, str]]:
         ascending, ids = all(low < high for low, high in pairwise(self.aux_layers)), self.vocab_size
@@ -49,7 +49,7 @@ class HeadArgs(ModelArgs):
 class Head(nn.Module):
     """The base of draft heads.
 
-    Token i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. The target's
+    Row i takes the feature of token i and the embedding of token i+1, and predicts token i+2. The target's
     features go through `fuse` once. From the second draft step on, the head reads its own output instead.
     Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
 
@@ -105,12 +105,12 @@ class Head(nn.Module):
     def read(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> None:
-        """Prefill: put the keys and values of prompt tokens into the caches. Arguments as for `forward`."""
+        """Write the keys and values of prompt tokens to the caches. Arguments as for `forward`."""
         self(tokens, feature, positions, slots, visible, caches)
 
     def logits(self, feature: Tensor) -> Tensor:
         """Output of `forward` [..., H] -> float32 draft logits [..., Vd]; draft id j is `draft_ids[j]`."""
-        return project(self.lm_head, feature)
+        return lm_logits(self.lm_head, feature)
 
 
 class Eagle1Head(Head):
@@ -152,7 +152,7 @@ class Eagle3Head(Head):
     """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
 
     fused: a backend's kernel for `run_layers`, called with this head and the arguments. feeds_residual: each
-    draft step reads the residual stream that the one before returned, and no norm of it.
+    draft step reads the residual stream that the one before returned, not its norm.
     """
 
     Layer, fused, feeds_residual = Eagle3Block, None, True
@@ -190,7 +190,7 @@ class Eagle3Head(Head):
 
     def score(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> float32 draft logits [..., Vd]."""
-        return project(self.lm_head, self.norm(x))
+        return lm_logits(self.lm_head, self.norm(x))
 
 
 def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:

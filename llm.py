@@ -43,8 +43,8 @@ class LLM:
     a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
     folder and prompt lookup, each where it reduces latency. draft: the head (default CHECKPOINT/KIND) or
     draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
-    max_seq_len: most tokens of prompt and output (default: `Target.default_max_seq_len`). verify: compare
-    weights with their sha256, None: where they have one. ranks: `kernels.tp.Ranks`, if torchrun has started
+    max_seq_len: most tokens of prompt and output (default: `Target.default_max_seq_len`). verify: check the
+    weights against their sha256; None: only if they have one. ranks: `kernels.tp.Ranks`, if torchrun started
     several processes. make_engine: a variant of `Target.engine`. runtime: fields of `Runtime`, such as
     device="cpu" or dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
     Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
@@ -78,7 +78,7 @@ class LLM:
         self.target: Target = load_target(folder, where, log, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = make_engine(self.target, drafting, batch=batch_size, max_seq_len=max_seq_len)
-        self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
+        self._warm: set[bool] = set()  # kinds already warmed up: False greedy, True sampled
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
@@ -92,10 +92,10 @@ class LLM:
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
         array; or a list of chat messages. variables: for the chat template, such as {"enable_thinking":
-        False}. parse_special: false keeps control tokens spelled out in raw text as text. sampling: fields of
+        False}. parse_special: False encodes special tokens in raw text as plain text. sampling: fields of
         `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a `Request`, or a list: its
         `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and more. Raises ValueError,
-        TypeError or InputError, before anything is decoded, on a prompt or an option that cannot be.
+        TypeError or InputError, before anything is decoded, on an invalid prompt or option.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
@@ -118,7 +118,7 @@ class LLM:
 
     def chat(self, messages: list[dict], *, variables: dict | None = None,
              continue_final_message: bool = False, **sampling) -> Request:
-        """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
+        """Answer a conversation, a list of {"role", "content"}. Earlier turns come from the prefix cache.
 
         continue_final_message: continue the last message, as "prefix": True in it does. See `generate`.
         """
@@ -129,7 +129,7 @@ class LLM:
         return self.engine.generate([ids], options, continues=continue_final_message)[0]
 
     def _warm_up(self, sampling: Sampling) -> None:
-        """Time the trees to choose from, and compile, before the first text of a kind: greedy or sampled."""
+        """Compile, capture and time trees before the first greedy and the first sampled request."""
         noisy = sampling.temperature > 0
         if noisy not in self._warm and not self.engine.busy:
             self._warm.add(noisy)
@@ -175,7 +175,7 @@ def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
 
 
 def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
-    """Return whether this is one prompt, maybe a wrong one, and not several."""
+    """Return whether this is one prompt, valid or not, rather than a list of prompts."""
     if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
         return True
     return isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))

@@ -119,8 +119,8 @@ class ModelArgs:
         return 1.0
 
 
-class _WithoutValues(TorchFunctionMode):
-    """Skip weight initialization."""
+class _SkipInit(TorchFunctionMode):
+    """Skip `torch.nn.init` functions."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
@@ -134,7 +134,7 @@ def meta_modules() -> Iterator[None]:
 
     Initialization is skipped: on meta tensors it imports all of torch.compile, which takes seconds.
     """
-    with torch.device("meta"), _WithoutValues():
+    with torch.device("meta"), _SkipInit():
         yield
 
 
@@ -326,7 +326,7 @@ class PassInputs:
         return self.cached(("seen", window), within, window)
 
     def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """Return that mask as an additive one [B, 1, groups*T, n], 0 or -inf."""
+        """Return the mask of this window as an additive one [B, 1, groups*T, n]: 0 or -inf."""
         def compute() -> Tensor:
             seen = self.seen(window)
             visible = seen if isinstance(seen, Tensor) else seen.dense()
@@ -345,13 +345,13 @@ class Linear(nn.Linear):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32, for an lm_head."""
-        return products(x, self.weight, self.bias)
+        return matmul_float32(x, self.weight, self.bias)
 
 
-def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., H] @ weight [V, H]^T + bias [V] in float32 [..., V].
 
-    A GPU keeps its float32 sums: rounded to 16 bits first, many top-1 tokens would be ties.
+    On a GPU, 16-bit inputs give unrounded float32 sums: in 16 bits, many top-1 tokens would be ties.
     """
     if not (x.is_cuda and x.dtype.itemsize == 2) or torch.is_grad_enabled():
         return F.linear(x, weight, bias).float()
@@ -405,9 +405,9 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 class Block(nn.Module):
     """One decoder layer. A target's layer norms its input (`TargetBlock`); a head's first layer does not.
 
-    standard: the parts and their order are those of this class, so that a kernel may compute it. fused: a
-    backend's kernel for `forward`, called with this block and the arguments. sinks: attention scores [nh]
-    without a value, or None.
+    standard: no subclass changes what it computes: a kernel may replace it. fused: a backend's kernel for
+    `forward`, called with this block and the arguments. sinks: attention sinks, an extra softmax logit for
+    each query head [nh], or None.
     """
 
     Norm, Cache = RMSNorm, KVCache
@@ -503,7 +503,7 @@ class Transformer(nn.Module):
     - backend: the `engine.step.Step` that it was prepared for, or None; runs_on_backend: all of its layers
     run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
-    - ranks, sharded: the processes that share it, and what makes their step (`kernels.tp`)
+    - ranks: the tensor-parallel group, or None; sharded(step, model): makes the step of a sharded model
     - is_recurrent: its cache holds a state beside keys and values, so a sequence must be read in order
     """
 
@@ -554,7 +554,7 @@ class Transformer(nn.Module):
             return self.fused(self, tokens, positions, slots, visible, caches, aux_layers)
         shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
 
-        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
+        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # `layer(...)`, in compile regions
             return _finish(layer, x, layer.attend(caches[i], _project(layer, x), shared))
 
         return self.run_layers(tokens, aux_layers, apply)
@@ -588,18 +588,18 @@ class Transformer(nn.Module):
         return extensions.load(extensions.CAUSAL)(self, tokens, aux_layers)
 
     @property
-    def lm_rows(self) -> Tensor:
-        """The lm_head's weight [V, H]; tied, the embedding's."""
+    def lm_head_weight(self) -> Tensor:
+        """The lm_head's weight [V, H]: the embedding's if the two are tied."""
         return (self.embed if self.lm_head is None else self.lm_head).weight
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> logits [..., V] in float32."""
-        return project(self.embed if self.lm_head is None else self.lm_head, self.norm(x))
+        return lm_logits(self.embed if self.lm_head is None else self.lm_head, self.norm(x))
 
 
-def project(head: nn.Module, x: Tensor) -> Tensor:
-    """x [..., H] -> float32 logits [..., V].
+def lm_logits(lm_head: nn.Module, x: Tensor) -> Tensor:
+    """Normed states x [..., H] -> float32 logits [..., V].
 
-    head: a layer with `logits`, or an embedding table that is tied to the lm_head.
+    lm_head: a layer with `logits`, or the embedding table if the two are tied.
     """
-    return products(x, head.weight) if isinstance(head, nn.Embedding) else head.logits(x)
+    return matmul_float32(x, lm_head.weight) if isinstance(lm_head, nn.Embedding) else lm_head.logits(x)

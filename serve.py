@@ -117,7 +117,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
          f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
-        if line := engine.explain(noisy):
+        if line := engine.scheduler.describe(noisy):
             note(f"{when}: {line}")
     if ranks:
         channel = Channel()

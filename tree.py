@@ -34,7 +34,7 @@ class TreeShape:
         if self.nodes == 1 and not (self.depth or self.width):
             return
         if self.nodes == 1:
-            raise ValueError("tree: one node, the root, drafts nothing: give at least 2, or decode plainly")
+            raise ValueError("tree: 1 node is the root alone; give at least 2, or decode without drafts")
         if self.nodes < 2 or self.depth < 0 or self.width < 1:
             raise ValueError(
                 f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive"
@@ -94,7 +94,7 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """The depth [B, T] and ancestors [B, T, T] bool of nodes with these parents [B, T].
+    """The depth [B, T] and ancestors [B, T, T] bool (itself included) of nodes with these parents [B, T].
 
     levels: the most levels below the root.
     """
@@ -134,7 +134,7 @@ class Growth:
 
     @property
     def last_unread(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The newest children's scores and tokens [B, R*k], what the beam sees, and the candidates before."""
+        """For a kernel: scores and tokens [B, R*k] of the newest children, `beam_sees`, and `size`."""
         return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
 
     @property
@@ -170,7 +170,7 @@ class Growth:
         costs: keep fewer, those whose expected gain exceeds their cost. step: an `engine.step.Step`.
         """
         below = root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs
-        return step.call(best_below, *below)
+        return step.dispatch(best_below, *below)
 
 
 def best_below(
@@ -190,7 +190,7 @@ def best_below(
     keep = best.sort(dim=-1).values
     above = parents.gather(1, keep).contiguous()
     place = torch.searchsorted(keep, above).clamp(max=max(keep.shape[1] - 1, 0))
-    # A candidate of score -inf only fills the tree. If its parent is not kept, it stands below the root.
+    # Candidates of score -inf are padding. One whose parent is not kept becomes a child of the root.
     parent = torch.where(keep.gather(1, place) == above, place + 1, 0)
     parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
     tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
@@ -216,8 +216,8 @@ def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]
     its length [B] >= 1.
 
     chosen [B, T]: the one token that the target draws at every node. A node is accepted if it carries the
-    token drawn at its parent and its parent is accepted. Siblings with distinct tokens give one path. Of
-    equal paths, as drafters that repeat themselves have them, the one to the first deepest node is taken. The
+    token drawn at its parent and its parent is accepted. Siblings with distinct tokens give one path. If
+    siblings repeat a token, paths may tie: the one to the first deepest node is taken. The
     step emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root.
     Because proposals are a deterministic set, this is exactly sampling from the target (the reference's
     try-reject-renormalize loop with q=1).

@@ -209,9 +209,9 @@ def load(
     if where.on_kernels and backend is TORCH:
         where = replace(where, compile=False)
     target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note, backend)
-    target.put_on_kernels(weights)
+    target.prepare_models(weights)
     target.choose_caches()
-    target.put_on_kernels(head, quantised=mode is None)
+    target.prepare_models(head, quantize=mode is None)
     return Model(target, head)
 
 

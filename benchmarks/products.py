@@ -40,7 +40,7 @@ def weights_of(o) -> list[Tensor]:
     linears = [m for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     if len(linears) < target.args.num_layers:
         raise InputError(f"{o.checkpoint}: is quantised; name the checkpoint before quantisation")
-    return [linear.weight for linear in linears] + [target.lm_rows]
+    return [linear.weight for linear in linears] + [target.lm_head_weight]
 
 
 def int8pack(weight: Tensor) -> Callable:

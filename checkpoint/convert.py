@@ -41,7 +41,7 @@ from checkpoint.load import (
     check_head_fits,
     check_shapes,
     is_converted,
-    opened,
+    open_safetensors,
     read_config,
 )
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
@@ -255,7 +255,7 @@ def planned_ids(ids: Tensor) -> Planned:
 
 def _equals_target(entry: Entry, target: Path, name: str) -> bool:
     """Return whether a head's matrix equals this tensor of the target, after a cast to either dtype."""
-    with opened(target / WEIGHTS, "convert the target again") as file:
+    with open_safetensors(target / WEIGHTS, "convert the target again") as file:
         if tuple(file.get_slice(name).get_shape()) != entry.shape:
             return False
         matrix = file.get_tensor(name)

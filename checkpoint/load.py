@@ -42,7 +42,7 @@ FOLDER = Schema(TypedDict("Folder", {
     "quantization": NotRequired[dict],
 }))
 
-ROPE = "default", "linear", "llama3", "yarn", "divisors"  # types of RoPE scaling
+ROPE = "default", "linear", "llama3", "yarn", "divisors"  # RoPE scaling; divisors: longrope or GGUF's llama3
 
 
 def rope_fields(kind: str) -> dict:
@@ -111,8 +111,8 @@ def is_converted(folder: str | Path) -> bool:
 def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
     """Return the config.json of one of our folders.
 
-    kind: that it has to be of. what: the option that names the folder, for errors. Raises InputError if the
-    folder is not ours, not of this kind, or if a key is missing, out of its range, or contradicts another.
+    kind: the kind it must be of; None: any. what: the option that named it, for errors. Raises InputError if
+    the folder is not ours, not of this kind, or a key is missing, out of its range, or contradicts another.
     """
     folder, name = Path(folder), f"{what} {folder}".strip()
     if not folder.is_dir():
@@ -122,7 +122,7 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         how = extensions.load(extensions.HOW_TO_CONVERT)(folder, kind)
         raise InputError(f"{name}: not converted yet; {how}")
     if config["format"] != FORMAT:
-        raise InputError(f"{name}: format {config['format']!r} is not the {FORMAT} this version reads;"
+        raise InputError(f"{name}: checkpoint format {config['format']!r}, this version reads {FORMAT};"
                          " convert it again")
     with named(folder / CONFIG, ADVICE):
         check_config(config)
@@ -159,7 +159,7 @@ def build_module(
 ) -> Transformer | Head:
     """Return the module that a config.json describes, on the meta device, where it takes no memory.
 
-    args, lm_head: another shape, and the outputs of its lm_head. Raises InvalidValue, a ValueError, on a bad
+    args, lm_head: override the shape and the lm_head's outputs. Raises InvalidValue, a ValueError, on a bad
     config.
     """
     args = args or check_config(config)
@@ -202,7 +202,7 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
 
 
 def _load(folder: Path, config: dict, device, dtype: torch.dtype | None, ranks) -> Transformer | Head:
-    module = described(folder, config, listed(folder / WEIGHTS, ADVICE))
+    module = described(folder, config, stored_tensors(folder / WEIGHTS, ADVICE))
     if ranks:
         return extensions.load(extensions.SHARDED)(folder, config, device, dtype, ranks)
     return load_weights(module, folder / WEIGHTS, device, dtype)
@@ -220,12 +220,12 @@ def load_weights(
     for name, meta in module.state_dict().items():
         # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
         # as soon as it has been packed, not when all have.
-        with opened(path, ADVICE, device) as file:
+        with open_safetensors(path, ADVICE, device) as file:
             tensor = read(name, file)
         # Quantized weights and their scales are never cast.
         fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
         if fixed and tensor.dtype != meta.dtype:
-            raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise"
+            raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantize"
                              " again")
         state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
     ids, ours = state.get("draft_ids"), range(module.args.vocab_size)
@@ -237,7 +237,7 @@ def load_weights(
 
 
 def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
-    """Return the module that a folder's config describes, without numbers. stored: its weights by name.
+    """Build a config's module on the meta device and compare it with the stored tensors, by name and shape.
 
     Raises InputError if the weights are not those of the config.
     """
@@ -274,8 +274,8 @@ class Stored(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
-    """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
+def open_safetensors(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
+    """Return a context with the open file. Raises InputError, which ends with `advice`, if it is damaged."""
     check_file(path)
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -284,9 +284,9 @@ def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Itera
         raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
 
 
-def listed(path: Path, advice: str) -> dict[str, Stored]:
-    """Return the tensors of a file by name. Raises InputError."""
-    with opened(path, advice) as file:
+def stored_tensors(path: Path, advice: str) -> dict[str, Stored]:
+    """Return dtype and shape of each tensor in a file, by name. Raises InputError."""
+    with open_safetensors(path, advice) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 

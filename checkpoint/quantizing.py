@@ -23,10 +23,10 @@ from checkpoint.load import (
     WEIGHTS,
     build_module,
     described,
-    listed,
     load_model,
-    opened,
+    open_safetensors,
     read_config,
+    stored_tensors,
 )
 from checkpoint.source import STORED_DTYPES, Entry
 from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
@@ -71,7 +71,7 @@ class Quantised:
         """
         before = read_config(source, kind)
         check_exact(source, before)
-        exact = described(source, before, listed(source / WEIGHTS, ADVICE))
+        exact = described(source, before, stored_tensors(source / WEIGHTS, ADVICE))
         experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
         after = {**before, "quantization": replace(scheme, experts=experts).to_config()}
         if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
@@ -121,7 +121,7 @@ class _LayerWriter:
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return one tensor: a view of its own mapping of the file, whose memory is free with the tensor."""
-    with opened(path, ADVICE) as file:
+    with open_safetensors(path, ADVICE) as file:
         return file.get_tensor(name)
 
 
@@ -140,7 +140,7 @@ def quantize_folder(
     path, group = source / WEIGHTS, plan.after["quantization"]["group"]
     ready = {} if text is None else calibrated_layers(source, plan.before, group, text)
     layers: dict[str, _LayerWriter] = {}
-    stored = listed(path, ADVICE)
+    stored = stored_tensors(path, ADVICE)
 
     folder.mkdir(exist_ok=True)
     for item in source.iterdir():  # tokenizer, template, calibration
@@ -193,7 +193,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
     visible = positions[:, None] <= positions[:, :, None]
     shared = PassInputs(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
-    with opened(source / WEIGHTS, ADVICE) as file:
+    with open_safetensors(source / WEIGHTS, ADVICE) as file:
 
         def read(name: str) -> Tensor:
             tensor = file.get_tensor(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.load import ADVICE, WEIGHTS, Stored, build_module, check_config, listed, load_weights
+from checkpoint.load import ADVICE, WEIGHTS, Stored, build_module, check_config, load_weights, stored_tensors
 from head import Head
 from kernels.quantized import Scheme
 from kernels.tp import Ranks, Shard, shard_module
@@ -47,7 +47,7 @@ def shard_bytes(folder: Path, dtype: torch.dtype | None, shards: list[Shard]) ->
     file's header is read. Raises InputError if there is no such file, or it is damaged.
     """
     held, whole, total = [0] * len(shards), 0, 0
-    for name, stored in listed(folder / WEIGHTS, ADVICE).items():
+    for name, stored in stored_tensors(folder / WEIGHTS, ADVICE).items():
         size, shape = bytes_of(name, stored, dtype), stored.shape
         total += math.prod(shape) * size
         whole += math.prod(shape) * size if shards[0].cut(name, shape) is None else 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import extensions
-from checkpoint.load import CONFIG, is_ours, listed, opened
+from checkpoint.load import CONFIG, is_ours, open_safetensors, stored_tensors
 from common.errors import InputError, library_errors
 from common.files import check_file, read_json
 from extensions import SOURCE_FILES
@@ -191,12 +191,12 @@ def _one_file(path: Path, load: Callable[[Path], dict]) -> dict[str, Entry]:
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
         # process's memory until the last tensor.
-        with opened(path, DAMAGED) as file:
+        with open_safetensors(path, DAMAGED) as file:
             return file.get_tensor(name)
 
     if path.suffix == ".safetensors":
         return {name: Entry(stored.shape, STORED_DTYPES.get(stored.dtype), partial(read, name))
-                for name, stored in listed(path, DAMAGED).items()}
+                for name, stored in stored_tensors(path, DAMAGED).items()}
     return {name: Entry(tensor.shape, tensor.dtype, lambda name=name: load(path)[name])
             for name, tensor in load(path).items()}
 

@@ -114,7 +114,7 @@ class BlockDrafter(HeadDrafter):
         for level in range(1, levels):
             grown.extend(*children(level, grown.beam_tokens))
             if level + 1 < levels:
-                step.call(Growth.advance, grown)
+                step.dispatch(Growth.advance, grown)
         return grown
 
 

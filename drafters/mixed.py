@@ -77,7 +77,7 @@ class Mixed(Drafter):
         self.reads = any(part.reads for part in parts)
 
     @property
-    def grown(self) -> Drafter | None:
+    def resizable_part(self) -> Drafter | None:
         return next((part for part in self.parts if part.grows), None)
 
     @property
@@ -87,7 +87,7 @@ class Mixed(Drafter):
 
     def with_tree(self, shape: TreeShape) -> Mixed:
         """Return the same drafters, with another tree of the one that grows trees."""
-        grown = self.grown
+        grown = self.resizable_part
         return Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
 
     @property
@@ -133,14 +133,14 @@ class Mixed(Drafter):
         # A tree without a network may be left out, once that of the network is known.
         for part in sorted(self.parts, key=lambda part: part.network is None):
             if costs is not None:  # a compiled graph must change nothing but tensors
-                state.costs = costs if part is self.grown else None
+                state.costs = costs if part is self.resizable_part else None
             tree = step.draft(part, state, slots, noise)
             if trees and costs is not None and part.network is None and not is_likely(tree):
                 continue  # joining costs more than it gains
             trees.append(tree._replace(scores=tree.scores * (1 + (part.sampled - 1) * temperature)))
-            levels = state.levels if part is self.grown else levels
+            levels = state.levels if part is self.resizable_part else levels
         if costs is not None:
             state.costs, state.levels = costs, levels
         if len(trees) < 2:
-            return trees[0] if self.grown else costs.limit(step, trees[0])
-        return step.call(join, *trees, self.shape.nodes, self.shape.levels, costs)
+            return trees[0] if self.resizable_part else costs.limit(step, trees[0])
+        return step.dispatch(join, *trees, self.shape.nodes, self.shape.levels, costs)

@@ -150,7 +150,7 @@ class NGram(StaticDrafter):
         return tokens, state.length + before, count + before
 
     def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
-        return self.static.of(*step.call(NGram.follow, self, *self.sources(state, slots)))
+        return self.static.of(*step.dispatch(NGram.follow, self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:
         """Count the tokens up to each of the first `count` places that equal those up to `length` [B].

@@ -185,7 +185,7 @@ def check(runner: ModelRunner, modes: Modes, log: Callable[[str], None]) -> None
             step = partial(runner.step, *live, runner.drafter, modes)
             found = step_difference(runner, step, reset, span, modes, of_step)
             if failed_on_any_rank(runner, {"step": ""} if found.ratio > 1 else {}, ("step",)):
-                runner.launch_uncompiled()
+                runner.run_eagerly()
                 runner.fell_back("the captured step is wrong and runs uncompiled:"
                                  f" {found.name} {found.error:.2g} from its definition")
     except torch.OutOfMemoryError:

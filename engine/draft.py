@@ -33,13 +33,13 @@ class Drafter(nn.Module):
 
     method = "none"  # name in --speculate
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it reads as features
-    all_layers: tuple[int, ...] = ()  # layers of `State.features`, if another drafter reads more of them
+    all_layers: tuple[int, ...] = ()  # layers in `State.features`; (): exactly `aux_layers`
     fingerprint = ""  # of a drafter without weights, for evaluation records
-    reads = True  # `propose` reads the newly committed tokens; if not, they add up until `prefill_unread`
+    reads = True  # `propose` runs the head over new tokens; if False, they wait for `prefill_unread`
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled = 1.0  # factor of its scores at temperature 1
     grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
-    indivisible = False  # its trees cannot be limited by costs
+    indivisible = False  # its tree must be verified whole: `costs` cannot prune it
     reads_costs = False  # `propose` reads `State.costs`; if not, they limit the tree that it proposes
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
@@ -53,8 +53,8 @@ class Drafter(nn.Module):
         return getattr(self, "head", None)
 
     @property
-    def grown(self) -> Drafter | None:
-        """This drafter if it `grows`, else None. Of several drafters in one, that which grows."""
+    def resizable_part(self) -> Drafter | None:
+        """This drafter, or the part of a joint one, whose trees can have any size; None if there is none."""
         return self if self.grows else None
 
     def new_caches(
@@ -123,16 +123,16 @@ class Drafter(nn.Module):
 
 
 def materialize(x: Tensor) -> Tensor:
-    """Return x, computed once for all kernels that read it.
+    """Make torch.compile compute x once, not again in every kernel that reads it.
 
-    A result starts at storage offset 0. Without this, torch.compile recomputes an angle or a mask for each
-    kernel that reads it, in every layer.
+    `as_strided` forces x into memory, from storage offset 0. Otherwise an angle or a mask is recomputed in
+    every layer.
     """
     return x.as_strided(x.shape, x.stride())
 
 
 def catch_up_count(step: Step, state: State) -> int:
-    """Return R, the tokens of a catch-up: W, or, where shapes may depend on values, the largest n_new."""
+    """Return R, the rows of a catch-up pass: W with static shapes, else the largest `n_new` of the batch."""
     return state.max_commit if step.static_shapes else min(max(int(state.n_new.max()), 1), state.max_commit)
 
 
@@ -149,7 +149,7 @@ def catch_up_tokens(step: Step, state: State, slots: Tensor, ahead: int = 0) -> 
 
 def last_unread(state: State, rows: int) -> Tensor:
     """Return the row of the last unread token [B, 1], at most `rows` - 1."""
-    # A frozen sequence may have more unread tokens than that.
+    # A sequence that this step leaves out may have more unread tokens than rows.
     return (state.n_new - 1).clamp(0, rows - 1)[:, None]
 
 
@@ -158,7 +158,7 @@ class NetworkDrafter(Drafter):
 
     coupled: rank candidates by draft logits plus the noise that the target is sampled with, so that the
     network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never changes
-    the output. vocabulary: size of the network's. drafts: levels that it can draft at most.
+    the output. vocabulary: size of the network's. drafts: most levels that it can draft, None: any number.
     Raises ValueError on a tree that is wider or deeper.
     """
 
@@ -193,7 +193,7 @@ class NetworkDrafter(Drafter):
     def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
         last = self.catch_up(step, state, slots)
         growth = self.grow(step, last, state, slots, self.draft_noise(noise))
-        if state.costs is not None:  # a compiled graph must change nothing but tensors
+        if state.costs is not None:  # never in a compiled graph, which cannot set Python attributes
             state.levels = len(growth.scores) - 1
         return growth.prune(step, state.root[:, 0], state.costs)
 
@@ -221,7 +221,7 @@ class NetworkDrafter(Drafter):
             drafted += rows
             growth.extend(*self._best(step, feature, noise, level + 1, k))
             if level + 1 < shape.depth:
-                feature = pick(feature, step.call(Growth.advance, growth))
+                feature = pick(feature, step.dispatch(Growth.advance, growth))
         return growth
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
@@ -283,7 +283,7 @@ class HeadDrafter(NetworkDrafter):
     def prefill(self, state: State, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         if self.caches is None:
             return
-        # Row i pairs feature i with token i+1 and has position i: only differences matter to RoPE.
+        # Row i holds feature i and token i+1, at position i: RoPE depends on position differences only.
         next_tokens = state.tokens.gather(1, positions + 1)
         features = self.head.fuse(self.own_features(features))
         self.head.read(next_tokens, features, positions, positions, visible, self.caches)

@@ -18,7 +18,7 @@ from extensions import METHODS, Method, load
 
 MAX_TREE_NODES = 1024  # masks and caches grow with the tree
 METHOD_OWNERS = {flag.method for flag in extensions.METHOD_FLAGS.values()}
-TARGET, AUTO = "target", "auto"  # the kind of a draft model's folder; the method that stands for another
+TARGET, AUTO = "target", "auto"  # checkpoint kind of a draft model; the method that picks another method
 
 
 def methods_of(name: str) -> dict[str, Method]:
@@ -40,8 +40,8 @@ def add_method_flags(group) -> None:
         help = f"{name}: {what}{suffix}"
         group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
     group.add_argument("--draft-window", type=int, metavar="N",
-        help="the head attends to the last N tokens of a text only; 0: to all (default: as many as it was"
-             " trained on)")
+        help="the head attends only to the last N tokens; 0: to all (default: the length that it was trained"
+             " on)")
 
 
 def given_flags(o: argparse.Namespace) -> dict:
@@ -61,9 +61,9 @@ def add_drafting(p: Options, default: str = "none"):
     add("--draft",
         help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
-        help="auto (what reduces latency; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON"
-             " file of paths: a static tree")
-    add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
+        help="auto (sized for speed; the default of EAGLE-2 and 3 on a CPU), paper, nodes,depth,width, or a"
+             " JSON file of paths: a static tree")
+    add("--coupled", action=on_off, default=True, help="rank drafts with the target's own sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantize a 16-bit head at loading")
     add("--shard-head", action="store_true",
         help="with torchrun: shard the head, or the draft model, over the ranks too; else each has it whole")
@@ -78,7 +78,7 @@ def add_drafting(p: Options, default: str = "none"):
 def read_tree(text: str) -> Any:
     """Parse --tree: "auto", "paper", T,D,K, or a JSON file with the paths of a static tree.
 
-    Names stay names: EAGLE and Medusa have papers of their own. Raises InputError.
+    "auto" and "paper" are returned unchanged: the paper's tree depends on the method. Raises InputError.
     """
     if text in (AUTO, "paper"):
         return text
@@ -107,7 +107,7 @@ def check_size(tree):
 
 @dataclass(frozen=True)
 class Drafting:
-    """Options of drafting. Raises InputError on values that cannot be.
+    """Options of drafting. Raises InputError on invalid values.
 
     method: a name in `extensions.METHODS`, or two with a plus; "none" is plain decoding.
     draft: folder of the head (default CHECKPOINT/KIND) or of the draft model.
@@ -117,7 +117,7 @@ class Drafting:
     int8: on our kernels, quantize a 16-bit head while loading it: it is read several times a step.
     flags: of the method (`extensions.METHOD_FLAGS`); others take their default.
     window: the last tokens of a sequence that a head attends to; 0: all; None: see `Setup.load_head`.
-    optional: leave out what cannot be built, as for "auto".
+    optional: if the drafter cannot be built, fall back to prompt lookup instead of raising; set by "auto".
     """
 
     method: str = "none"
@@ -138,8 +138,8 @@ class Drafting:
         if not any(method.draft for method in methods.values()):
             for option, value in (("draft", self.draft), ("tree", self.tree)):
                 if value:
-                    raise InputError(f"--speculate {self.method}: has no use for --{option}; leave it out or"
-                                     " name another method")
+                    raise InputError(f"--speculate {self.method}: does not take --{option}; leave it out or"
+                                     " choose another method")
         if self.flags or self.window is not None or METHOD_OWNERS & {*methods}:
             object.__setattr__(self, "flags", load(extensions.CHECK_METHOD_FLAGS)(self, methods))
 
@@ -151,7 +151,7 @@ class Drafting:
         return cls(o.speculate, o.draft, tree, o.coupled, o.draft_int8, given_flags(o), o.draft_window)
 
     def resolve(self, checkpoint: Path, log: Callable[[str], None]) -> Drafting:
-        """Return what this means for the target in a folder; only "auto" stands for something else.
+        """Return the drafting with a concrete method: "auto" is replaced by what it chooses here.
 
         log: called with a line about the choice. Raises InputError as `folders` does.
         """
@@ -177,8 +177,8 @@ class Drafting:
         methods = methods_of(self.method)
         kinds = {method.draft for method in methods.values()} - {None}
         if self.draft and len(kinds) > 1 and TARGET not in kinds:
-            raise InputError(f"--speculate {self.method}: --draft {self.draft}: both take a head; convert"
-                             " them into the checkpoint's folder and leave it out")
+            raise InputError(f"--speculate {self.method}: --draft {self.draft}: both methods need a head; put"
+                             " both into the checkpoint's folder and leave out --draft")
         found: dict[str, Path | None] = {}
         for name, method in methods.items():
             named = self.draft and (method.draft == TARGET or TARGET not in kinds)

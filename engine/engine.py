@@ -57,9 +57,9 @@ class Engine:
       they are also captured as graphs.
     - log: called with one line when something slow, such as compilation, starts and ends
     - chunks: prompt tokens per prefill pass
-    - lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere
+    - lag: how many steps the host trails the device when it reads outputs; None is 1 on CUDA, 0 elsewhere
     - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
-    - counts: numbers of sequences that steps exist for (`batch_sizes`), `batch` last
+    - counts: batch sizes that steps are compiled or captured for, ascending; `batch` is the last
     - tokenizer: gives requests their text
     - guide: makes the `Guide` of sampling options that need one
     - self_check: called once, at the start of the first warmup (`engine.check`)
@@ -87,14 +87,14 @@ class Engine:
         self.state, self.device = self.runner.state, self.runner.device
         on_cuda = self.device.type == "cuda"
         self.lag = int(on_cuda) if lag is None else lag
-        # A step may not touch a sequence whose prompt is being read, if the target keeps a state of it.
+        # A step of a recurrent target must leave out sequences in prefill: it needs smaller batches too.
         self.batch_sizes = (not target.is_recurrent and counts) or batch_sizes(batch, on_cuda)
         self.scheduler.attach(self)
         self.slots = Slots(self.runner, self.drafter, batch, self.lag)
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
-        self._modes: dict[bool, Modes] = {}  # of the drafted and of the plain requests; empty: unknown
-        self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
+        self._modes: dict[bool, Modes] = {}  # by `Request.plain`; cleared when requests come or go
+        self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
     @property
     def free(self) -> int:
@@ -142,10 +142,10 @@ class Engine:
         self.check(prompt, sampling)
         if sampling.is_guided and guide is None:
             guide = self.guide(sampling)
-        stream = self.tokenizer and self.tokenizer.output(sampling, shown, continues)
+        stream = self.tokenizer and self.tokenizer.output_stream(sampling, shown, continues)
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         shared = self.slots.assign(request)
-        # One token back: the drafter read its last row together with the token that followed it then.
+        # Recompute the last shared token: its entry in the head's cache also encodes the old next token.
         request.cached = request.read = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
         self.runner.caches.start_request(request.slot, request.cached)
         try:
@@ -178,12 +178,12 @@ class Engine:
         events, unread = [], 0
         if self.slots.reading:
             began = time.perf_counter()
-            last = self._read_prompts()
+            last = self._prefill_chunk()
             self.prompt_seconds += time.perf_counter() - began
             if last:
-                events += self._read(0)
+                events += self._collect(0)
         kinds = {request.plain for request in self.slots.requests[: self.slots.decoding]}
-        if len(kinds) > 1 and self.target.is_recurrent:  # it cannot freeze a sequence
+        if len(kinds) > 1 and self.target.is_recurrent:  # its state cannot skip a step: nobody drafts
             kinds = {True}
         for plain in sorted(kinds):
             members = self.slots.requests[: self.slots.decoding]  # requests may have left in the step before
@@ -194,18 +194,18 @@ class Engine:
             began = time.perf_counter()
             record = self._launch(members, plain)
             unread = 0 if any(r.guide for r in members if r) else self.lag
-            events += self._read(unread)
-            if record is not None and self.lag == 0:  # else the step is only launched by now
+            events += self._collect(unread)
+            if record is not None and self.lag == 0:  # with lag, the step may still be running
                 self.scheduler.timed(record, time.perf_counter() - began)
-        return events if unread else events + self._read(0)
+        return events if unread else events + self._collect(0)
 
     def run(
         self, prompts: list[list[int]], samplings: list[Sampling], requests: list[Request], **options
     ) -> Iterator[Event]:
-        """Decode any number of prompts, yielding what they gain: a request that ends makes room for the next.
+        """Decode prompts and yield their events. A finished request frees its slot for the next.
 
-        requests: receives the requests in order, when they are admitted. options: of `admit`. If it is left
-        early, as by Ctrl-C, no request stays here. Raises ValueError as `admit` does, before any decoding.
+        requests: receives the requests in order, when they are admitted. options: of `admit`. If the caller
+        stops early (Ctrl-C), unfinished requests are removed. Raises ValueError as `admit`, before decoding.
         """
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
@@ -250,22 +250,22 @@ class Engine:
         return requests
 
     def finish_prompts(self) -> None:
-        """Read all prompts to their end without decoding."""
+        """Prefill all prompts without decoding."""
         while self.slots.reading:
-            self._read_prompts()
-            self._read(0)
+            self._prefill_chunk()
+            self._collect(0)
 
-    def _read_prompts(self) -> bool:
-        """Read one chunk: of all prompts while nothing decodes, else of the one that came first.
+    def _prefill_chunk(self) -> bool:
+        """Prefill one chunk: of all waiting prompts if nothing decodes, else of the oldest one only.
 
-        Returns whether a prompt was read to its end; that request decodes from now on.
+        Returns whether a prompt is now complete; its request decodes from now on.
         """
         slots, runner = self.slots, self.runner
         reading = slots.requests[slots.decoding : slots.decoding + slots.reading]
         if slots.decoding or any(r.prompt_scores is not None for r in reading):
             reading = [min(reading, key=lambda r: slots.used_at[r.slot])]
         group = runner.slot_range(reading[0].slot, len(reading))
-        if runner.prepared and len(reading) > 1:  # passes exist for one sequence and for all
+        if runner.prepared and len(reading) > 1:  # prefill is compiled for one sequence and for all
             group = runner.slot_range(0, self.batch)
         size = runner.chunk_size(max(len(r.prompt) - r.read for r in reading))
         starts = [len(tokens) for tokens in slots.cached]  # do not overwrite the prefix in a free slot
@@ -326,7 +326,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _frozen(self, members: list[Request | None], plain: bool) -> Iterator[None]:
-        """Freeze the sequences that are not members of a step in this context, without an upload."""
+        """Mark the sequences outside this step as done within the context, without a copy from the host."""
         if None not in members:
             yield
             return
@@ -341,22 +341,22 @@ class Engine:
     def _catch_up(
         self, group: SlotRange, span: torch.Tensor, drafter: Drafter, requests: list[Request]
     ) -> None:
-        """Before a step with this drafter: let the head read what it must of each request. On a CPU, where a
-        call costs little, it reads no more than that.
+        """Run the head on committed tokens that it has not seen, as far as a step with `drafter` needs: on a
+        CPU one call per request, on a GPU one for all.
         """
         runner, alone, committed = self.runner, self.device.type == "cpu", drafter.shape.max_commit
-        for some in [[r] for r in requests] if alone else [requests]:
-            unread = max(r.unread for r in some)
-            if unread > runner.max_commit if drafter.reads else unread + committed > runner.unread:
-                runner.prefill_unread(runner.slot_range(some[0].slot, 1) if alone else group, span, unread)
+        for some in [[r.slot] for r in requests] if alone else [[r.slot for r in requests]]:
+            unread = max(self.slots.unread[slot] for slot in some)
+            if unread > (runner.max_commit if drafter.reads else runner.unread - committed):
+                runner.prefill_unread(runner.slot_range(some[0], 1) if alone else group, span, unread)
                 unread = 1
-            for r in some:
-                r.unread = runner.max_commit if drafter.reads else unread + committed
+            for slot in some:
+                self.slots.unread[slot] = runner.max_commit if drafter.reads else unread + committed
 
-    def _read(self, unread: int) -> list[Event]:
-        """Read what passes have emitted, oldest first, until only `unread` passes are left."""
+    def _collect(self, in_flight: int) -> list[Event]:
+        """Return the events of finished passes, oldest first, until only `in_flight` passes are left."""
         events = []
-        while len(self._pending) > unread:
+        while len(self._pending) > in_flight:
             done = self._pending.popleft()
             logprobs = [r.sampling.logprobs if r else None for r in done.requests]
             for i, (request, emitted) in enumerate(zip(done.requests, arrived(done.emission, logprobs))):
@@ -368,7 +368,10 @@ class Engine:
     def _event(
         self, request: Request, emitted: Emitted, done: Pending, row: int, draft: Draft | None
     ) -> Event:
-        """Add what a pass emitted to a request, which leaves if that ends it. row: its row in the pass."""
+        """Append a pass's output to a request and return its event; remove the request if it has finished.
+
+        row: its row in the pass.
+        """
         now, shape, before = time.perf_counter(), done.shape, request.last
         if done.record is not None:
             self.scheduler.emitted(done.record, row, request, len(emitted.ids))
@@ -380,7 +383,7 @@ class Engine:
         if shape:
             request.accept_lengths.append(count)
             request.trees["plain" if shape.nodes == 1 else shape.name] += 1
-            request.spent["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
+            request.step_times["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
         request.finish = self._finish(request, emitted)
         if request.finish:
             text += request.flush()
@@ -406,17 +409,12 @@ class Engine:
 
     # -- warmup -------------------------------------------------------------------------------
 
-    def explain(self, noisy: bool) -> str | None:
-        """Return a line about what is drafted, if there is anything to say. noisy: at temperatures above 0.
-        """
-        return self.scheduler.describe(noisy)
-
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and let the scheduler time steps.
 
-        Default: greedy. every_length: also what prompts and sequences of every length need, in every slot,
-        with all other options: after that nothing is compiled or captured.
+        Default: greedy. every_length: cover all lengths, slots and sampling modes too, so that nothing is
+        compiled or captured later.
         """
         if check := self.self_check:
             self.self_check = None  # it overwrites the caches of all slots

@@ -16,7 +16,7 @@ Finish = Literal["stop", "length", "cache", "error"]
 
 
 class Guide(Protocol):
-    """The tokens that a grammar allows after a text, such as `tokens.grammar.Guide`."""
+    """A grammar matcher that follows one output, such as `tokens.grammar.Guide`."""
 
     error: str | None  # why the text cannot follow the grammar any more
 
@@ -24,11 +24,11 @@ class Guide(Protocol):
         """Append these ids to the text."""
 
     def mask(self, tokens: list[int], parent: list[int], into) -> None:
-        """Fill numpy's `into` [T, words] int32 with one bit per id: whether it may follow that tree node."""
+        """Fill numpy's `into` [T, words] int32: one bit for each token id that may follow each node."""
 
 
 class Score(NamedTuple):
-    """Log-probability of a token under the target, and the likeliest tokens with theirs, likeliest first."""
+    """Log-probability of a token under the target, and the top tokens with theirs, most probable first."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -69,8 +69,8 @@ class Request:
 
     watch: its events carry the drafted trees. plain: decode it without drafts. prompt_scores: a `Score` of
     each prompt token but the first, if asked for. accept_lengths: tokens emitted by each step; their mean is
-    the acceptance length τ. trees: steps by tree, "T/D/k", "N nodes" of a static one, or "plain". spent:
-    seconds of each step without drafts and without the head, and of each other one.
+    the acceptance length τ. trees: steps by tree, "T/D/k", "N nodes" of a static one, or "plain". step_times:
+    seconds of each step, "plain" (nothing drafted, head not run) or "drafted".
     """
 
     prompt: list[int]
@@ -86,7 +86,7 @@ class Request:
     scores: list[Score] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     trees: Counter[str] = field(default_factory=Counter)
-    spent: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "drafted": []})
+    step_times: dict[str, list[float]] = field(default_factory=lambda: {"plain": [], "drafted": []})
     finish: Finish | None = None
     error: str | None = None  # why it cannot go on
     stop: str | int | None = None  # the stop text, or id of `stop_token_ids`, that ended it
@@ -98,14 +98,12 @@ class Request:
     # Bookkeeping of the engine.
     slot: int = field(default=-1, repr=False)  # its row of the batch
     read: int = field(default=0, repr=False)  # prompt tokens in the caches
-    # Upper bound of committed tokens that the drafter has not read.
-    unread: int = field(default=1, repr=False)
-    acceptance: object = field(default=None, repr=False)  # of the scheduler
+    acceptance: object = field(default=None, repr=False)  # the scheduler's statistics of this request
     active: bool = field(default=True, repr=False)  # it holds a batch slot
 
     @property
     def length(self) -> int:
-        """Tokens before the root, as far as the host has read."""
+        """Committed tokens (those before the root) that the host knows of; the device may be a step ahead."""
         return len(self.prompt) + len(self.ids) - 1
 
     @property
@@ -125,8 +123,8 @@ class Request:
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Mean seconds of a step, "plain" and "drafted", from what one emitted to what the next did."""
-        return {kind: fmean(seconds) for kind, seconds in self.spent.items() if seconds}
+        """Mean seconds of a step, by "plain" and "drafted", from one step's output to the next one's."""
+        return {kind: fmean(seconds) for kind, seconds in self.step_times.items() if seconds}
 
     @property
     def tau(self) -> float:
@@ -151,7 +149,7 @@ class Request:
         return text, count
 
     def flush(self) -> str:
-        """Append and return the text that still waits for more bytes, at the end of the output."""
+        """Append and return the text still held back (for UTF-8 or stop texts) at the end of the output."""
         rest = self.stream.flush() if self.stream and self.stop is None else ""
         self.text += rest
         return rest

@@ -28,7 +28,7 @@ from tree import Tree
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
 GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
-UNREAD = 512  # most tokens of plain decoding that a head reads later
+UNREAD = 512  # most tokens decoded without the head before it must process them
 
 
 class CachesTooLarge(ValueError):
@@ -42,7 +42,7 @@ class Emission(NamedTuple):
     """
 
     parts: tuple[Tensor | list, ...]
-    copied: torch.cuda.Event | None  # that it has arrived; None: it has
+    copied: torch.cuda.Event | None  # recorded after the copy to the host; None: it is there already
 
     def wait(self) -> None:
         """Wait until it has arrived."""
@@ -60,7 +60,7 @@ class Emitted(NamedTuple):
 
 
 def batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
-    """Return the numbers of sequences that steps exist for. compiled: powers of two only."""
+    """Return the batch sizes that steps run with, ascending. compiled: powers of two and `batch` only."""
     below = (1 << i for i in range(16)) if compiled else range(1, batch)
     return *(count for count in below if count < batch), batch
 
@@ -97,26 +97,26 @@ class ModelRunner:
         self.target, self.drafter, self.batch = target, drafter, batch
         self.device_step = step_of(target)
         self._compile(compile, log)
-        # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
+        # A chunk is padded to the smallest size that holds it. Each size is compiled or captured of its own.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
 
-        # A plain drafter is its own plain one: a second would be compiled too.
-        self.follows = drafter.network is not None  # a head reads all tokens, also what it did not draft
-        self.plain = self.without_head(drafter if type(drafter) is Drafter else Drafter())
+        # If nothing drafts, reuse `drafter`: a second object would be compiled a second time.
+        self.has_head = drafter.network is not None  # it must process every token, drafted or not
+        self.plain = self.defer_head(drafter if type(drafter) is Drafter else Drafter())
         drafters = [drafter, *variants, self.plain]
         for one in drafters:
             target.check_tree(one.shape)
-        # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
-        # many rows as the widest window has.
+        # Any of these may run after any other, so buffers take the largest sizes of all. A joint tree may be
+        # deeper than the tree of the head in it.
         self._drafters = drafters
         self.max_commit = max(one.shape.max_commit for one in drafters)
         self.extra = max(one.extra_slots_after(self.max_commit) for one in drafters)
         self.slots = round_up(max_seq_len + max(self.extra, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
-        self.unread = max(min(UNREAD, self.slots), self.max_commit) if self.follows else 0
-        # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
-        # for another graph: a cache is longer than what is ever live.
+        self.unread = max(min(UNREAD, self.slots), self.max_commit) if self.has_head else 0
+        # Compiled attention slices the live slots. A slice of the whole cache would make dynamo recompile:
+        # a cache is longer than any slice.
         allocated = self.slots + (SLOT_STEP if self.compiled else 0)
         unread_bytes = batch * self.unread * width * weight.element_size()
         self.cache_bytes = self._check_memory(allocated, unread_bytes)
@@ -130,7 +130,7 @@ class ModelRunner:
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        # Nothing here refers back to the passes: their memory is free as soon as their owner is.
+        # No reference back to this runner, so that its memory is freed as soon as its owner drops it.
         self._ranges: dict[tuple[int, int], SlotRange] = {}
         self._spans: dict[int, Tensor] = {}
 
@@ -143,7 +143,7 @@ class ModelRunner:
             log(line)
 
         self.fell_back = fell_back
-        self.launch_uncompiled()
+        self.run_eagerly()
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
         self.compiled = compile and not (self.device_step.batch_invariant or self.target.is_recurrent)
         if self.compiled:
@@ -157,8 +157,8 @@ class ModelRunner:
 
             self.captured = CapturedCalls(self.device, fell_back)
 
-    def launch_uncompiled(self) -> None:
-        """Forget compiled functions and captured graphs: launch operators one by one."""
+    def run_eagerly(self) -> None:
+        """Run eagerly from now on: drop compiled functions and captured graphs."""
         def uncompiled(function: Callable) -> Callable:
             return lambda key, *args: function(*args)  # `CompiledFunction` has a graph for each key
 
@@ -184,9 +184,9 @@ class ModelRunner:
         """True if passes are compiled or captured, for few numbers of sequences."""
         return self.compiled or self.captured is not None
 
-    def without_head(self, drafter: Drafter) -> Drafter:
-        """A drafter whose steps leave features for the head to read later."""
-        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if self.follows else (), False
+    def defer_head(self, drafter: Drafter) -> Drafter:
+        """Set a drafter, in place, to store features for a later run of the head instead of running it."""
+        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if self.has_head else (), False
         return drafter
 
     def _check_memory(self, slots: int, unread_bytes: int) -> int:
@@ -206,8 +206,8 @@ class ModelRunner:
     def _pass_bytes(self) -> int:
         """Return what passes hold at most beside the caches on a GPU.
 
-        24 bytes for each logit of a tree: as computed, moved and restricted, order and mass. Captured graphs
-        keep logits and noise for each number of sequences. Then activations of the longest chunk.
+        For each logit of a tree 24 bytes: raw, penalized and restricted logits, sort order, probability mass.
+        Captured graphs keep logits and noise per batch size. Then activations of the longest chunk.
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
         logits = 24 * self.batch * max(shape.nodes for shape in shapes)
@@ -226,7 +226,7 @@ class ModelRunner:
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: those of rows, by row;
         None: no row has one.
         """
-        _ = modes.processed and group.state.processors  # allocated before it is compiled
+        _ = modes.processed and group.state.processors  # created lazily; must exist before compilation
         key, graph, committing = (drafter, span.shape[0]), (drafter, group.count), self._commit
         arguments = self.device_step, self.target, group.caches, group.drafter(drafter), group.state
         verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy)
@@ -246,7 +246,8 @@ class ModelRunner:
     def prefill(self, group: SlotRange, span: Tensor, size: int, modes: Modes | None) -> Tensor:
         """Read `size` tokens of the prompts of some sequences, from `chunk_start` on.
 
-        modes: of prompts that end there; None: none does. Returns the last states [B, size, H].
+        modes: of the requests whose prompts end in this chunk; None: no prompt does. Returns the last states
+        [B, size, H].
         """
         chunk = self.chunk_ids[size]
         if self.compiled and len(self.chunks) > 1:
@@ -261,26 +262,27 @@ class ModelRunner:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the target's logits of a whole chunk, with rows after the prompt's end: kernels exist for
-        full chunks only.
+        """Return the target's logits of a whole chunk, padding included: compiled kernels take full chunks
+        only.
         """
         with self.device_context():
             return self.target.logits(x)
 
     def prefill_unread(self, group: SlotRange, span: Tensor, unread: int) -> None:
-        """Let the drafter read what plain steps have committed, at most `unread` tokens, except the last."""
+        """Run the head over tokens that steps without it committed: at most `unread`, all but the last."""
         first = 0
         while first < unread:
             size = self.chunk_size(unread - first)
             drafter, own = group.drafter(self.drafter), self.slot_ids[:size]
             call = partial(prefill_unread, self.device_step, drafter, group.state, span, first, own)
-            self.run(group, ("behind", first, size, span.shape[0]), call)
+            self.run(group, ("prefill_unread", first, size, span.shape[0]), call)
             first += size
-        self.run(group, ("read",), group.state.keep_last_unread)
+        self.run(group, ("keep_last_unread",), group.state.keep_last_unread)
 
     def run(self, group: SlotRange, key: tuple, call: Callable):
-        """Call, on CUDA as a captured graph if the rows begin with the batch's first: else there would be one
-        for each place. key: calls of one key do the same to their rows.
+        """Run `call`, on CUDA as a captured graph if the group starts at slot 0 (not one graph per start).
+
+        key: names the work; two calls with equal keys launch the same kernels.
         """
         if self.captured and group.first == 0:
             return self.captured((*key, group.count), call, self.frozen)
@@ -288,8 +290,8 @@ class ModelRunner:
             return call()
 
     def device_context(self) -> contextlib.AbstractContextManager:
-        """A context for passes: on a GPU it is the current one, which each thread has its own of; our CPU
-        kernels have all threads.
+        """A context for passes: it makes our GPU current (each thread has its own), or gives our CPU kernels
+        all threads.
         """
         return torch.cuda.device(self.device) if self.on_cuda else self.device_step.threads()
 
@@ -302,7 +304,7 @@ class ModelRunner:
 
         All slots if attention reads the lengths itself: one graph serves every context.
         """
-        # PyTorch attends with sinks.
+        # Layers with attention sinks (gpt-oss) run in PyTorch, which needs the slice.
         if self.device_step.reads_length and self.target.layers[0].sinks is None:
             return self.slot_ids
         size = round_up(needed, SLOT_STEP)
@@ -317,7 +319,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold every sequence still: passes in this context decode nothing."""
+        """Mark every sequence as done, so that passes in this context change none (warmup, graph capture)."""
         state = self.state
         done, reading = state.done.clone(), state.reading.clone()
         state.done.fill_(True)
@@ -346,9 +348,9 @@ class ModelRunner:
 
 
 def prefill_unread(step: Step, drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
-    """Let a drafter read unread tokens: those from `first` on, as many as `own` [size] counts from 0."""
+    """Run a drafter over `size` unread tokens from number `first` on. own [size]: 0, 1, ..., size - 1."""
     size = own.shape[0]
-    # A sequence that has fewer writes where nothing is committed.
+    # A sequence with fewer unread tokens writes past its committed ones, where nothing is kept.
     start = torch.minimum(state.length - state.n_new + first, state.length)
     features = state.features[:, first : first + size]
     if short := size - features.shape[1]:

@@ -22,8 +22,8 @@ DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 class Runtime:
     """Runtime of a target and of all that drafts for it.
 
-    Without `compile` nothing needs a C++ compiler. Without it, or on a CPU without `kernels`, 16-bit text is
-    no longer bound to be that of plain decoding.
+    Without `compile` no C++ compiler is needed. In 16 bits, only our CPU kernels guarantee that speculative
+    text equals plain text.
     """
 
     device: str | None = None  # None: cuda if there is one, else cpu
@@ -60,7 +60,7 @@ class Runtime:
 
     @property
     def on_kernels(self) -> bool:
-        """True if modules run on our CPU kernels, as far as these take them."""
+        """True if the modules that our CPU kernels support run on them."""
         return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
 
     @property
@@ -80,12 +80,12 @@ class Runtime:
         device = torch.device(self.device_name)
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)
-        # Masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and slots.
+        # Disable cuDNN attention, PyTorch's first choice with a mask: it builds a plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # cuBLAS may else add parts of a sum in 16 bits.
+        # Otherwise cuBLAS may accumulate in 16 bits.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        _ = self.torch_dtype, self.isa_name
+        _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
         if self.kv not in KV_DTYPES:
             raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
         if self.kv == "int8" and not self.on_kernels:
@@ -102,7 +102,7 @@ class Runtime:
             import torch._inductor.config as settings
 
             settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
-        # torch.compile keeps its results beside our kernels: they are code, and never of a checkpoint.
+        # torch.compile's cache lies beside our compiled kernels, never inside a checkpoint folder.
         try:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(extensions.load(extensions.COMPILED)().absolute())
         except OSError as e:
@@ -113,8 +113,8 @@ def started(o, *read: object) -> contextlib.AbstractContextManager[tuple]:
     """Return a context with the runtime that a command's options ask for, and the `kernels.tp.Ranks` that
     torchrun has started, or None.
 
-    read: contents of files, on which all ranks have to agree as on the options. Raises InputError, before a
-    checkpoint is converted, on mistakes in options.
+    read: contents of files that must be equal on all ranks, like the options. Raises InputError, before a
+    checkpoint is converted, on invalid options.
     """
     use_threads(o.threads, note)
     if is_distributed():

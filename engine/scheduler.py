@@ -1,4 +1,4 @@
-"""Which drafter and which tree each step runs: the interface, and the default, always the drafter's own tree.
+"""Scheduler interface: which drafter and tree each step runs. The default: always the drafter's own tree.
 
 Schedulers that measure and learn subclass `Scheduler`. The engine calls `next` before a step, `launched` and
 `timed` after it, and `emitted` for every request when the host reads what the step emitted.
@@ -23,9 +23,9 @@ class Choice(NamedTuple):
 
     drafter: Drafter
     # Limit its tree to what reduces latency; None: draft all of it. `expand(scores, limit)` and
-    # `keep(scores)` # return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
+    # `keep(scores)` return how many nodes to expand and to keep, see `schedulers.marginal_costs`.
     costs: Any = None
-    head: bool = False  # the draft head runs by the scheduler's choice
+    head: bool = False  # True if the scheduler switched the draft head on for this step
 
 
 class Scheduler:
@@ -50,7 +50,7 @@ class Scheduler:
         """Prepare for a new request."""
 
     def next(self, requests: list[Request], group: SlotRange, slots: Tensor) -> Choice:
-        """Choose for the next step of these requests of `rows`. slots [n]: the live cache slots."""
+        """Choose what to draft for these requests, the slots of `group`. slots [n]: the live cache slots."""
         return Choice(self.runner.drafter)
 
     def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Any:
@@ -66,6 +66,4 @@ class Scheduler:
         """Time steps of the engine before requests come."""
 
     def describe(self, noisy: bool) -> str | None:
-        """Return a line about what is drafted, if there is anything to say. noisy: at temperatures above
-        0.
-        """
+        """Return one line that describes what is drafted, or None. noisy: at temperatures above 0."""

@@ -1,8 +1,8 @@
 """The slots of a batch: which request holds which, and the prefixes that free slots keep in the caches.
 
 Slots are compact: the requests that decode come first, then those whose prompts are being read, then the free
-slots. So a step runs on the first slots only. A free slot keeps its tokens. A prompt that starts like them,
-or like a running request, takes that prefix over.
+slots. So a step runs on the first slots only. A free slot keeps its KV cache: a new prompt that shares a
+prefix with it, or with a running request, reuses that part.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.request import Request
 from engine.runner import ModelRunner
 from tokens.tokenizer import common_prefix
 
-MIN_COPIED_PREFIX = 32  # tokens of another slot, beyond the prefix in a free slot, that are worth a copy
+MIN_COPIED_PREFIX = 32  # copy a prefix from another slot only if it is this many tokens longer
 
 
 class Slots:
@@ -27,7 +27,7 @@ class Slots:
         self.decoding = self.reading = 0
         self.requests: list[Request | None] = [None] * batch  # by slot, as the next three
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
-        self.unread = [1] * batch  # how many of these the drafter has not read, at most
+        self.unread = [1] * batch  # the drafter's cache lacks at most this many of a slot's last tokens
         self.used_at = [0] * batch  # when a slot was taken or released
         self._clock = 0
 
@@ -37,10 +37,10 @@ class Slots:
         return self.batch - self.decoding - self.reading
 
     def assign(self, request: Request) -> int:
-        """Give a request the first free slot, with the longest known prefix of its prompt. Returns its
-        length.
+        """Give a request the first free slot, with the longest cached prefix of its prompt in it. Returns
+        the length of that prefix.
 
-        The prefix is copied if it belongs to a running request, or if its slot holds much more than it.
+        The prefix is copied if its slot is in use, or if that slot's cache holds much more than the prefix.
         """
         first = self.decoding + self.reading
         free = range(first, self.batch)
@@ -60,10 +60,10 @@ class Slots:
         self._prefill_unread(source, shared[source])
         self.swap(taken, first)
         if source != taken:
-            now = taken if source == first else source
+            now = taken if source == first else source  # the swap may have moved the source
             for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
                 target.copy_(origin)
-        request.slot, self.requests[first], self.cached[first] = first, request, []
+        request.slot, self.requests[first], self.cached[first], self.unread[first] = first, request, [], 1
         self.reading += 1
         self._touch(first)
         return shared[source]
@@ -78,8 +78,7 @@ class Slots:
     def release(self, request: Request) -> None:
         """Free the slot of a request. The caches keep its tokens."""
         slot = request.slot
-        self.unread[slot], self.cached[slot] = request.unread, self._held(request)
-        request.active, self.requests[slot] = False, None
+        request.active, self.requests[slot], self.cached[slot] = False, None, self._held(request)
         self._touch(slot)
         if slot < self.decoding:
             self.decoding -= 1
@@ -110,7 +109,7 @@ class Slots:
         self.used_at[slot] = self._clock
 
     def _held(self, request: Request) -> list[int]:
-        """Return the tokens of a request in the target's caches and, except the unread, in the drafter's."""
+        """Return the tokens in the target's cache; the drafter's lacks the last `unread` of them, at most."""
         if request.slot >= self.decoding:
             return request.prompt[: request.read]
         return request.tokens[: max(0, request.length - 1)]
@@ -129,12 +128,10 @@ class Slots:
         """Let the drafter read what it has not read of the first `count` tokens in a slot."""
         request = self.requests[slot]
         held = self._held(request) if request else self.cached[slot]
-        unread = request.unread if request else self.unread[slot]
+        unread = self.unread[slot]
         if not self.runner.unread or count <= max(0, len(held) + 1 - unread):
             return
         span = self.runner.span(int(self.runner.state.length[slot]))
         with torch.no_grad():
             self.runner.prefill_unread(self.runner.slot_range(slot, 1), span, unread)
-        if request:
-            request.unread = 1
         self.unread[slot] = 1

@@ -28,7 +28,7 @@ def batch_buffer(
     serves all.
     """
     size, unit = prod(shape), 16 // dtype.itemsize if aligned else 1
-    padded = -(-size // unit) * unit if size > 1 else size  # kernels take single numbers as contiguous
+    padded = -(-size // unit) * unit if size > 1 else size  # kernels need [B] and [B, 1] contiguous
     rows = torch.full((batch, padded), fill, dtype=dtype, device=device)[:, :size]
     module.register_buffer(name, rows.view(batch, *shape), persistent=False)
 
@@ -43,26 +43,26 @@ def swap_rows(module: nn.Module, one: int, other: int) -> None:
 
 
 class State(nn.Module):
-    """The position of B sequences in their texts.
+    """Decoding state of B sequences: text, lengths, sampling parameters, and what the last step emitted.
 
     tokens [B, S']     prompt and output
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
     root [B, 1]        tokens[b, N], emitted but not committed
     n_new [B]          how many of the last committed tokens the drafter has not read yet
     features [B, R, F] the target's features of those, R >= W
-    limit [B]          the largest N
-    done [B]           the sequence moves no more
-    reading [B]        its prompt is not read to the end
-    plain [B]          it is decoded without drafts
+    limit [B]          the value of N at which generation stops
+    done [B]           the sequence is finished or paused: steps do not change it
+    reading [B]        its prompt is still in prefill
+    plain [B]          its steps do not draft
     stop_ids [n]       any of them ends a text
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
-    zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
+    zero [B, 1], one [B, 1, 1]   constants: parent, depth and mask of a tree that is the root alone
     out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
 
-    costs: limit the next tree, see `engine.scheduler.Choice`; None: no limit. levels: those that the head has
-    grown after the first, if it was. noise: what `Step.gumbel` keeps for its next call; all rows share it.
+    costs: limit the next tree, see `engine.scheduler.Choice`; None: no limit. levels: expansions of the last
+    tree, set only with `costs`. noise: cache of `Step.gumbel`, shared by all views.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class State(nn.Module):
         self.n_new.copy_(torch.where(where, unread, self.n_new))
 
     def keep_last_unread(self) -> None:
-        """Keep the last unread token: the drafter has read the others."""
+        """Drop the features of all unread tokens but the last: the drafter has processed them."""
         rows, width = self.features.shape[1:]
         last = (self.n_new - 1).clamp(0, rows - 1)[:, None, None].expand(-1, 1, width)
         self.features[:, :1] = self.features.gather(1, last)

@@ -35,10 +35,10 @@ GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2,
 class Step:
     """The phases of a step in PyTorch.
 
-    name: in records. batch_invariant: a token's values do not depend on the tokens computed with it, so that
-    drafted text equals plain text in 16 bits too, and steps need no torch.compile. static_shapes: no shape
-    depends on a value of a tensor, as graphs need it. reads_length: attention reads the sequences' lengths on
-    the device, so that one graph serves every context length. caches: classes of KV caches by the names of
+    name: for logs. batch_invariant: a token's values do not depend on the other tokens of the pass: drafted
+    text equals plain text in 16 bits too, and steps run without torch.compile. static_shapes: no shape
+    depends on tensor values, as graphs need it. reads_length: attention reads sequence lengths on the
+    device, so that one graph serves every context length. caches: KV cache classes by the names of
     `--kv`. quantized_at_load: by dtype, the mode that makes a 16-bit head faster here. self_check: the entry
     (`extensions.load`) of a check that runs before the first warmup.
     """
@@ -71,8 +71,7 @@ class Step:
         """Return the tree drafted for up to `batch` requests where none is given.
 
         A GPU takes the largest of GPU_TREES with which all requests together verify at most MAX_GPU_TOKENS.
-        On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a pass of the
-        head.
+        On a CPU time grows with the nodes, sooner for quantized weights, and each level costs a head pass.
         """
         if device.type == "cuda":
             return next((tree for tree in GPU_TREES if batch * tree.nodes <= MAX_GPU_TOKENS), GPU_TREES[-1])
@@ -95,7 +94,7 @@ class Step:
         return tree.visible_slots(slots, length, local)
 
     def causal_mask(self, slots: Tensor, start: Tensor, count: int):
-        """Return `mask` of `count` tokens at slots start [B] ... that see themselves and all slots before."""
+        """Return the causal mask, as `mask` has it, of `count` tokens written from slots start [B] on."""
         at = torch.arange(count, device=slots.device)
         return slots <= (start[:, None] + at)[..., None]
 
@@ -111,8 +110,8 @@ class Step:
         top, index = logits.topk(k, dim=-1)
         return top - logits.logsumexp(-1, keepdim=True), index if ids is None else ids[index]
 
-    def call(self, operation: Callable, *arguments):
-        """Run an operation on trees, or this step's method of the same name if it has one."""
+    def dispatch(self, operation: Callable, *arguments):
+        """Call this step's method named as `operation` if it has one (a kernel), else `operation`."""
         return getattr(self, operation.__name__, operation)(*arguments)
 
     # -- verify ---------------------------------------------------------------------------------
@@ -137,8 +136,8 @@ class Step:
         """Return the target's logits of its residual stream x [..., H]; of a sharded target, one shard's."""
         return target.logits(x)
 
-    def whole_logits(self, logits) -> Tensor:
-        """Return logits [..., V] of all tokens, from what `logits` returned."""
+    def gather_logits(self, logits) -> Tensor:
+        """Return logits over the whole vocabulary [..., V]: gathers the shards that `logits` returned."""
         return logits
 
     # -- sample and accept ----------------------------------------------------------------------
@@ -153,7 +152,7 @@ class Step:
     ) -> Tensor:
         """Return temperature [B] times `sampling.noise.gumbel` [B, W, V] of key [B, 2], positions [B, W].
 
-        latest: may keep the result, for the next call.
+        latest: a list in which a kernel may cache this noise for the next call.
         """
         return temperature[:, None, None] * sampling_noise.gumbel(key, positions, vocabulary)
 
@@ -185,8 +184,8 @@ class Step:
         """Emit the first `count` [B] of tokens [B, W] and keep the features of nodes `path` [B, W].
 
         caches: the target's; keys and values of the path move to the slots of committed tokens. None: they
-        are there. where [B]: sequences to change; None: those that are not done. more: the tokens join those
-        that the drafter has not read yet. Returns how many tokens were emitted [B].
+        are there. where [B]: sequences to change; None: those that are not done. more: keep the features that
+        the head has not processed yet, and append these. Returns how many tokens were emitted [B].
         """
         where = ~state.done if where is None else where
         if caches is not None:
@@ -211,7 +210,7 @@ def step_of(target: Transformer) -> Step:
 
 
 class Verified(NamedTuple):
-    """A drafted tree and what the target says about it."""
+    """A drafted tree and the target's outputs at its nodes."""
 
     tree: Tree
     logits: Tensor  # [B, T, V] at each node, see `Step.logits`
@@ -258,7 +257,7 @@ def accept_and_commit(
     and the accepted path [B, W], root first.
     """
     modes, (drafted, logits, features, noise) = Modes(*modes), verified
-    raw = step.whole_logits(logits) if modes.rare else logits
+    raw = step.gather_logits(logits) if modes.shapes_logits else logits
     shaped = shape_logits(step, raw, state, modes, drafted.tokens, drafted.ancestors)
     drafter.observe(step, state, shaped)
     chosen = step.draw(shaped, noise, drafted.depth)
@@ -278,7 +277,7 @@ def prefill(
 ) -> tuple[Tensor, Tensor | None]:
     """Run target and drafter on one chunk of every prompt: positions start [B] + chunk [C].
 
-    Tokens after a prompt's end compute nothing that is used: their slots are overwritten before they are
+    Padding after a prompt's end is harmless: its slots are overwritten before any token attends to them.
     visible. Returns the residual stream [B, C, H] and the features [B, C, F].
     """
     positions = start[:, None] + chunk
@@ -303,7 +302,7 @@ def first_token(
     row = last.clamp(0, x.shape[1] - 1)[:, None]
     noise = step.noise(state, 1, target.args.vocab_size) if modes.noisy else None
     logits = step.logits(target, pick(x, row))
-    raw = step.whole_logits(logits) if modes.rare else logits
+    raw = step.gather_logits(logits) if modes.shapes_logits else logits
     chosen = step.draw(shape_logits(step, raw, state, modes, state.root), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:

@@ -1,4 +1,4 @@
-"""Loaded targets, and the engines that are made of them."""
+"""Load a target model; build its drafter and its engine."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -43,13 +43,13 @@ def load_target(
         raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend, kernels = TORCH, runtime.compile and runtime.kernels
-    if kernels or (not on_cpu and "quantization" in config):  # which also looks for tensor cores for fp8
+    if kernels or (not on_cpu and "quantization" in config):  # on a GPU, choosing also detects fp8 support
         choose = extensions.load(extensions.STEPS)
         backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
     if model.embed.weight.dtype == torch.float16 and model.args.qkv_bias:
-        log("--dtype fp16: Qwen2's activations overflow it, which gives wrong text; use bf16 or fp32")
+        log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
-    target.put_on_kernels(model)
+    target.prepare_models(model)
     if not model.runs_on_backend and (runtime.on_kernels or (ranks is not None and on_cpu)):
         # Layers that kernels lack run in PyTorch, uncompiled.
         target = replace(target, runtime=replace(runtime, compile=False))
@@ -78,7 +78,7 @@ class Target:
         self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None,
         serves: bool = False,
     ) -> Engine:
-        """Make an engine for up to `batch` requests at a time. The more run, the smaller are their trees.
+        """Make an engine for up to `batch` concurrent requests. The larger the batch, the smaller the trees.
 
         max_seq_len: tokens of prompt and output together (default: `default_max_seq_len`). serves: compile
         steps for smaller batches too, as requests come and go. Raises InputError, one line, if the head or
@@ -110,7 +110,7 @@ class Target:
         return engine
 
     def choose_caches(self) -> None:
-        """Give the model the KV caches of `Runtime.kv`; "auto" are those that its step has given it."""
+        """Set the model's KV cache class from `Runtime.kv`; "auto" keeps the one that `prepare` chose."""
         if (kv := self.runtime.kv) != "auto":
             self.model.Caches = self.backend.caches.get(kv) or extensions.load(extensions.CACHES[kv])
 
@@ -145,17 +145,17 @@ class Target:
         """Make the guide of these options. Raises InputError if their schema or grammar cannot be used."""
         return self._grammars.guide_of(sampling)
 
-    def put_on_kernels(self, *models: torch.nn.Module, quantised: bool = False) -> None:
-        """Put models on our kernels, if this target runs there. quantised: 16-bit ones first."""
+    def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
+        """Put models on our kernels, if this target runs there. quantize: 16-bit ones first."""
         backend = self.backend
         mode = backend.quantized_at_load.get(self.model.embed.weight.dtype)
-        for model in models if quantised and mode else ():
+        for model in models if quantize and mode else ():
             own = not isinstance(model, Head) or model.args.own_lm_head
             extensions.load(extensions.QUANTIZE)(model, mode, own)
         if not backend.prepare(*models):
             self.log(
-                "parts of this model do not run on our kernels (fp16, fp8, odd sizes) but on PyTorch: slower,"
-                " and speculative text may leave plain text at near ties; --dtype bf16 suits fp16 ones"
+                "parts of this model run in PyTorch, not on our kernels (fp16, fp8, odd sizes): slower, and"
+                " speculative text may differ from plain text at near ties; --dtype bf16 suits fp16 ones"
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
@@ -164,12 +164,12 @@ class Target:
         build = partial(
             build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
             tokenizer=self.tokenizer, default_tree=default,
-            prepare=lambda *models: self.put_on_kernels(*models, quantised=drafting.int8),
+            prepare=lambda *models: self.prepare_models(*models, quantize=drafting.int8),
         )
         try:
             return build(drafting)
         except InputError as e:
             if not drafting.optional:
                 raise
-            self.log(f"--speculate auto: {e}; prompt lookup drafts alone")
+            self.log(f"--speculate auto: {e}; falling back to prompt lookup")
             return build(Drafting("lookup"))

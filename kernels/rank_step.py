@@ -58,7 +58,7 @@ class RankStep:
         """Return the logits of this rank's tokens."""
         return self.head.layer.logits(target.norm(x))
 
-    def whole_logits(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         return self.ranks.concatenate(logits, self.head.tokens)
 
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.schema import Flag, whole
 from head import HeadArgs
-from model import Linear, project
+from model import Linear, lm_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Markov(nn.Module):
     def after(self, row: Tensor, tokens: Tensor) -> Tensor:
         """Return the addition to the logits of drafts that follow tokens: float32 [..., Vd]. See
         `markov_reads`."""
-        return project(self.markov_out, self.markov_reads(row, tokens))
+        return lm_logits(self.markov_out, self.markov_reads(row, tokens))
 
     def confidence_logit(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The logit of how often drafts are accepted [...], float32.
@@ -68,4 +68,4 @@ class Markov(nn.Module):
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)
-        return project(self.confidence, row.detach())[..., 0]
+        return lm_logits(self.confidence, row.detach())[..., 0]

@@ -1,9 +1,9 @@
-"""Sampling as greedy decoding of shifted logits: the counter-based noise that shifts them, and top-k, top-p
-and min-p as masks over logits, with exact ties on every device.
+"""Sampling by the Gumbel-max trick with counter-based noise, and top-k, top-p and min-p as masks over logits,
+with exact ties on every device.
 
 The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise
 that depends on (seed of the request, t, token id) and on nothing else: not on call order, batch slot, tree
-or drafter. Softmax sampling at that temperature is exactly this (the Gumbel-max rule), and because plain and
+or drafter. Softmax sampling at that temperature is exactly this (the Gumbel-max trick), and because plain and
 speculative decoding meet the same noise at the same position they emit the same text from the same seed.
 Temperature 0 is greedy decoding.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-# Odd multipliers of a 32-bit finaliser found by search for low avalanche bias (hash-prospector). Both are
+# Odd multipliers of a 32-bit finalizer found by search for low avalanche bias (hash-prospector). Both are
 # below 2^31, so that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager
 # or compiled.
 _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
@@ -59,7 +59,7 @@ def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def uniform(key: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Numbers between 0 and 1, neither of them, [B, W, count] float32 for key [B, 2] and positions [B, W]."""
+    """Uniform numbers in (0, 1), ends excluded, [B, W, count] float32 for key [B, 2] and positions [B, W]."""
     return ((random_bits(key, positions, count).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
@@ -99,11 +99,11 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     by_rank = ordered.gather(-1, (wanted - 1).expand(*logits.shape[:2], 1))  # the last one kept
     warm = torch.where(temperature > 0, temperature, 1.0).view(per_row)
     below = torch.where(ordered >= by_rank, ordered, float("-inf")) - ordered[..., :1]  # at most 0
-    # In whole 2^-32 of the top-1 token's weight: such sums do not depend on the order, nor the cut on who
-    # computes it. Logits themselves, divided by a tiny temperature, would overflow.
+    # Integer masses, in units of 2^-32 of the top-1 token's: integer sums do not depend on their order, so
+    # all devices cut at the same token. Logits divided by a tiny temperature would overflow.
     mass = ((below / warm).exp().double() * 2.0**32).long().cumsum(-1)
     need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
     by_mass = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
-    by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # 1 keeps also what weighs nothing
+    by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # top_p 1 keeps zero mass too
     keep = (logits >= by_rank) & (logits >= by_mass) | (temperature == 0).view(per_row)
     return torch.where(keep, logits, float("-inf"))

@@ -15,7 +15,7 @@ MAX_LOGPROBS = 20  # alternatives per token
 MAX_BIAS = 100.0
 MAX_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]  # not strict: in JSON's objects it is a text
+TokenId = Annotated[int, Field(ge=0)]  # not strict: JSON objects have strings as keys
 Stops = Annotated[tuple[Stop, ...], Field(max_length=MAX_STOPS)]
 
 
@@ -24,18 +24,18 @@ class Sampling:
     """The sampling options of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
     First `logit_bias` (pairs of a token id and a number) is added to the target's logits.
-    Then tokens that the text holds already are penalised: `repetition_penalty` divides what is positive and
-    multiplies what is negative, for tokens of prompt and output (1: off); `frequency_penalty` is taken away
-    once for each time that the output holds a token, `presence_penalty` once if it holds it (0: off).
+    Then tokens that the text already has are penalized: `repetition_penalty` divides positive logits and
+    multiplies negative ones, for tokens of prompt and output (1: off); `frequency_penalty` is subtracted once
+    for each occurrence in the output, `presence_penalty` once if there is any (0: off).
     Then top_k applies, then top_p on what remains, both on softmax(logits / temperature), then min_p: tokens
     less than min_p times as probable as the top-1 token are left out.
 
-    stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
-    token, and of the top ones, this many, as the target has them before any of the above; None: none.
-    json_schema: what the output is to fit, as JSON or a dictionary. limits: `tokens.limits: Limits`, such as
-    a grammar or words that must not come. Tokens that break them are masked before all that. Numbers may be
+    stop: texts that end the output and are not part of it. logprobs: also return the log-probability of each
+    token, and of this many top tokens, before all of the above; None: do not.
+    json_schema: a schema that the output must fit, as JSON or a dictionary. limits: `tokens.limits: Limits`,
+    such as a grammar or banned words. Forbidden tokens are masked before all of the above. Numbers may be
     numpy's.
-    Raises ValueError on values that cannot be.
+    Raises ValueError on invalid values.
     """
 
     max_new_tokens: whole(1) = 256
@@ -88,14 +88,14 @@ FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True
 
 
 class Modes(NamedTuple):
-    """Additions to greedy decoding that requests of the batch need."""
+    """Which sampling features the requests of a step use. Each combination may be a compiled graph."""
 
-    noisy: bool = False  # draws: a temperature is above 0
-    restricted: bool = False  # by top-k or top-p
-    cuts_min_p: bool = False  # by min_p
-    adjusted: bool = False  # moves logits: by penalties, or a bias
-    scored: bool = False  # gives log-probabilities
-    guided: bool = False  # by a grammar, which the host looks after
+    noisy: bool = False  # some temperature is above 0
+    restricted: bool = False  # some top-k or top-p
+    cuts_min_p: bool = False  # some min_p
+    adjusted: bool = False  # some penalty or logit bias
+    scored: bool = False  # some log-probabilities are asked for
+    guided: bool = False  # some grammar, whose masks the host computes
 
     @property
     def processed(self) -> bool:
@@ -103,14 +103,14 @@ class Modes(NamedTuple):
         return self.adjusted or self.scored or self.guided
 
     @property
-    def rare(self) -> bool:
-        """True if more is needed than the best token with its noise."""
+    def shapes_logits(self) -> bool:
+        """True if a step does more with the logits than argmax(logits + noise)."""
         return any(self[1:])
 
     @classmethod
     def of_requests(cls, samplings: Sequence[Sampling], compiled: bool = False) -> Modes:
-        """Return the modes for these requests. compiled: switch all rare modes on if any is, as where each
-        combination has to be compiled.
+        """Return the modes for these requests. compiled: if one rare mode is needed, switch on all, so that
+        fewer combinations are compiled.
         """
         noisy = any(s.temperature > 0 for s in samplings)
         modes = cls(
@@ -119,9 +119,9 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.is_guided for s in samplings),
         )
-        return cls.every(noisy) if compiled and modes.rare else modes
+        return cls.every(noisy) if compiled and modes.shapes_logits else modes
 
     @classmethod
     def every(cls, noisy: bool) -> Modes:
-        """Return all modes at once. noisy: those of drawing, too."""
+        """Return all modes. noisy: with temperature, top-k, top-p and min-p too."""
         return cls(noisy, noisy, noisy, True, True, True)

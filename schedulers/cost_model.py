@@ -50,7 +50,7 @@ MAX_TREES = NetworkDrafter.max_trees
 REQUEST_DECAY, GLOBAL_DECAY = 0.98, 0.998
 PRIOR_STEPS = 12.0  # weight of the initial value of a ratio, in steps
 INITIAL_SPEEDUP = 1.3  # `Acceptance.with_head` before the first measurement
-# Limit of `with_head` / `without_head` in a new request, at least 1. A few steps show whether it differs.
+# Limit of `with_head` / `defer_head` in a new request, at least 1. A few steps show whether it differs.
 MAX_INITIAL_RATIO = 1.5
 MIN_CONFIDENCE = 0.5  # of a new request
 PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves the confidence towards 1: text changes
@@ -81,26 +81,26 @@ def pooled(ratios: Iterable[Ratio]) -> float:
 class Acceptance:
     """Tokens that the steps of one request emit, or those of all requests.
 
-    with_head, without_head: tokens emitted in the time of a plain step, by steps with the head and by those
-    without it. without_head is above 1 where prompt lookup drafts. confidence, headless_confidence: accepted
+    with_head, defer_head: tokens emitted in the time of a plain step, by steps with the head and by those
+    without it. defer_head is above 1 where prompt lookup drafts. confidence, headless_confidence: accepted
     drafts / drafts that their scores predict, with the head and without.
     """
 
     def __init__(
-        self, with_head: float = INITIAL_SPEEDUP, without_head: float = 1.0, confidence: float = 1.0,
+        self, with_head: float = INITIAL_SPEEDUP, defer_head: float = 1.0, confidence: float = 1.0,
         headless_confidence: float = 1.0, memory: float = GLOBAL_DECAY,
     ):
-        self.with_head, self.without_head = Ratio(with_head, memory), Ratio(without_head, memory)
+        self.with_head, self.defer_head = Ratio(with_head, memory), Ratio(defer_head, memory)
         self.confidence = Ratio(confidence, memory)
         self.headless_confidence = Ratio(headless_confidence, memory)
 
     def next(self) -> Acceptance:
         """Return the prior of a new request. It may be easier or harder than others."""
-        without_head = self.without_head.value
-        with_head = min(max(self.with_head.value, without_head), MAX_INITIAL_RATIO * without_head)
+        defer_head = self.defer_head.value
+        with_head = min(max(self.with_head.value, defer_head), MAX_INITIAL_RATIO * defer_head)
         confidence = max(self.confidence.value, MIN_CONFIDENCE)
         headless_confidence = max(self.headless_confidence.value, MIN_CONFIDENCE)
-        return Acceptance(with_head, without_head, confidence, headless_confidence, REQUEST_DECAY)
+        return Acceptance(with_head, defer_head, confidence, headless_confidence, REQUEST_DECAY)
 
     def record(self, head: bool, emitted: int, relative_cost: float | None, expected: float | None) -> None:
         """Add a step, as in `Tuner.record`."""
@@ -110,7 +110,7 @@ class Acceptance:
             else:
                 ratio.record(PRIOR_DECAY, PRIOR_DECAY)
         if relative_cost is not None:
-            (self.with_head if head else self.without_head).record(emitted, relative_cost)
+            (self.with_head if head else self.defer_head).record(emitted, relative_cost)
             if not head:
                 self.with_head.record(PRIOR_DECAY * self.with_head.value, PRIOR_DECAY)
 
@@ -192,7 +192,7 @@ class Tuner:
         if not self._costs and self.assumed is None:
             return None
         confidence = [r.acceptance.headless_confidence.value for r in requests]
-        speed = pooled(r.acceptance.without_head for r in requests)
+        speed = pooled(r.acceptance.defer_head for r in requests)
         return self._marginal(requests, count, shape, speed, confidence)
 
     def _marginal(
@@ -228,9 +228,9 @@ class Tuner:
             self._hold_steps -= 1
             return self._choice
         with_head = pooled(r.acceptance.with_head for r in requests)
-        without_head = pooled(r.acceptance.without_head for r in requests)
+        defer_head = pooled(r.acceptance.defer_head for r in requests)
         margin = 1.0 if drafts is None else 1 / SWITCH_RATIO if drafts else SWITCH_RATIO
-        drafts = self._drafts[key] = with_head > margin * without_head
+        drafts = self._drafts[key] = with_head > margin * defer_head
         self._hold_steps, min_confidence = (DRAFT_HOLD_STEPS if drafts else PLAIN_HOLD_STEPS) - 1, 0.0
         if drafts:
             self._plain_steps[noisy], self._probe_interval[noisy] = 0, MIN_PROBE_INTERVAL
@@ -244,7 +244,7 @@ class Tuner:
         self._choice = Plan(shape) if drafts else None
         if drafts and self.cuts:
             confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
-            speed = max(with_head, without_head)
+            speed = max(with_head, defer_head)
             self._choice = Plan(shape, self._marginal(requests, count, shape, speed, confidence))
         return self._choice
 
@@ -392,7 +392,7 @@ class CostScheduler(Scheduler):
         self.counts = sorted({engine.batch_sizes[0], engine.batch})  # numbers of sequences that are timed
         # A compiled step has a tree of one size, and so have some drafters: then it is on or off.
         headless = headless_of(drafter) if self.tuner.cuts and not runner.on_cuda else None
-        self.headless = headless if headless in (None, drafter) else runner.without_head(copy.copy(headless))
+        self.headless = headless if headless in (None, drafter) else runner.defer_head(copy.copy(headless))
         switched = drafter.network is not None or not self.tuner.cuts
         self.trees = {shape: with_tree(drafter, shape) for shape in self.tuner.shapes if switched}
 
@@ -452,7 +452,7 @@ class CostScheduler(Scheduler):
 
 def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
     """Return the drafter with trees of another shape, if it grows them."""
-    return drafter.with_tree(shape) if drafter.grown else drafter
+    return drafter.with_tree(shape) if drafter.resizable_part else drafter
 
 
 def headless_of(drafter: Drafter) -> Drafter | None:
@@ -476,7 +476,7 @@ def schedule(
             return drafter, None
         shapes = drafter.shape, drafter.shape
         return drafter, CostScheduler(Tuner(shapes, costs=NOMINAL_COSTS))
-    grown, fixed = drafter.grown, (drafter.shape, drafter.shape)
+    grown, fixed = drafter.resizable_part, (drafter.shape, drafter.shape)
     if static:
         tuned = tree == "auto" and grown is not None
         return drafter, CostScheduler(Tuner(fixed, cuts=False)) if tuned else None

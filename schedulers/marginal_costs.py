@@ -54,4 +54,4 @@ class MarginalCosts(NamedTuple):
         """Return the nodes of a proposed tree that are worth their cost. step: an `engine.step.Step`."""
         scores, tokens, parents = (x[:, 1:] for x in (tree.scores.float(), tree.tokens, tree.parent - 1))
         nodes = tree.tokens.shape[1]
-        return step.call(best_below, tree.tokens[:, 0], scores, tokens, parents, nodes, nodes - 1, self)
+        return step.dispatch(best_below, tree.tokens[:, 0], scores, tokens, parents, nodes, nodes - 1, self)

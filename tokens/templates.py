@@ -1,7 +1,7 @@
 """Chat templates: rendering one, and hiding the control tokens that a user typed.
 
-A template runs in this process, in jinja's immutable sandbox. We trust the user's checkpoints not to run
-for ever.
+A template runs in this process, in jinja's immutable sandbox. We trust the user's checkpoints not to loop
+forever.
 """
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from common.errors import InputError, one_line
 from tokens.files import Template
 
 PLAIN, ROLES = {"role", "content"}, ("system", "user", "assistant")
-JOINED = 64  # longest control token, in characters, whose end is searched for at the start of a text
+MAX_SPLIT_TOKEN = 64  # ends of special tokens up to this long are hidden at a message's start, too
 
 
-def ready(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
-    """Return messages and variables as chat templates take them; plain ones do not need `tokens.messages`."""
+def normalize_messages(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
+    """Return messages and variables as templates take them. Plain messages skip `tokens.messages`."""
     is_plain = (m.keys() == PLAIN and m["role"] in ROLES and type(m["content"]) is str for m in messages)
     if all(is_plain) and "continue_final_message" not in variables:
         return messages, variables
@@ -57,8 +57,9 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    extensions = ["jinja2.ext.loopcontrols", _Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
     environment.filters["tojson"] = _tojson  # jinja's own escapes <, > and & for HTML
     environment.globals.update(raise_exception=_raise, strftime_now=lambda fmt: datetime.now().strftime(fmt))
     return environment.from_string(template)
@@ -75,15 +76,15 @@ def _raise(message: str):
 class ControlTokenMask:
     """Hides control tokens in messages from the search for the control tokens of the template.
 
-    A private character replaces the first character of a control token in a text, of the start of one at the
-    text's end, and of the end of one at its start. Templates trim, split and test the messages. A single
-    character survives that, and the original takes its place again after the search. A template that takes
-    words out of the middle of a text, or writes it in other letters, can still make a control token.
+    In a message, a private-use character replaces the first character of each special token, also of one that
+    the message begins or ends in the middle of. Templates trim, split and test messages: a single character
+    survives that, and is put back after the search. A template that cuts words out of a message, or changes
+    their case, can still make a special token.
     """
 
     def __init__(self, control: Collection[str], template: str):
         self._control, self._longest = tuple(control), max(map(len, control), default=0)
-        self._ends = {t[i:] for t in control if len(t) <= JOINED for i in range(1, len(t))}
+        self._ends = {t[i:] for t in control if len(t) <= MAX_SPLIT_TOKEN for i in range(1, len(t))}
         self._hidden = sorted({text[0] for texts in (control, self._ends) for text in texts})
         self._used = set(template).union(*control)
         # Sorted, tokens that start alike stand together: the regular expression tests their start once.
@@ -91,7 +92,7 @@ class ControlTokenMask:
         self._pattern = re.compile("(?=" + ("|".join(f"(?:{words})" for words in groups) or "(?!)") + ")")
 
     def hide(self, given: object) -> tuple[object, dict[int, str]]:
-        """Return `given`, lists and dictionaries of texts, with masks, and the table that takes them away.
+        """Return `given`, nested lists and dictionaries, with masked texts, and the table that unmasks them.
 
         The table is for `str.translate`.
         """
@@ -117,7 +118,8 @@ class ControlTokenMask:
         for at in range(max(0, end - self._longest), end):
             if text[at] in masks and any(t.startswith(text[at:end]) for t in self._control):
                 positions.add(at)
-        if any(text[begin:to] in self._ends for to in range(begin + 1, min(end, begin + JOINED) + 1)):
+        last = min(end, begin + MAX_SPLIT_TOKEN)
+        if any(text[begin:to] in self._ends for to in range(begin + 1, last + 1)):
             positions.add(begin)
         parts, done = [], 0  # one character replaces one: positions stay
         for at in sorted(positions):

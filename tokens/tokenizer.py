@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Control tokens never come out of messages of a chat. `tokens.templates.ControlTokenMask` hides those that the
-messages spell, and they are searched for a second time without the mask: if there are others then, ids are
-put in for those of the template alone.
+Chat messages never produce special tokens: `tokens.templates.ControlTokenMask` hides those that they spell.
+If the text without the mask has more of them than with it, stand-ins mark the template's own, and the rest is
+encoded as plain text.
 
 Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
 and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
@@ -75,7 +75,7 @@ class Finder:
     def find(self, text: str, normalized: bool = True) -> list[tuple[int, int, int]]:
         """Return the tokens: where they and the white space that they strip begin and end, and their ids.
 
-        normalized: also those that the text spells in another way, which the normalizer brings to theirs.
+        normalized: also spellings that match a token only after the normalizer has changed them.
         """
         found = self._model.encode(text)
         spans = ((*span, *self._found[i]) for span, i in zip(found.offsets, found.ids) if i in self._found)
@@ -124,9 +124,9 @@ class JsonBackend:
         return model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
-        """Return the ids of a text whose control tokens are these of `Finder.find`; it may spell others.
+        """Encode a text in which only these spans (of `Finder.find`) are special tokens; others stay text.
 
-        The library gets a stand-in for each of them, a string that no text contains.
+        A stand-in that occurs in no text replaces each span.
         """
         starts = [0, *(end for _, end, _ in spans)]
         cut = "".join(text[start:begin] + self._stand_ins[i] for start, (begin, _, i) in zip(starts, spans))
@@ -154,7 +154,7 @@ class Tokenizer:
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
-    Nothing changes after loading, so any number of threads may use one tokenizer. A stream belongs to one.
+    Nothing changes after loading, so threads may share a tokenizer, but not a `TextStream`.
     """
 
     def __init__(self, folder: Path, encoder: str):
@@ -196,7 +196,7 @@ class Tokenizer:
         """Return the token ids of a text.
 
         bos: put BOS in front, if the model wants one and the text does not start with it.
-        parse_special: control tokens spelled out in the text count as such; true for texts that are written
+        parse_special: encode special tokens in the text as such; true for texts that are written
         for the model, such as a raw prompt or a rendered chat template.
         at_most: raise PromptTooLong, before the work, if there are certainly more ids. Raises InputError if
         the library fails.
@@ -208,7 +208,7 @@ class Tokenizer:
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
 
     def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
-        """Return the token ids of a conversation up to where the assistant begins to speak.
+        """Apply the chat template and return the token ids, ending with the generation prompt.
 
         messages: {"role", "content"} dictionaries, in any form that `tokens.messages: ready` reads. BOS is
         there if the template writes it. The template gets `variables`, such as `enable_thinking`, or
@@ -217,7 +217,8 @@ class Tokenizer:
         Nothing in messages or variables becomes a control token. at_most: see `encode`. Raises InputError if
         there is no template, it refuses the messages, or a content is no text.
         """
-        (hidden, more), originals = self._mask.hide(load(CHAT_TEMPLATES).ready(messages, variables))
+        normalized = load(CHAT_TEMPLATES).normalize_messages(messages, variables)
+        (hidden, more), originals = self._mask.hide(normalized)
         rendered = self.render(hidden, **more).encode("utf-8", "replace").decode()
         self._check_size(rendered, at_most)
         text, find = rendered.translate(originals), self._backend.finder.find
@@ -269,8 +270,8 @@ class Tokenizer:
         """Return a decoder that takes ids as they come. See `TextStream`."""
         return TextStream(self, shown, continues)
 
-    def output(self, sampling, shown: Collection[int] = (), continues: bool = False):
-        """Return a `TextStream`, or the `tokens.stops.StopStream` of an output that stop texts may end."""
+    def output_stream(self, sampling, shown: Collection[int] = (), continues: bool = False):
+        """Return a `TextStream`, or a `tokens.stops.StopStream` if stop texts or limits may end it."""
         stream, stops, limits = self.stream(shown, continues), sampling.stop, sampling.limits
         return load(STOP_TEXTS).StopStream(stream, stops, limits) if stops or limits else stream
 
@@ -297,8 +298,8 @@ class TextStream:
     """A decoder: ids in, text out once it is certain.
 
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
-    `Tokenizer`; but the bytes of control tokens that are `shown` are their names. continues: another text, so
-    that its first space is one.
+    `Tokenizer`. shown: ids of special tokens to write out by name. continues: the output continues a text:
+    keep its first space.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = (), continues: bool = False):

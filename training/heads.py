@@ -158,7 +158,7 @@ def new_head(
             head.fc.weight.mul_(0.3)
             head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
             if args.own_lm_head:
-                head.lm_head.weight.copy_(target.lm_rows.float().cpu()[draft_ids.cpu()])
+                head.lm_head.weight.copy_(target.lm_head_weight.float().cpu()[draft_ids.cpu()])
                 head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
         _lend(head, target, taken)
     head.draft_ids.copy_(draft_ids)
@@ -179,10 +179,10 @@ def _taken(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str, Ten
     for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
         others: Tensor | float = 0.0
         if name == "lm_head.weight":
-            others = _predicted(target.lm_rows.detach().float().cpu(), held, taken[name])[draft_ids]
+            others = _predicted(target.lm_head_weight.detach().float().cpu(), held, taken[name])[draft_ids]
         taken[name] = torch.where(known, taken[name][places], others)
     if "lm_head.weight" not in taken and len(draft_ids) < len(held):  # it had the target's
-        taken["lm_head.weight"] = target.lm_rows.detach().float().cpu()[draft_ids]
+        taken["lm_head.weight"] = target.lm_head_weight.detach().float().cpu()[draft_ids]
     return taken
 
 

@@ -153,14 +153,14 @@ class Eagle3Objective(Objective):
 
     def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
         super().__init__(target, head, head.args.drafts or steps or STEPS, **more)
-        self.lm_rows = target.lm_rows[head.draft_ids]
+        self.lm_head_weight = target.lm_head_weight[head.draft_ids]
 
     def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):
         args = self.head.args
         features = (states.features / self.scale).to(states.features.dtype)
         with self.autocast():
             x = self.run(self.head, batch, features, len(batch.scored))
-        teacher = F.linear(batch.after(states.normed), self.lm_rows)
+        teacher = F.linear(batch.after(states.normed), self.lm_head_weight)
         weight, rows, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
         if getattr(args, "markov_rank", 0):  # one product with both lm_heads: their sum is the logits
             with self.autocast():
@@ -242,10 +242,10 @@ class Eagle1Objective(Objective):
         with self.autocast():
             guess = self.run(self.head, batch, read)
         features, weight = batch.after(states.normed), self.weights(batch, scored)
-        lm_rows = self.head.lm_head.weight
+        lm_head_weight = self.head.lm_head.weight
         distance = F.smooth_l1_loss(guess.float(), features[batch.shifted].float(), reduction="none").mean(-1)
         token_loss, _, right = DraftLoss.apply(
-            guess, lm_rows, F.linear(features, lm_rows), batch.shifted, weight
+            guess, lm_head_weight, F.linear(features, lm_head_weight), batch.shifted, weight
         )
         return (distance * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, right)
 

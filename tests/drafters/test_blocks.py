@@ -68,7 +68,7 @@ def test_the_layout_of_speculators(golden, models, tmp_path):
         "sample_from_anchor": False, "transformer_layer_config": config,
     }
     ids = torch.arange(0, 270, 3)
-    tensors |= {"lm_head.weight": models[0].lm_rows[ids].clone(), "d2t": ids - torch.arange(90)}
+    tensors |= {"lm_head.weight": models[0].lm_head_weight[ids].clone(), "d2t": ids - torch.arange(90)}
     write_head(tmp_path / "theirs", tensors, theirs)
     folder = convert(tmp_path / "theirs", tmp_path / "again", golden, quiet=True, dtype="fp32")
     again = load_head(folder, models[0])

@@ -78,7 +78,7 @@ def reference(t: dict[str, Tensor], label: str, target, ids: list[int], theta: f
             again, block, lm_head = blocks, f"{k}.0.", f"{k}.{blocks}"
         for _ in range(again):
             x = x + F.silu(linear(x, f"{block}linear"))
-        logits = linear(x, lm_head) if f"{lm_head}.weight" in t else target.lm_rows @ x
+        logits = linear(x, lm_head) if f"{lm_head}.weight" in t else target.lm_head_weight @ x
         tokens[path] = int(logits.topk(path[-1] + 1).indices[-1])
     return [tokens[path] for path in ((), *TREE.paths)]
 

@@ -62,7 +62,7 @@ def on_kernels(request, golden):
     assert target.model.runs_on_backend and target.backend.batch_invariant
 
     def prepare(*models):
-        target.put_on_kernels(*models, quantised=True)
+        target.prepare_models(*models, quantize=True)
 
     def make(name: str) -> Engine:
         heads = [load_head(golden / kind, target.model, kind) for kind in ("eagle3", "eagle")]

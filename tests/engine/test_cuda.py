@@ -53,8 +53,8 @@ def test_text_is_plain_text(subject, name):
     for kind in ("eagle3", "eagle"):
         if (target.checkpoint / kind).is_dir():
             heads[kind] = load_head(target.checkpoint / kind, target.model, kind)
-            target.put_on_kernels(heads[kind])
-    drafter = make_drafter(name, target.model, heads.get("eagle3"), heads.get("eagle"), target.put_on_kernels)
+            target.prepare_models(heads[kind])
+    drafter = make_drafter(name, target.model, heads.get("eagle3"), heads.get("eagle"), target.prepare_models)
     engine = Engine(target.model, drafter, **OPTIONS)
     for samplings, plain in zip(SAMPLINGS, written):
         texts = engine.generate(prompts, samplings)

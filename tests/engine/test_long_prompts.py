@@ -49,7 +49,7 @@ def last_chunk(length: int, on_kernels: bool) -> Made:
     request = engine.admit([7] * length, Sampling(1))
     request.read = length - CHUNK
     with Made() as made:
-        engine._read_prompts()
+        engine._prefill_chunk()
     assert engine.state.n_new.tolist() == [1]  # the prompt has been read, and gave a token
     return made
 

@@ -74,7 +74,7 @@ def published(label: str, target: Transformer, draft: int | None = None):
     }
     if "embed_tokens.weight" in tensors:  # DeepSpec's are copies
         tensors["embed_tokens.weight"] = target.embed.weight.clone()
-        tensors["lm_head.weight"] = target.lm_rows.clone()
+        tensors["lm_head.weight"] = target.lm_head_weight.clone()
     if draft:
         ids = torch.randperm(V, generator=g)[:draft].sort().values
         tensors["d2t"] = ids - torch.arange(draft)
@@ -87,7 +87,7 @@ class Reference:
     def __init__(self, tensors: dict[str, Tensor], config: dict, target: Transformer):
         self.t, self.target = tensors, target
         self.config = config | config.get("dflash_config", {})
-        self.lm_head = tensors.get("lm_head.weight", target.lm_rows)
+        self.lm_head = tensors.get("lm_head.weight", target.lm_head_weight)
         self.ids = torch.arange(len(self.lm_head)) + tensors.get("d2t", 0)
 
     def norm(self, x: Tensor, name: str) -> Tensor:

@@ -57,7 +57,7 @@ def guessing_heads(
         for stack in head.stacks:
             if stack[0].skip is not None:
                 stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
-        head.lm_head.weight.copy_(target.lm_rows[draft_ids].float().cpu())
+        head.lm_head.weight.copy_(target.lm_head_weight[draft_ids].float().cpu())
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.weight.device)
     head.use_target(target)

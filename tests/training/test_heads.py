@@ -61,10 +61,10 @@ def test_another_vocabulary(models):
     target, _ = models
     head, ids = made(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
     head.lm_head.weight.data = 0.5 * head.lm_head.weight.roll(1, 1)  # for states of its own
-    turn = torch.linalg.lstsq(target.lm_rows[::2].double(), head.lm_head.weight.double()).solution
+    turn = torch.linalg.lstsq(target.lm_head_weight[::2].double(), head.lm_head.weight.double()).solution
     begun, known = new_head(target, "dspark", ids, MARKOV, 1, head), ids % 2 == 0
     assert torch.equal(begun.draft_ids, ids) and begun.args.draft_vocab_size == 5
-    foreseen = (target.lm_rows[ids].double() @ turn).float()
+    foreseen = (target.lm_head_weight[ids].double() @ turn).float()
     torch.testing.assert_close(begun.lm_head.weight[~known], foreseen[~known], rtol=0, atol=2e-3)
     for name in "lm_head", "markov_out":
         rows, old = (getattr(x, name).weight for x in (begun, head))
