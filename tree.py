@@ -133,7 +133,7 @@ class Growth:
         self.parents.append(self.beam_flat[..., None].expand_as(tokens).flatten(1))
 
     @property
-    def last_unread(self) -> tuple[Tensor, Tensor, Tensor, int]:
+    def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """For a kernel: scores and tokens [B, R*k] of the newest children, `beam_sees`, and `size`."""
         return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
 

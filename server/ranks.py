@@ -1,6 +1,6 @@
 """A server on several ranks: the first one has the requests, the others repeat what it does with its engine.
 
-Decoding changes an engine through three methods only: admit, step, leave. The first rank sends each call to
+Decoding changes an engine through three methods only: admit, step, remove. The first rank sends each call to
 the others before it makes it. The result is the same everywhere, since no rank decides by time.
 """
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Leader:
 
     def remove(self, request: Request) -> None:
         if request.active:
-            with self._together("leave", request.slot):
+            with self._together("remove", request.slot):
                 self.engine.remove(request)
 
     def step(self) -> list[Event]:
@@ -107,7 +107,7 @@ def follow(engine: Engine, channel: Channel) -> None:
         if name == "admit":
             prompt, sampling, options = arguments
             engine.admit(prompt, sampling, **options)
-        elif name == "leave":
+        elif name == "remove":
             # Engines that get the same calls have the same places.
             engine.remove(next(request for request in engine.requests if request.slot == arguments[0]))
         else:

@@ -137,7 +137,7 @@ class Worker(threading.Thread):
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
         except EngineLost as e:  # torchrun ends this process
             self.failed = f"{GOING_DOWN}: {e}"
-        except Exception as e:  # requests cannot even leave: a device that has failed
+        except Exception as e:  # not even removing a request works: the device has failed
             self.failed = f"decoding cannot go on ({first_line(e)}); see the server's log"
             note(f"error: {self.failed}")
         self._refuse_all(Refusal(503, self.failed or GOING_DOWN))

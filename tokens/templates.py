@@ -21,7 +21,7 @@ from common.errors import InputError, one_line
 from tokens.files import Template
 
 PLAIN, ROLES = {"role", "content"}, ("system", "user", "assistant")
-MAX_SPLIT_TOKEN = 64  # ends of special tokens up to this long are hidden at a message's start, too
+MAX_SPLIT = 64  # ends of special tokens up to this long are hidden at a message's start, too
 
 
 def normalize_messages(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
@@ -57,9 +57,8 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
+    tags = ["jinja2.ext.loopcontrols", _Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=tags)
     environment.filters["tojson"] = _tojson  # jinja's own escapes <, > and & for HTML
     environment.globals.update(raise_exception=_raise, strftime_now=lambda fmt: datetime.now().strftime(fmt))
     return environment.from_string(template)
@@ -84,7 +83,7 @@ class ControlTokenMask:
 
     def __init__(self, control: Collection[str], template: str):
         self._control, self._longest = tuple(control), max(map(len, control), default=0)
-        self._ends = {t[i:] for t in control if len(t) <= MAX_SPLIT_TOKEN for i in range(1, len(t))}
+        self._ends = {t[i:] for t in control if len(t) <= MAX_SPLIT for i in range(1, len(t))}
         self._hidden = sorted({text[0] for texts in (control, self._ends) for text in texts})
         self._used = set(template).union(*control)
         # Sorted, tokens that start alike stand together: the regular expression tests their start once.
@@ -118,8 +117,7 @@ class ControlTokenMask:
         for at in range(max(0, end - self._longest), end):
             if text[at] in masks and any(t.startswith(text[at:end]) for t in self._control):
                 positions.add(at)
-        last = min(end, begin + MAX_SPLIT_TOKEN)
-        if any(text[begin:to] in self._ends for to in range(begin + 1, last + 1)):
+        if any(text[begin:to] in self._ends for to in range(begin + 1, min(end, begin + MAX_SPLIT) + 1)):
             positions.add(begin)
         parts, done = [], 0  # one character replaces one: positions stay
         for at in sorted(positions):

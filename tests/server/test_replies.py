@@ -177,7 +177,7 @@ def test_lines_of_a_stream_are_lines_to_every_client(tmp_path):
 
 
 @pytest.mark.parametrize("gone, answers", (
-    (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: requests cannot even leave
+    (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: not even removing a request works
 ), ids=("fails", "gone"))
 def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, gone, answers):
     """A bug ends the requests that run; three in a row end all."""
@@ -188,7 +188,7 @@ def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, gone, answers):
         return fail() if next(left) == 500 else Engine.step(worker.engine)
 
     left, (worker, client) = iter(answers), started(tmp_path, "x")
-    worker.engine.step, worker.engine.leave = step, fail if gone else worker.engine.leave
+    worker.engine.step, worker.engine.remove = step, fail if gone else worker.engine.remove
     found = [client.post("/v1/chat/completions", json=BODY) for _ in answers]
     assert [answer.status_code for answer in found] == answers and client.get("/health").status_code == 503
     assert "the device is gone" in found[0].json()["error"]["message"]

@@ -23,7 +23,7 @@ def lowest(logits, *restrictions):
 
 
 @pytest.fixture
-def passes(device, backend, monkeypatch):
+def runner(device, backend, monkeypatch):
     """ModelRunner of a random target and a head in int8, for two requests."""
     if INTERPRETED:  # slowly
         monkeypatch.setattr(attention, "gpu_of", lambda device: gpu_of(device)._replace(multiprocessors=1))
