@@ -82,7 +82,7 @@ class LLM:
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
-        return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
+        return encode(self.tokenizer, as_python(prompt), room=self.engine.room, **options)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,

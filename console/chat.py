@@ -38,7 +38,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         except (EOFError, KeyboardInterrupt):
             return 0
         command = line.rstrip()
-        if command == "/exit":
+        if command in ("/exit", "/quit"):
             return 0
         if command == "/reset":
             messages = list(opening)
@@ -49,7 +49,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         messages.append({"role": "user", "content": line})
         requests: list[Request] = []
         try:
-            ids = encode(tokenizer, messages, room=engine.max_seq_len)
+            ids = encode(tokenizer, messages, room=engine.room)
             show(engine.run([ids], [sampling], requests), tokenizer)
             if requests[0].error:
                 raise ValueError(requests[0].error)

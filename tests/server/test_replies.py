@@ -27,6 +27,7 @@ class Engine:
     """An engine that writes one text, a token a step."""
 
     batch, window, max_seq_len, busy, passes = 1, 1, 1000, False, SimpleNamespace(fallbacks=())
+    room = 1000, 1000
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1
