@@ -49,6 +49,7 @@ def parser() -> Options:
 def add_prompts(p: Options) -> None:
     """Add the options of prompts."""
     add = p.add_argument_group("prompts").add_argument
+    add("words", nargs="*", metavar="PROMPT", help="the same as --prompt PROMPT")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="may be repeated: decoded as one batch; - is standard input")
     add("--prompt-ids", action="append", default=[], type=ids, metavar="1,2,3", help="a prompt as token ids")
@@ -62,7 +63,7 @@ def add_prompts(p: Options) -> None:
     add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
 
     def prompts(o) -> list:
-        return o.prompt + o.prompt_ids + o.prompt_file
+        return o.words + o.prompt + o.prompt_ids + o.prompt_file
 
     p.refuse(lambda o: o.interactive and (
                  prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or
@@ -100,7 +101,7 @@ def add_sampling(p: Options) -> None:
     add("--seed", type=seed, default=0,
         help="same seed, same text, with and without speculation; taken modulo 2^64 (-1 is 2^64 - 1)")
     either("--json-object", action="store_true", help="the output is a JSON object")
-    either("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
+    either("--json-schema", metavar="FILE", help="the output fits this JSON schema, or the one in a file")
     add("--logprobs", type=int, metavar="N",
         help="with --json: log-probabilities of each token and of the top N (0 to 20), before penalties")
     add("--num-samples", type=within(1, 100_000), default=1,
@@ -142,7 +143,7 @@ def text_of(path: str) -> str:
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """Return prompts and sampling options, one pair for each output. Raises InputError or ValueError."""
-    prompts: Prompts = [text_of("-") if text == "-" else text for text in o.prompt] + o.prompt_ids
+    prompts: Prompts = [text_of("-") if text == "-" else text for text in o.words + o.prompt] + o.prompt_ids
     for path in o.prompt_file:
         prompts += load(PROMPT_ROWS).read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
     if "" in prompts:

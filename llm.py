@@ -82,7 +82,7 @@ class LLM:
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
-        return encode(self.tokenizer, as_python(prompt), max_seq_len=self.engine.max_seq_len, **options)
+        return encode(self.tokenizer, as_python(prompt), max_lengths=self.engine.max_lengths, **options)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,

@@ -108,6 +108,12 @@ def convert(
     return out
 
 
+def is_head(checkpoint: str | Path) -> bool:
+    """Return whether a checkpoint that is not converted is a draft head. Raises InputError."""
+    source = open_source(resolve_source(checkpoint))
+    return bool(layout_of(source) or extensions.load(extensions.HEAD_LAYOUTS).kind_of(source))
+
+
 def _write_tokenizer(source: Source, folder: Path, template: str, checkpoint: str | Path) -> Tokenizer | None:
     """Write the tokenizer files of a target, and a chat template if one is asked for or missing."""
     from tokens.convert import find_template

@@ -5,6 +5,7 @@ import argparse
 import codecs
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -133,6 +134,8 @@ class Options(argparse.ArgumentParser):
         """Print on one line what cannot be parsed, and end with exit status 2."""
         if unknown := message.partition("unrecognized arguments: ")[2].split():
             message += did_you_mean(unknown[0], self._option_string_actions)
+        if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += did_you_mean(choices[1].lower(), choices[2].replace("'", "").split(", "))
         self.exit(2, f"{self.prog}: error: {one_line(message)}; see --help\n")
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:

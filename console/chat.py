@@ -38,7 +38,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         except (EOFError, KeyboardInterrupt):
             return 0
         command = line.rstrip()
-        if command == "/exit":
+        if command in ("/exit", "/quit"):
             return 0
         if command == "/reset":
             messages = list(opening)
@@ -49,7 +49,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         messages.append({"role": "user", "content": line})
         requests: list[Request] = []
         try:
-            ids = encode(tokenizer, messages, max_seq_len=engine.max_seq_len)
+            ids = encode(tokenizer, messages, max_lengths=engine.max_lengths)
             show(engine.run([ids], [sampling], requests), tokenizer)
             if requests[0].error:
                 raise ValueError(requests[0].error)

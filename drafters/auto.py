@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoint.load import CONFIG, WEIGHTS, read_config
 from common.errors import InputError
-from engine.drafting import Drafting
+from engine.drafting import TARGET, Drafting
 from extensions import METHODS
 
 MAX_DRAFT_SIZE = 0.5  # bytes of a draft model / bytes of the target
@@ -52,6 +52,9 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
 
     log: called with a line about the choice. Raises InputError if --draft names no head.
     """
+    if drafting.draft and read_config(drafting.draft)["kind"] == TARGET:
+        log(f"--draft {drafting.draft}: is a model, which drafts, and the text where it repeats itself")
+        return replace(drafting, method="lookup+draft-model", window=None)
     for name, folder in heads(checkpoint, drafting.draft):
         found = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)
         try:
@@ -63,8 +66,7 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
         log(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
         return found
     if drafting.draft:
-        raise InputError(f"--speculate auto: --draft {drafting.draft}: is no head; name one, or"
-                         " --speculate draft-model for a smaller model")
+        raise InputError(f"--draft {drafting.draft}: is no head that auto drafts with; name one or a model")
     if model := draft_model_beside(checkpoint):
         log(f"--speculate auto: the smaller model {model} drafts, and the text where it repeats itself")
         return replace(drafting, method="lookup+draft-model", draft=model, window=None, optional=True)
@@ -77,5 +79,5 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
 
 def name_unused(checkpoint: Path, log: Callable[[str], None]) -> None:
     """Call `log` with a line about the heads in a target's folder, for plain decoding."""
-    if names := " or ".join(name for name, _ in heads(checkpoint)):
-        log(f"{checkpoint}: has a head that is not used; --speculate {names} uses it")
+    if names := " and ".join(name for name, _ in heads(checkpoint)):
+        log(f"{checkpoint}: has a head ({names}) that is not used; --speculate auto uses it")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.convert import converted_folder, default_folder, resolve_source
+from checkpoint.convert import converted_folder, default_folder, is_head, resolve_source
 from checkpoint.load import is_converted, read_config
 from engine.drafting import AUTO, Drafting, methods_of
 
@@ -42,6 +42,9 @@ def converted(
     check_draft(checkpoint, drafting)
     folder = Path(folder_of(checkpoint))
     if drafting.draft:
-        draft = folder_of(drafting.draft, None if drafting.names_model else folder)
+        names_model = drafting.names_model
+        if drafting.method == AUTO and not is_converted(drafting.draft):
+            names_model = not is_head(drafting.draft)
+        draft = folder_of(drafting.draft, None if names_model else folder)
         drafting = replace(drafting, draft=draft)
     return folder, drafting

@@ -58,7 +58,7 @@ def add_drafting(p: Options, default: str = "none"):
     add, on_off = group.add_argument, argparse.BooleanOptionalAction
     add("--speculate", default=default, metavar="METHOD",
         help=f"what drafts, such as auto, eagle3 or none (default {default}); see below for all")
-    add("--draft",
+    add("-md", "--draft", metavar="DIR",
         help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
         help="auto (sized for speed; the default of EAGLE-2 and 3 on a CPU), paper, nodes,depth,width, or a"
@@ -71,6 +71,7 @@ def add_drafting(p: Options, default: str = "none"):
     p.refuse(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
              lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"
                        " torchrun")
+    p.judge(lambda o: o.draft and o.speculate == "none" and setattr(o, "speculate", AUTO))
     p.judge(Drafting.from_options)
     return group
 

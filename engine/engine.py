@@ -102,6 +102,11 @@ class Engine:
         return self.slots.free
 
     @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Most tokens of prompt and output, here and in the model."""
+        return self.max_seq_len, self.target.args.max_seq_len
+
+    @property
     def busy(self) -> bool:
         """True while prompts are read or requests decode."""
         return self.free < self.batch
@@ -116,7 +121,7 @@ class Engine:
     def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:
         """Raise ValueError, with the numbers, if a request cannot be decoded."""
         size = self.target.args.vocab_size
-        check_prompt(prompt, name, self.max_seq_len, size)
+        check_prompt(prompt, name, self.max_lengths, size)
         if sampling.is_guided and self.guide is None:
             raise ValueError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
         if sampling.stop and self.tokenizer is None:

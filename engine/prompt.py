@@ -5,7 +5,6 @@ from common.errors import InputError
 from common.schema import InvalidValue
 from tokens.tokenizer import PromptTooLong, Tokenizer
 
-RAISE = " or raise --max-seq-len"  # for those who start a program, not for its clients
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
 FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
@@ -26,16 +25,16 @@ def is_message(message: object) -> bool:
 
 def encode(
     tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None,
-    max_seq_len: int | None = None, name: str = "the prompt", variables: dict | None = None,
+    max_lengths: tuple[int, int] | None = None, name: str = "the prompt", variables: dict | None = None,
     parse_special: bool = True,
 ) -> list[int]:
     """Turn a prompt into token ids.
 
-    Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay
-    unchanged. In text that does not, control tokens spelled out count as such, unless `parse_special` is
-    false. Raises InvalidValue for a prompt of another type; InputError for text without a tokenizer, or a
-    system message without a chat template; PromptTooLong, with the numbers and without the work, if it
-    certainly does not fit in a cache of `max_seq_len` tokens. name: what to call the prompt then.
+    Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay unchanged.
+    parse_special: special tokens in raw text are encoded as such. max_lengths: of the cache, and of the model.
+    name: of the prompt, for errors. Raises InvalidValue for a prompt of another type; InputError for text
+    without a tokenizer, or a system message without a chat template; PromptTooLong, before the work, if it
+    certainly does not fit.
     """
     if not is_prompt(prompt):
         raise InvalidValue("prompt", prompt, FORMS)
@@ -48,7 +47,7 @@ def encode(
         return prompt
     if tokenizer is None:
         raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
-    plain, most = raw or not tokenizer.has_template, None if max_seq_len is None else max_seq_len - 1
+    plain, most = raw or not tokenizer.has_template, None if max_lengths is None else max_lengths[0] - 1
     if system is not None and plain:
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
@@ -61,20 +60,25 @@ def encode(
             turns = [{"role": "system", "content": system}, *turns]
         return tokenizer.chat(turns, at_most=most, **(variables or {}))
     except PromptTooLong as e:
-        raise PromptTooLong(
-            f"{name} {e} and needs room for one more, the cache holds {max_seq_len}: shorten it{RAISE}"
-        ) from None
+        raise too_long(name, e, *max_lengths) from None
 
 
-def check_prompt(prompt: list[int], name: str, max_seq_len: int, vocab_size: int) -> None:
-    """Raise ValueError, with the numbers, if a prompt is empty, does not fit in a cache of `max_seq_len`
-    tokens, or has an id outside the vocabulary.
+def too_long(name: str, what: object, size: int, longest: int) -> PromptTooLong:
+    """Return the error of a prompt that does not fit in a cache. longest: the model's maximum."""
+    more = ", the model's maximum: shorten it"
+    if size < longest:
+        more = f": shorten it or raise --max-seq-len (at most {longest:,})"
+    return PromptTooLong(f"{name} {what} and needs room for one more, the cache holds {size:,}{more}")
+
+
+def check_prompt(prompt: list[int], name: str, max_lengths: tuple[int, int], vocab_size: int) -> None:
+    """Raise ValueError, with the numbers, if a prompt is empty, does not fit (see `encode`), or has an id
+    outside the vocabulary.
     """
     if not prompt:
         raise ValueError(f"{name} is empty: give at least one token")
-    if len(prompt) >= max_seq_len:
-        raise PromptTooLong(f"{name} has {len(prompt)} tokens and needs room for one more,"
-                      f" the cache holds {max_seq_len}: shorten it{RAISE}")
+    if len(prompt) >= max_lengths[0]:
+        raise too_long(name, f"has {len(prompt):,} tokens", *max_lengths)
     for token in prompt:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

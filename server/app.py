@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.prompt import RAISE, encode
+from engine.prompt import encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
@@ -91,7 +91,7 @@ class Server:
         samplings, jobs = body.samplings(min(self.max_tokens, self.max_seq_len)), []
         same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:
-            ids = encode(self.tokenizer, prompt, max_seq_len=self.max_seq_len, **encoding)
+            ids = encode(self.tokenizer, prompt, max_lengths=engine.max_lengths, **encoding)
             engine.check(ids, samplings[0])
             for sampling in samplings:  # each with a guide of its own, made here: it takes time
                 guide = engine.guide(sampling) if sampling.is_guided else None
@@ -186,7 +186,7 @@ async def in_thread(work: Callable):
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
         code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
-        raise Refusal(400, str(e).removesuffix(RAISE), code) from None
+        raise Refusal(400, str(e), code) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 

@@ -26,7 +26,7 @@ PROMPTS = (  # of generate: prompts, sampling options, and what is said
     *((one, {}, f"prompt is {one!r}; expected a text, token ids, or a list with messages")
       for one in (5, {"role": "user"}, [1, "a"], [{"content": "Hello"}])),
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?)"),
-    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: "),
+    ("x" * 3000, {}, "the prompt has 3,005 tokens and needs room for one more, the cache holds 1,024, the"),
 )
 
 

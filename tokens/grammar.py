@@ -100,9 +100,13 @@ def grammar_of_regex(pattern: str) -> str:
     return f"start: /{escaped}/"
 
 
-def read_schema(path: str | None) -> str:
-    """Return the JSON schema of a file, by default that of any object. Raises InputError as `grammar_of`."""
-    schema = json.dumps(read_json(path)) if path else ANY_OBJECT
+def read_schema(given: str | None) -> str:
+    """Return a JSON schema that is given itself or by its file, by default that of any object.
+
+    Raises InputError as `grammar_of`.
+    """
+    given = given or ANY_OBJECT
+    schema = given if given.lstrip().startswith("{") else json.dumps(read_json(given))
     grammar_of(schema)
     return schema
 

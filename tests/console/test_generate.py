@@ -98,7 +98,7 @@ def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):
     ("--speculate", "eagle"), ("--speculate", "eagle2", "--tree", "paper"),
     ("--speculate", "eagle3", "--tree", "FILE"), ("--speculate", "lookup+eagle3", "--tree", "6,1,3"),
     ("--speculate", "lookahead", "--window", "3", "--guess-set", "4"),
-    ("--speculate", "draft-model", "--draft", "GOLDEN", "--tree", "5,3,1"),
+    ("--speculate", "draft-model", "--draft", "GOLDEN", "--tree", "5,3,1"), ("-md", "GOLDEN"),
     ("--speculate", "eagle3", "--draft-window", "8", "--tree", "12,2,4"),
 ], ids=" ".join)
 def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags):
@@ -147,7 +147,7 @@ def test_trace_has_the_golden_keys_and_trees(cli, tmp_path):
 
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     """A turn that does not fit, or is interrupted while it is read, is forgotten; a / is for the program."""
-    lines = iter(["one", "x" * 500, "", "/help", "never", "two", "/reset", "one", "/exit"])
+    lines = iter(["one", "x" * 500, "", "/help", "never", "two", "/reset", "one", "/quit"])
 
     def interrupted(self, slots, *args, original=ModelRunner.prefill):
         if "never" in asked and not stopped:

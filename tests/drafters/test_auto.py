@@ -3,7 +3,6 @@ import shutil
 
 import pytest
 from helpers.decoding import load
-from helpers.refusals import refused
 
 from common.errors import InputError
 from engine.drafting import Drafting
@@ -33,9 +32,10 @@ def test_a_head_elsewhere(folder, tmp_path):
     (folder / "eagle").rename(tmp_path / "mine")
     found = Drafting("auto", draft=tmp_path / "mine").resolve(folder, lambda line: None)
     assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
-    for other in tmp_path, folder:  # nothing; a target
-        with refused(f"--speculate auto: --draft {other}: is no head; name one"):
-            Drafting("auto", draft=other).resolve(folder, lambda line: None)
+    with pytest.raises(InputError, match="no such file"):
+        Drafting("auto", draft=tmp_path).resolve(folder, lambda line: None)
+    found = Drafting("auto", draft=folder).resolve(tmp_path, lambda line: None)  # a target
+    assert found.method == "lookup+draft-model" and found.draft == folder
 
 
 def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):

@@ -27,6 +27,7 @@ class Engine:
     """An engine that writes one text, a token a step."""
 
     batch, window, max_seq_len, busy, runner = 1, 1, 1000, False, SimpleNamespace(fallbacks=())
+    max_lengths = 1000, 1000
 
     def __init__(self, tokenizer: Tokenizer, text: str):
         self.tokenizer, self.text, self.free = tokenizer, text, 1
@@ -177,7 +178,7 @@ def test_lines_of_a_stream_are_lines_to_every_client(tmp_path):
 
 
 @pytest.mark.parametrize("gone, answers", (
-    (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: not even removing a request works
+    (False, [500, 500, 200, 500, 500, 500, 503]), (True, [500, 503]),  # gone: removing fails too
 ), ids=("fails", "gone"))
 def test_a_device_that_fails_is_an_error_and_no_health(tmp_path, gone, answers):
     """A bug ends the requests that run; three in a row end all."""
