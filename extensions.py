@@ -93,7 +93,7 @@ HEAD_OPTIONS = {
 # A target's pass without a cache, for training and scoring.
 CAUSAL = "networks.causal:causal"
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
-CACHES = {"fp8": "kernels.float8:Float8Caches"}
+CACHES, CHECK_KV = {"fp8": "kernels.float8:Float8Caches"}, "kernels.choose:check_kv"
 # The step of a device's kernels, the scheduler of drafts, and what quantizes a head when it is loaded.
 STEPS, SCHEDULER = "kernels.choose:choose_backend", "schedulers.cost_model:schedule"
 QUANTIZE = "kernels.quantized:quantize_at_load"

@@ -31,7 +31,7 @@ def encode(
     """Turn a prompt into token ids.
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay unchanged.
-    parse_special: special tokens in raw text are encoded as such. max_lengths: of the cache, and of the model.
+    parse_special: encode special tokens in raw text as such. max_lengths: of the cache, and the model.
     name: of the prompt, for errors. Raises InvalidValue for a prompt of another type; InputError for text
     without a tokenizer, or a system message without a chat template; PromptTooLong, before the work, if it
     certainly does not fit.

@@ -10,7 +10,7 @@ import torch
 
 import extensions
 from checkpoint.load import known_config
-from common.cli import DTYPES, KV_DTYPES, is_distributed, note, short_dtype
+from common.cli import DTYPES, is_distributed, note, short_dtype
 from common.errors import InputError, first_line
 from common.machine import use_threads
 from common.schema import Flag, schema_of
@@ -86,16 +86,8 @@ class Runtime:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         _ = self.torch_dtype, self.isa_name  # both raise InputError on an unknown name
-        if self.kv not in KV_DTYPES:
-            raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
-        if self.kv == "int8" and not self.on_kernels:
-            raise InputError(
-                "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
-                " --no-kernels and --no-compile"
-            )
-        if self.kv == "fp8" and self.on_kernels:
-            raise InputError("--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8, or"
-                             " add --no-kernels")
+        if self.kv != "auto":
+            extensions.load(extensions.CHECK_KV)(self.kv, self.on_kernels)
         if not self.compile:
             return
         if self.autotune:

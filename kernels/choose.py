@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from common.cli import KV_DTYPES
+from common.errors import InputError
 from engine.step import TORCH, Step
 from kernels.build import NoKernels
 from kernels.cpu import CpuStep
@@ -40,3 +42,17 @@ def choose_backend(
     elif kernels and device.type == "cuda":
         log("this GPU runs PyTorch's kernels: ours need compute capability 8.0 and Triton")
     return TORCH
+
+
+def check_kv(kv: str, on_cpu_kernels: bool) -> None:
+    """Raise InputError unless KV caches of this type, one of KV_DTYPES, run on these kernels."""
+    if kv not in KV_DTYPES:
+        raise InputError(f"--kv {kv}: unknown; choose from {', '.join(KV_DTYPES)}")
+    if kv == "int8" and not on_cpu_kernels:
+        raise InputError(
+            "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
+            " --no-kernels and --no-compile"
+        )
+    if kv == "fp8" and on_cpu_kernels:
+        raise InputError("--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8, or"
+                         " add --no-kernels")
