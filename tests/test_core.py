@@ -25,7 +25,7 @@ CORE = (
     "sampling/options.py", "tokens/__init__.py", "tokens/files.py", "tokens/templates.py",
     "tokens/tokenizer.py", "tree.py",
 )
-MAX_FILES, MAX_LINES = 31, 3_795  # with code; without blank lines, comments and docstrings
+MAX_FILES, MAX_LINES = 31, 3_798  # with code; without blank lines, comments and docstrings
 REPLAY = """
 import json, sys
 from llm import LLM
