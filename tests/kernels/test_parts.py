@@ -28,7 +28,7 @@ def call(part: str):
 
 
 def operation(function):
-    return lambda backend, *arguments: backend.call(function, *arguments)
+    return lambda backend, *arguments: backend.dispatch(function, *arguments)
 
 
 def random(*shape, seed=0):
@@ -77,7 +77,7 @@ def test_extend(both, k):
             children = random(3, k, k, seed=level + 1), integers(99, (3, k, k), level)
             growth.extend(*children)
             if level < 2:
-                row = backend.call(Growth.advance, growth)
+                row = backend.dispatch(Growth.advance, growth)
                 found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
             found += growth.candidates
         return found
