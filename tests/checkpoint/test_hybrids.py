@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 from helpers.decoding import alone, check_texts, decode, ids, requests
-from helpers.families import LAYERS, H, V, greedy
+from helpers.families import H, V, top_tokens
 from helpers.hybrids import HYBRIDS, make_hybrid
 from safetensors.torch import load_file
 
@@ -54,16 +54,15 @@ def test_logits_and_texts_of_transformers(tmp_path, name):
 
     target, head = loaded(folder)
     for prompt in tokens[0, :3].tolist(), tokens[1, :71].tolist():
-        text = greedy(reference, prompt, 40)
         for drafter in None, HeadDrafter(head, TreeShape(12, 3, 4)):
-            found = ids(Engine(target, drafter, **OPTIONS), [prompt], Sampling(40))[0]
-            assert found == text, (len(prompt), drafter)
+            text = ids(Engine(target, drafter, **OPTIONS), [prompt], Sampling(40))[0]
+            assert top_tokens(reference, prompt, text) == text, (len(prompt), drafter)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("hybrid")
-    make_hybrid(made / "in", "Qwen3.5", mtp=True)
+    make_hybrid(made / "in", "Qwen3.5", mtp=True, layers=4)
     return convert(made / "in", made / "out", quiet=True)
 
 
@@ -112,7 +111,7 @@ def test_a_text_that_goes_on_is_not_read_again(folder, case):
 
 def test_mtp_layer(folder, tmp_path):
     """Against a layer of transformers with its weights: embedding first, then the target's normed state."""
-    reference = make_hybrid(tmp_path / "in", "Qwen3.5", mtp=True).model
+    reference = make_hybrid(tmp_path / "in", "Qwen3.5", mtp=True, layers=4).model
     state = load_file(tmp_path / "in" / "model.safetensors")
     target, head = loaded(folder, kernels=False)
     layer, prefix = reference.layers[3], "mtp.layers.0."
@@ -133,7 +132,7 @@ def test_mtp_layer(folder, tmp_path):
         torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(head.fuse(feature), rms(feature, "model.norm.weight"))
         torch.testing.assert_close(head.logits(expected), expected @ state["lm_head.weight"].T)
-    assert read_config(folder / "mtp")["aux_layers"] == [LAYERS]
+    assert read_config(folder / "mtp")["aux_layers"] == [4]
 
 
 def off_by(folder, exact, layer: int) -> float:
@@ -152,16 +151,16 @@ def off_by(folder, exact, layer: int) -> float:
 ])
 def test_quantised_text(tmp_path, name, mode, most):
     """Drafted text is plain text, with caches in int8 too; the MTP layer is quantised with its target."""
-    make_hybrid(tmp_path / "in", name, mtp=True, wide=True)
+    make_hybrid(tmp_path / "in", name, mtp=True, wide=True, layers=4)
     source, out = convert(tmp_path / "in", tmp_path / "exact", quiet=True), tmp_path / mode
     command = ["--group", "32", "--method", "nearest"] if mode in LM_HEAD_MODES else []
     assert quantize(["--checkpoint", str(source), "--mode", mode, "--out", str(out), *command]) == 0
     exact, made = load_model(source)[0], requests(4, seed=5)
     assert 0 < off_by(out, exact, 1) < most
     if mode == "int4":  # by GPTQ, too
-        ids = torch.randint(0, V, (8, 128), generator=torch.Generator().manual_seed(3))
+        ids = torch.randint(0, V, (4, 128), generator=torch.Generator().manual_seed(3))
         quantize_folder(Quantised.of(source, Scheme("int4", 32, "int8")), tmp_path / "gptq", ids)
-        for layer in 1, 4, LAYERS:
+        for layer in 1, 4:
             assert off_by(tmp_path / "gptq", exact, layer) < off_by(out, exact, layer)
     for kv, caches in (("auto", CpuCaches), ("int8", Int8Caches)):
         target = load_target(out, Runtime(device="cpu", kv=kv)).model

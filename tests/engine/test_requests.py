@@ -1,13 +1,9 @@
 """Options of requests, each and all together."""
-import re
-
 import pytest
 import torch
 from helpers.decoding import load, plain, prompts, speculative
 
-from common.errors import InputError
 from sampling.options import Sampling
-from tokens.limits import Limits
 from tree import TreeShape
 
 SHAPE = TreeShape(12, 3, 3)
@@ -55,31 +51,3 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert inside
     again = fast.generate("hello there", **settings)
     assert again.ids == whole.ids and again.stop is None
-
-
-WORDS = 'root ::= ("yes" | "no") "!"?'
-LIMITS = (  # of the output, other options, and what the text matches then
-    ({"grammar": WORDS}, {}, "(yes|no)!?"), ({"grammar": "start: /a[0-9]{3}/"}, {}, "a[0-9]{3}"),
-    ({"grammar": WORDS, "min_tokens": 24, "ignore_eos": True}, {}, "(yes|no)!?"),  # a grammar counts more
-    ({"bad_words": ("e", "ab", "o t", " s")}, {}, "((?!e|ab|o t| s).)*"),
-    ({"min_tokens": 20}, {"logit_bias": {257: 100}}, ".{,20}"), ({"ignore_eos": True}, {}, ".{,24}"),
-    ({"stop_token_ids": (ord("a"), ord("e"))}, {"stop": "abc"}, "[^ae]*"),
-    ({"stop_token_ids": (ord("a"), ord(" ")), "min_tokens": 20}, {}, ".{,24}"),
-)
-
-
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_limits_of_an_output(golden, temperature):
-    """Masks and stops, the same with drafts and without."""
-    llms = [load(golden, method, compile=False) for method in ("eagle3", "none")]
-    for options, more, pattern in LIMITS:
-        more = {"max_new_tokens": 24, "temperature": temperature, "seed": 3, "raw": True, **more}
-        drafted, alone = (llm.generate("hello there", limits=Limits(**options), **more) for llm in llms)
-        assert drafted.ids == alone.ids and drafted.stop == alone.stop, options
-        least = 24 if "ignore_eos" in options else options.get("min_tokens", 0)
-        assert len(drafted.ids) >= least or "grammar" in options
-        assert re.fullmatch(pattern, drafted.text, re.DOTALL), (options, drafted.text)
-    two = {"grammar": WORDS}, {"json_schema": "{}"}
-    for options, more in ({"min_tokens": 25}, {}), two, ({"grammar": "x"}, {}):
-        with pytest.raises(InputError):
-            llms[1].generate("hello there", max_new_tokens=24, limits=Limits(**options), **more)

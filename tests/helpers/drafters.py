@@ -12,7 +12,8 @@ from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
 from drafters.static import EAGLE1_TREE, StaticHeadDrafter, likely_tree
 from engine.draft import Drafter, HeadDrafter
-from head import Head
+from head import Eagle3Head, Head, HeadArgs
+from helpers.decoding import prompts
 from model import ModelArgs, Transformer
 from training.heads import HeadShape, new_head
 from tree import TreeShape
@@ -116,10 +117,29 @@ def make_drafter(
     }[name]()
 
 
-def few_tokens(vocab_size: int, seed: int) -> Transformer:
-    """A random model of one layer over so few tokens that all texts can be counted."""
+def few_tokens(vocab_size: int, seed: int, layers: int = 1, width: int = 16) -> Transformer:
+    """A random model over so few tokens that all texts can be counted."""
     torch.manual_seed(seed)
-    model = Transformer(ModelArgs(vocab_size, 16, 32, 1, 2, 1, 8)).requires_grad_(False)
+    model = Transformer(ModelArgs(vocab_size, width, 32, layers, 2, 1, width // 2)).requires_grad_(False)
     for p in model.parameters():
         p.normal_(std=0.5)
     return model
+
+
+def small_models(vocab_size: int = 12, width: int = 16, layers: int = 2) -> tuple[Transformer, Head]:
+    """A random target and an EAGLE-3 head over so few tokens that many drafts are accepted."""
+    target = few_tokens(vocab_size, 0, layers, width)
+    head = Eagle3Head(HeadArgs(
+        vocab_size, width, 32, 1, 2, 1, width // 2, draft_vocab_size=vocab_size, target_hidden_size=width,
+        aux_layers=(0, layers // 2, layers),
+    )).requires_grad_(False)
+    for p in head.parameters():
+        p.normal_(std=0.5)
+    head.draft_ids = torch.arange(vocab_size)
+    head.use_target(target)
+    return target, head
+
+
+def short_prompts(count: int, longest: int) -> list[list[int]]:
+    """Prompts for `small_models`."""
+    return [[token % 12 for token in prompt] for prompt in prompts(count, seed=3, longest=longest)]

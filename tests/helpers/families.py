@@ -106,7 +106,11 @@ def make_target(folder: Path, name: str):
     return reference
 
 
-def greedy(reference, prompt: list[int], count: int) -> list[int]:
-    """The tokens that a model of transformers goes on with."""
-    found = reference.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    return found[0, len(prompt) :].tolist()
+def top_tokens(reference, prompt: list[int], text: list[int]) -> list[int]:
+    """The top-1 token of a model of transformers after the prompt and after each token of `text[:-1]`.
+
+    They are `text` if that is what the model generates greedily.
+    """
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + text[:-1]])).logits
+    return logits[0, len(prompt) - 1 :].argmax(-1).tolist()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.families import EXPERTS, SIZES, H, V
+from helpers.families import EXPERTS, LAYERS, SIZES, H, V
 
 DELTA = {
     "head_dim": 20, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
@@ -32,14 +32,14 @@ HYBRIDS = {
 }
 
 
-def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False):
+def make_hybrid(folder: Path, name: str, mtp: bool = False, wide: bool = False, layers: int = LAYERS):
     """Write the named model as its publishers do -> the model of transformers.
 
-    mtp: with an MTP layer. wide: of `WIDE` sizes.
+    mtp: with an MTP layer. wide: of `WIDE` sizes. layers: every fourth has attention.
     """
     transformers = pytest.importorskip("transformers")
     config, model, changes, prefix = HYBRIDS[name]
-    sizes = {**SIZES, **DELTA, "vocab_size": V}
+    sizes = {**SIZES, **DELTA, "vocab_size": V, "num_hidden_layers": layers}
     sizes = {"text_config": sizes, **changes} if "eyes" in name else sizes | changes
     if wide:
         sizes |= WIDE

@@ -1,12 +1,13 @@
 """All texts that are compared between one process and several: families, drafters, precisions and modes.
 
 Started by torchrun with a folder and a file, each rank decodes them with the others; the first writes them to
-the file, once all have said the same. Texts are short: every layer of every pass has two exchanges.
+the file, once all have the same. Texts are short: every layer of every pass has two all-reduces.
 """
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ DRAFTERS = (
     "eagle3 window",
 )
 OF_TWO = "Qwen3.5", "Qwen3-Next", "drafters", "modes"  # only compared with two ranks
-# What a step reads of the logits beside their best: each is an option of a request.
+# What a step reads of the logits beside the top-1 token: each is an option of a request.
 MODES = {
     "greedy": {},
     "top-k and top-p": {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "seed": 1},
@@ -44,46 +45,44 @@ MODES = {
 }
 
 
-def texts(target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **sampling) -> list[list[int]]:
-    """What a target goes on with after each of the prompts."""
-    engine = Engine(target, drafter, batch=2, max_seq_len=80, compile=False)
-    return [request.ids for request in engine.generate(PROMPTS, Sampling(tokens, **sampling))]
+def texts(
+    target: Transformer, drafter: Drafter | None, modes: Iterable[dict] = ({},), tokens: int = TOKENS
+) -> list[list[int]]:
+    """How a target continues each of the prompts, with each of `modes`, decoded together."""
+    samplings = [Sampling(tokens, **mode) for mode in modes for _ in PROMPTS]
+    engine = Engine(target, drafter, batch=len(samplings), max_seq_len=80, compile=False)
+    return [request.ids for request in engine.generate(PROMPTS * (len(samplings) // 2), samplings)]
 
 
-def drawn_too(target: Transformer, drafter: Drafter) -> list[list[int]]:
-    """Texts, greedy and at temperature 1."""
-    return texts(target, drafter) + texts(target, drafter, temperature=1.0, seed=9)
+GREEDY_AND_SAMPLED = {}, {"temperature": 1.0, "seed": 9}
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts of a target and the heads in its folder: plain, drafted, drawn with the last EAGLE head.
+    """Texts of a target and the heads in its folder: plain, drafted, sampled with each EAGLE head.
 
-    With an MTP layer, all heads are dealt, and the texts are those of the kernels.
+    With an MTP layer, all heads are sharded, and the texts are those of the kernels.
     """
     has_mtp = (folder / "mtp").is_dir()
     target, _ = load_model(folder, ranks=ranks and replace(ranks, heads=has_mtp))
     found = {}
-    with torch.no_grad():  # as texts are judged
+    with torch.no_grad():  # as evaluate.py scores texts
         found["judged"] = target.logits(target.causal(torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
     if has_mtp:
         assert choose_backend("cpu").prepare(target)
-    found["plain"] = texts(target, None, FEW)
-    # Of inputs that are rounded to bytes, drawn texts part soon, and where depends on the processor.
-    if (ranks is None or ranks.count == 2) and folder.name != "w4a8":
-        found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
+    # Where inputs are rounded to bytes, sampled texts soon differ, and where depends on the processor.
+    gather_logits = (ranks is None or ranks.count == 2) and folder.name != "w4a8"
+    found["plain"] = texts(target, None, ({}, *[MODES["min-p"]] * gather_logits), FEW)
     for kind in ("eagle3", "mtp", "eagle"):
         if (folder / kind).is_dir():
             drafter = HeadDrafter(load_head(folder / kind, target, kind), TREE)
             if has_mtp:
                 target.backend.prepare(drafter.head)
-            found[kind] = texts(target, drafter, FEW)
-    if "eagle" in found:
-        found["drawn"] = texts(target, drafter, FEW, temperature=1.0, seed=5)
+            found[kind] = texts(target, drafter, GREEDY_AND_SAMPLED, FEW)
     return found
 
 
 def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Drafter:
-    """Let a drafter's heads borrow from another target what they borrow from the whole one."""
+    """Let a drafter's heads use weights of `target` where they use those of `whole`."""
     for head in [module for module in drafter.modules() if isinstance(module, Head)]:
         for name in ("embed", "lm_head"):
             if getattr(head, name) in (whole.embed, whole.lm_head):
@@ -98,57 +97,56 @@ def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     for name in DRAFTERS:
         heads = (load_head(folder / kind, whole, kind) for kind in ("eagle3", "eagle"))
         drafter = make_drafter(name, whole, *heads, lambda module: None)
-        found[name] = drawn_too(target, tie_again(drafter, whole, target))
+        found[name] = texts(target, tie_again(drafter, whole, target), GREEDY_AND_SAMPLED)
     return found
 
 
 def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Drafted texts of requests that read more of the logits than their best, and over caches in float8.
-    """
+    """Drafted texts of requests that read more of the logits than the top-1 token, and over float8 caches."""
     target, _ = load_model(folder, ranks=ranks)
     drafter = HeadDrafter(load_head(folder / "eagle3", target, "eagle3"), TREE)
-    found = {name: texts(target, drafter, **mode) for name, mode in MODES.items()}
+    found = {"modes": texts(target, drafter, MODES.values())}
     target.Caches = Float8Caches
-    return found | {"caches in float8": texts(target, drafter, **MODES["min-p"])}
+    return found | {"caches in float8": texts(target, drafter, MODES.values())}
 
 
-def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Texts drafted by heads, and by the target as a draft model, that are dealt too."""
+def of_sharded_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Texts drafted by heads, and by the target as a draft model, that are sharded too."""
     target, draft = (load_model(folder, ranks=ranks and replace(ranks, heads=True))[0] for _ in range(2))
     kinds = "eagle3", "eagle"
     drafters = {kind: HeadDrafter(load_head(folder / kind, target, kind), TREE) for kind in kinds}
     for drafter in drafters.values():
         assert drafter.head.args.num_heads == 4 // (ranks.count if ranks else 1)
     drafters["draft-model"] = DraftModel(draft, TREE)
-    return {name: drawn_too(target, drafter) for name, drafter in drafters.items()}
+    return {name: texts(target, drafter, GREEDY_AND_SAMPLED) for name, drafter in drafters.items()}
 
 
 def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, list]]:
     """All texts of the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`.
 
-    More than two ranks leave out what their number does not change: what a drafter or a mode makes of whole
-    features and logits. Those that are put together of so many parts are read by every family's texts. Two
-    key heads of delta nets cannot be dealt to more than two ranks.
+    With more than two ranks, leave out what does not depend on their number: what a drafter or a mode
+    computes from complete features and logits. The texts of every family depend on those, too. Two
+    key heads of delta nets cannot be sharded over more than two ranks.
     """
     golden, few = folder / "golden", ranks is None or ranks.count == 2
     found = {
         path.name: of_family(path, ranks) for path in sorted(folder.iterdir())
         if path != golden and (few or path.name not in OF_TWO)
     }
-    found["heads"] = of_dealt_heads(golden, ranks)
+    found["heads"] = of_sharded_heads(golden, ranks)
     if few:
         found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
     return found
 
 
 def main(folder: Path, out: Path) -> None:
-    """What each rank does."""
+    """Run one rank."""
     torch.set_num_threads(1)
     with process_group("cpu") as ranks:
-        said = json.dumps(everything(folder, ranks))
-        ranks.check_equal(said, "cpu")
+        found = json.dumps(everything(folder, ranks))
+        ranks.check_equal(found, "cpu")
         if ranks.rank == 0:
-            out.write_text(said)
+            out.write_text(found)
 
 
 if __name__ == "__main__":

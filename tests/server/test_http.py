@@ -1,6 +1,7 @@
 """The server's routes, limits and end, with clients that are hostile, hasty, or go."""
 import concurrent.futures
 import gzip
+import itertools
 import json
 import re
 import signal
@@ -89,15 +90,17 @@ LIMITS = (
     ({"structured_outputs": {"json_object": True}}, r"\s*\{.*"), ({"bad_words": ["e", "o"]}, "[^eo]*"),
     ({"stop_token_ids": [101], "bad_words": []}, "[^e]*"), ({"ignore_eos": True}, ".{20,24}"),
     ({"min_tokens": 20, "logit_bias": {"257": 100}}, ".{16,20}"),
+    ({"grammar": 'root ::= "no"', "min_tokens": 24, "ignore_eos": True}, "no"),  # the grammar wins
 )
 
 
 def test_fields_that_limit_an_answer(server):
-    for temperature in (0, 1):
-        for fields, pattern in LIMITS:
-            found = server.post(**CHAT | fields, max_tokens=24, temperature=temperature).json()
-            text = found["choices"][0]["message"]["content"]
-            assert re.fullmatch(pattern, text, re.DOTALL), (fields, found)
+    """The same with drafts and without."""
+    for temperature, (fields, pattern) in itertools.product((0, 1), LIMITS):
+        body = CHAT | fields | {"max_tokens": 24, "temperature": temperature}
+        text, plain = (server.post(**body, speculate=drafts).json()["choices"][0]["message"]["content"]
+                       for drafts in (True, False))
+        assert text == plain and re.fullmatch(pattern, text, re.DOTALL), (fields, text, plain)
     off = {"best_of": 1, "functions": [], "skip_special_tokens": True, "n_predict": -1, "typical_p": 1.0}
     assert server.post(**CHAT | off, max_tokens=1).status_code == 200
 

@@ -3,11 +3,12 @@ import pytest
 import torch
 from helpers.training import ROWS
 
+from common.errors import InputError
 from training.batches import batches
 from training.features import Features
 from training.heads import TRAINED, HeadShape, new_head
 from training.processes import Processes
-from training.trainer import Plan, Trainer
+from training.trainer import STATE, Plan, Trainer, save_state
 
 
 def trainer(target, tmp_path, kind: str = "eagle3", number: int = 0, count: int = 1, **plan) -> Trainer:
@@ -43,3 +44,10 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path, monke
     for name, p in whole.parameters.items():
         both = sum(part.parameters[name].grad for part in parts)
         torch.testing.assert_close(both, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    save_state(tmp_path, {"step": 1})
+    with pytest.raises(InputError, match="cannot be written"):
+        save_state(tmp_path, {"step": 2, "other": lambda: None})
+    assert torch.load(tmp_path / STATE) == {"step": 1} and len([*tmp_path.iterdir()]) == 1

@@ -6,7 +6,7 @@ import torch
 from helpers import GOLDEN
 from helpers.ahead_of_time import expensive
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
-from helpers.drafters import NAMES, make_drafter
+from helpers.drafters import NAMES, make_drafter, small_models
 
 from checkpoint.load import class_of, load_head, load_model
 from drafters.ngram import NGram
@@ -20,39 +20,41 @@ from kernels.quantized import Scheme, replace_linears
 from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
-BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
+BATCH, TOKENS, LONGEST, CHUNKS, ROOM = 3, 60, 60, None, 300
 COUPLED = NAMES
 if INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
-    COUPLED = ("eagle3", *expensive("hydra++", "lookahead", "eagle3 window"))
+    COUPLED = ("eagle3", *expensive("hydra++", "lookahead"))
     TRACES = expensive(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
-    BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
+    BATCH, TOKENS, LONGEST, CHUNKS, ROOM = 2, 5, 20, (16,), 60
 SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)][:BATCH]
-RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(BATCH)]
+RESTRICTED = [Sampling(2, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(BATCH)]
 
 
-@pytest.fixture(scope="module")
-def on_kernels(golden, device, backend):
-    """(target, EAGLE-3 head, EAGLE-1 head) in float32 on the kernels."""
+def load(golden, device) -> tuple:
+    """(target, EAGLE-3 head, EAGLE-1 head) in float32."""
     target, _ = load_model(golden, device)
-    heads = [load_head(golden / kind, target, kind) for kind in ("eagle3", "eagle")]
-    backend.prepare(target, *heads)
-    return target, *heads
+    return target, *(load_head(golden / kind, target, kind) for kind in ("eagle3", "eagle"))
 
 
 @pytest.fixture(scope="module")
-def texts(golden):
-    """BATCH prompts, and what the target writes by its definition, on a CPU: as SAMPLINGS and RESTRICTED
-    say.
+def subject(golden, device, backend):
+    """Models on the kernels, BATCH prompts, and what the target writes by its definition, on a CPU: as
+    SAMPLINGS and RESTRICTED say. In the interpreter the models are smaller.
     """
-    target, _ = load_model(golden)
-    given, decoder = prompts(BATCH, longest=LONGEST), plain((target, None), batch=BATCH)
+    on_kernels, (target, *_) = (
+        (*small_models(64, 32), None) if INTERPRETED else load(golden, where) for where in (device, "cpu")
+    )
+    given = [[t % target.args.vocab_size for t in prompt] for prompt in prompts(BATCH, longest=LONGEST)]
+    decoder = plain((target, None), batch=BATCH)
     written = [ids(decoder, given, samplings) for samplings in (SAMPLINGS, RESTRICTED)]
-    return given, *written
+    backend.prepare(*filter(None, on_kernels))
+    return on_kernels, given, *written
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
-def test_golden_trace(on_kernels, path):
-    target, head3, head1 = on_kernels
+def test_golden_trace(golden, device, backend, path):
+    target, head3, head1 = load(golden, device)
+    backend.prepare(target, head3, head1)
     replay(speculative((target, head3 if path.stem.startswith("eagle3") else head1), shape_of(path)), path)
 
 
@@ -93,12 +95,12 @@ def test_tiny_families(device, backend, args):
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_same_seed_same_text(on_kernels, texts, name):
-    drafter = make_drafter(name, *on_kernels, on_kernels[0].backend.prepare)
-    decoder = Engine(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
+def test_same_seed_same_text(subject, name):
+    (target, *heads), given, written, restricted = subject
+    drafter = make_drafter(name, target, *heads, target.backend.prepare)
+    decoder = Engine(target, drafter, batch=BATCH, max_seq_len=ROOM, compile=False, chunks=CHUNKS)
     assert isinstance(decoder.runner.caches, LayerCaches)
     assert decoder.runner.span(1) is decoder.runner.slot_ids
-    given, written, restricted = texts
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":
         assert ids(decoder, given, RESTRICTED) == restricted

@@ -1,5 +1,6 @@
 """Mixtures of experts in a kernel for each product, against their definition."""
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from helpers.ahead_of_time import expensive
 
 from families.experts import Experts, MixtureArgs
 from kernels.gpu import experts
+from kernels.gpu.device import INTERPRETED
 from kernels.quantized import Scheme, replace_linears
 
 # Where the interpreter should round to bfloat16 it cuts off.
@@ -15,6 +17,10 @@ WEIGHTS = [
     Scheme(None, 0, None), Scheme("int8", 0, None), Scheme("w8a8", 0, None), Scheme("int4", 64, None),
     Scheme("int4", 32, None), Scheme("w4a8", 32, None), Scheme(None, 0, None, "mxfp4"),
 ]
+# Each dtype with each weights, on a GPU; in the interpreter, which is slow, all of both.
+CASES = [(*dtype, scheme) for dtype in DTYPES for scheme in WEIGHTS]
+if INTERPRETED:
+    CASES = [(*dtype, scheme) for dtype, scheme in zip(cycle(DTYPES), WEIGHTS)]
 E, A, H, INNER = 7, 3, 192, 96  # tiles divide neither
 
 
@@ -43,8 +49,7 @@ def ours(layer, device):
     return layer
 
 
-@pytest.mark.parametrize("dtype, limit", DTYPES)
-@pytest.mark.parametrize("scheme", WEIGHTS, ids=lambda s: f"{s.mode}/{s.group}/{s.experts}")
+@pytest.mark.parametrize("dtype, limit, scheme", CASES, ids=str)
 @pytest.mark.parametrize("biases, rows", ((True, 40), *expensive((False, 1), (True, 3), (False, 130))))
 def test_products(device, dtype, limit, scheme, biases, rows):
     """Few rows and many, of several tiles."""
