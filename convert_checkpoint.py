@@ -10,10 +10,13 @@ at a time is read, cast and appended: memory does not grow with the model.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from pathlib import Path
 
 from checkpoint.convert import convert
 from checkpoint.dense import HeadOptions
+from checkpoint.load import read_config
 from common.cli import DTYPES, Options, command, count
 from common.errors import library_errors
 from common.machine import use_threads
@@ -54,8 +57,22 @@ def run(o) -> None:
     options = HeadOptions(o.aux_layers, o.norm_before_residual, o.recycle)
     # A checkpoint can be malformed in more ways than anyone can list.
     with library_errors(f"{o.checkpoint}: malformed in a way this program does not know"):
-        convert(o.checkpoint, o.out, o.target, dtype=o.dtype, options=options, template=o.template,
+        out = convert(o.checkpoint, o.out, o.target, dtype=o.dtype, options=options, template=o.template,
                 force=o.force, allow_nonfinite=o.allow_nonfinite)
+    print(next_steps(out, o.target))
+
+
+def next_steps(out: Path, target: str | None) -> str:
+    """Return the commands that use a converted folder on this machine. target: of a head."""
+    import torch
+
+    model, draft = shlex.quote(str(target or out)), "--speculate auto"
+    if target and out.parent.resolve() != Path(target).resolve():
+        draft = f"--draft {shlex.quote(str(out))}"
+    lines = [f"next: python generate.py -m {model} {draft} 'Why is the sky blue?'"]
+    if not (target or torch.cuda.is_available() or "quantization" in read_config(out)):
+        lines.append(f"or first, for more speed on this CPU: python quantize.py -m {model} --mode w8a8")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
 import extensions
 from checkpoint.load import is_converted
+from common.errors import InputError, counted
 from common.schema import Schema, as_python, whole, with_options
 from engine.drafting import AUTO, Drafting
 from engine.prompt import Prompt, encode
@@ -33,6 +35,8 @@ ARGUMENTS = {
     "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
     "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "log": Callable,
 }
+ENDINGS = {"stop": "ended", "length": "cut at --max-new-tokens", "cache": "cut at --max-seq-len",
+           "error": "failed", None: "interrupted"}
 CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
 
 
@@ -47,21 +51,22 @@ class LLM:
     weights against their sha256; None: only if they have one. ranks: `kernels.tp.Ranks`, if torchrun started
     several processes. make_engine: a variant of `Target.engine`. runtime: fields of `Runtime`, such as
     device="cpu" or dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
-    Raises, with one line, InputError if anything is missing, damaged or does not fit, ValueError or TypeError
-    on wrong arguments.
+    Raises ValueError, with one line, if anything is missing, damaged, wrong or does not fit. model: another
+    name of checkpoint.
     """
 
     def __init__(
-        self, checkpoint: str | Path, speculate: str | Drafting | None = AUTO, *,
+        self, checkpoint: str | Path | None = None, speculate: str | Drafting | None = AUTO, *,
+        model: str | Path | None = None,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
         ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime,
     ):
-        speculate = "none" if speculate is None else speculate
+        speculate, checkpoint = "none" if speculate is None else speculate, checkpoint or model
         given = locals()
         CHECKED.check({name: given[name] for name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
-            raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
+            raise InputError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
         where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
@@ -86,25 +91,26 @@ class LLM:
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
-        variables: dict | None = None, parse_special: bool = True, **sampling
+        variables: dict | None = None, parse_special: bool = True, n: int = 1, **sampling
     ) -> Request | list[Request]:
         """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
         array; or a list of chat messages. variables: for the chat template, such as {"enable_thinking":
         False}. parse_special: False encodes special tokens in raw text as plain text. sampling: fields of
-        `Sampling`; of a list, prompt i is sampled with `seed` + i. Returns a `Request`, or a list: its
-        `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second` and more. Raises ValueError,
-        TypeError or InputError, before anything is decoded, on an invalid prompt or option.
+        `Sampling`; output i is sampled with `seed` + i. Returns a `Request`, or a list, with `n` outputs
+        of each prompt in turn: their `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second`
+        and more. Raises ValueError, before anything is decoded, on an invalid prompt or option.
         """
         prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
         encoding = {"raw": raw, "system": system, "variables": variables, "parse_special": parse_special}
-        ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)]
+        ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)
+               for _ in range(Schema(whole(1)).check(n, "n"))]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         requests = self.engine.generate(ids, samplings)
-        return requests[0] if alone else requests
+        return requests[0] if alone and n == 1 else requests
 
     def stream(
         self, prompt: Prompt, *, raw: bool = False, system: str | None = None, variables: dict | None = None,
@@ -147,13 +153,12 @@ def summary(requests: list[Request], drafts: bool) -> str:
     """Return a line about requests that were decoded together. drafts: whether they were drafted."""
     _, speed = together(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
-    tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
+    plain = [seconds for r in requests for seconds in r.step_times["plain"]] if len(requests) == 1 else []
     return (
-        f"{tokens} generated, {prompt} in the prompt; prefill"
-        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms"
-        + (f", then {speed:.1f} tok/s" if speed else "")
-        + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts and lengths else "")
-        + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
+        counted(sum(len(r.ids) for r in requests), "token") + (f", {speed:.1f} tok/s" if speed else "")
+        + (f", about {speed * fmean(plain):.2f}x plain" if drafts and len(plain) > 3 else "")
+        + (f", acceptance length {fmean(lengths):.2f}" if drafts and lengths else "")
+        + f"; {', '.join(sorted({ENDINGS[r.finish] for r in requests}))}"
     )
 
 

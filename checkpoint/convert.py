@@ -104,7 +104,9 @@ def convert(
     if not target:
         _warn(checkpoint, tokenizer, config)
     if not quiet:
-        print(f"wrote {out}: {config['kind']}, {sum(t.nbytes for t in plan):,} bytes of weights")
+        what = config.get("architecture", config["kind"])
+        numbers, size = (sum(sizes) for sizes in zip(*((math.prod(t.shape), t.nbytes) for t in plan)))
+        print(f"wrote {out}: {what}, {numbers / 1e6:,.1f} M parameters, {size:,} bytes of weights")
     return out
 
 

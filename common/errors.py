@@ -2,29 +2,17 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Iterator
-
-# Ours, and what other programs call it.
-OTHERS = {
-    "--max-new-tokens": "--n-predict --predict", "--max-seq-len": "--ctx-size --max-model-len",
-    "--device": "-ngl --n-gpu-layers", "--slots": "-np --parallel --max-num-seqs",
-    "int8": "q8_0 w8a16", "w8a8": "int8-w8a8", "int4": "q4_0 q4_k_m q4_k_s w4a16 awq gptq", "fp8": "float8",
-    "--interactive": "--chat -i -cnv --conversation",
-    "--model-name": "--alias --served-model-name", "--checkpoint": "-hf", "lookup": "ngram prompt-lookup pld",
-}
+from importlib import import_module
 
 
-class InputError(Exception):
+class InputError(ValueError):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a guess at what a misspelt or foreign word stands for, to be added to a message."""
-    known = [*known]
-    near = [ours for ours, names in OTHERS.items() if word in names.split() and ours in known]
-    near = near or difflib.get_close_matches(word, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """As `common.names.did_you_mean`, which is imported when something is wrong."""
+    return import_module("common.names").did_you_mean(word, known)
 
 
 def counted(n: int, noun: str) -> str:

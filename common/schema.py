@@ -102,13 +102,13 @@ schema_of = functools.cache(Schema)
 def with_options(kind: type, options: dict, more: Iterable[str] = ()) -> Any:
     """Return an object of a dataclass from named options; None is the default. more: further known names.
 
-    Raises TypeError, a sentence, on another name.
+    Raises InputError on another name.
     """
     known = [*more, *(field.name for field in fields(kind))]
     for name in options:
         if name not in known:
             guess = did_you_mean(name, known)
-            raise TypeError(f"{name}: no such option{guess}; choose from {', '.join(known)}")
+            raise InputError(f"{name}: no such option{guess}; choose from {', '.join(known)}")
     return kind(**{name: value for name, value in options.items() if value is not None})
 
 

@@ -53,7 +53,7 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
             show(engine.run([ids], [sampling], requests), tokenizer)
             if requests[0].error:
                 raise ValueError(requests[0].error)
-        except (ValueError, InputError) as e:
+        except ValueError as e:
             note(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
             pass  # what there is of the answer counts

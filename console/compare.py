@@ -10,6 +10,7 @@ from llm import LLM, together
 from sampling.options import Sampling
 
 TURNS = 3
+MIN_GAIN = 1.1  # speedup below which the line says what bounds it
 
 
 class Comparison:
@@ -59,7 +60,11 @@ class Comparison:
             return f"the answer is too short to compare speeds; texts equal: {texts}"
         ratios = sorted((fast / slow, fast, slow) for fast, slow in speeds)
         ratio, fast, slow = ratios[len(ratios) // 2]
+        bound, lengths = "", [n for request, _ in pairs for n in request.accept_lengths]
+        if ratio < MIN_GAIN and lengths:
+            costs = self.engine.scheduler.describe(self.samplings[0].temperature > 0) or "costs were not timed"
+            bound = f"\nwhat bounds it: acceptance length {statistics.mean(lengths):.2f}; {costs}"
         return (
             f"{fast:.1f} tok/s, plain: {slow:.1f} tok/s; speedup {ratio:.2f}x (the middle one of"
-            f" {len(ratios)} turns, {ratios[0][0]:.2f} to {ratios[-1][0]:.2f}); texts equal: {texts}"
+            f" {len(ratios)} turns, {ratios[0][0]:.2f} to {ratios[-1][0]:.2f}); texts equal: {texts}{bound}"
         )

@@ -90,7 +90,9 @@ def figures(requests: list[Request], engine: Engine, full: bool) -> str:
     if others := used.total() - sum(common.values()):
         common["others"] = others
     trees = ", ".join(f"{n} x {name}" for name, n in common.items())
-    lines = [line, f"{counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
+    prompt, prefill = sum(len(r.prompt) for r in requests), max(r.prefill_seconds for r in requests)
+    lines = [line, f"{counted(prompt, 'token')} in the prompt, prefill {prefill * 1e3:.0f} ms;"
+                   f" {counted(len(lengths), 'step')} ({trees or 'none'}) in {seconds:.2f} s;"
                    f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB", *engine.runner.fallbacks]
     counts = Counter(lengths if drafts else ())
     for n in range(1, max(counts, default=0) + 1):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from checkpoint.load import CONFIG, WEIGHTS, read_config
 from common.errors import InputError
+from drafters.published import advice
 from engine.drafting import TARGET, Drafting
 from extensions import METHODS
 
@@ -73,7 +74,9 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
     given = (("--tree", drafting.tree), ("--draft-window", drafting.window))
     unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
     log(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"
-        f" (prompt lookup){unused}")
+        f" (prompt lookup){unused}. What would draft more:")
+    for line in advice(checkpoint, read_config(checkpoint)):
+        log(line)
     return replace(drafting, method="lookup", tree=None, window=None, optional=True)
 
 

@@ -269,7 +269,7 @@ def read_paths(file: str) -> PathTree:
     """Read a JSON file with the paths of a tree, as --tree names it. Raises InputError."""
     try:
         return PathTree(tuple(map(tuple, parse_json(read_text(file), file))))
-    except (InputError, ValueError, TypeError) as e:
+    except (ValueError, TypeError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
         raise InputError(f"--tree {file:.200}: none of {forms} ({e})") from None
 

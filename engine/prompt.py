@@ -13,7 +13,7 @@ FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "co
 def is_prompt(prompt: object) -> bool:
     """Return whether this is a text, a list of token ids, or one of messages."""
     if isinstance(prompt, str):
-        return True
+        return prompt != ""
     return isinstance(prompt, list) and (all(type(i) is int for i in prompt) or all(map(is_message, prompt)))
 
 

@@ -63,7 +63,7 @@ class Event(NamedTuple):
     finish: Finish | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """A sequence in the engine, from `Engine.admit` on.
 
@@ -75,8 +75,8 @@ class Request:
 
     prompt: list[int]
     sampling: Sampling
-    guide: Guide | None = field(default=None, repr=False)
-    stream: TextStream | None = field(default=None, repr=False)
+    guide: Guide | None = None
+    stream: TextStream | None = None
     watch: bool = False
     plain: bool = False
     prompt_scores: list[Score] | None = None
@@ -96,10 +96,13 @@ class Request:
     first: float | None = None
     last: float | None = None
     # Bookkeeping of the engine.
-    slot: int = field(default=-1, repr=False)  # its row of the batch
-    read: int = field(default=0, repr=False)  # prompt tokens in the caches
-    acceptance: object = field(default=None, repr=False)  # the scheduler's statistics of this request
-    active: bool = field(default=True, repr=False)  # it holds a batch slot
+    slot: int = -1  # its row of the batch
+    read: int = 0  # prompt tokens in the caches
+    acceptance: object = None  # the scheduler's statistics of this request
+    active: bool = True  # it holds a batch slot
+
+    def __repr__(self) -> str:
+        return f"Request({len(self.ids)} tokens, finish={self.finish!r}, text={self.text!r:.60})"
 
     @property
     def length(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_json
 from common.schema import Name, Schema, Text, Whole, named, number, schema_of, text, whole
 from common.writing import digest, write_text, writing
@@ -23,12 +23,12 @@ ADVICE = "delete it, or choose another --out"
 Seconds = number(0, 1e9)
 
 
-def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
+def read_sets(path: str | None, limit: int | None, names: str | None = None) -> dict[str, list[dict]]:
     """Read the questions of a file, of all question files in a folder, or (None) our own, by set.
 
     A file names its set. SET/question.jsonl, the layout of EAGLE's and Spec-Bench's data, is named by its
-    folder. limit: most questions of each set. Raises InputError if there are none, or if names or ids are not
-    unique.
+    folder. limit: most questions of each set. names: the sets to read, with commas between them (None: all).
+    Raises InputError if there are none, or if names or ids are not unique.
     """
     place = Path(path) if path else OWN
     if place.is_dir():
@@ -45,7 +45,11 @@ def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
         sets[name] = QUESTIONS.require(read_questions(file)[:limit], file)
         if len({question["question_id"] for question in sets[name]}) < len(sets[name]):
             raise InputError(f"{file}: a question_id is there twice (rows without one are numbered from 0)")
-    return sets
+    chosen = names.split(",") if names else [*sets]
+    for name in {*chosen} - {*sets}:
+        words = f"no such set{did_you_mean(name, sets)}; choose from {', '.join(sets)}"
+        raise InputError(f"--sets {name}: {words}")
+    return {name: sets[name] for name in chosen}
 
 
 def rotated(items: Iterable, turn: int) -> list:

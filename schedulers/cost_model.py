@@ -351,7 +351,9 @@ class Tuner:
             return f"{what}, limited to what reduces latency (not timed)"
         size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, 0)
         one, *more = ((self.costs(n, noisy).relative_cost_of(size), n) for n in counts)
-        line = f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one"
+        draft, verify = self.costs(one[1], noisy).parts(size)
+        line = (f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one, {draft:.2f} to"
+                f" draft and {verify:.2f} to verify")
         others = "".join(f", {x:.2f} x with {n} requests" for x, n in more)
         return f"{what}, limited to what reduces latency ({line}{others})"
 

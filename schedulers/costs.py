@@ -132,6 +132,11 @@ class Costs:
         bare = self.load_factor * (self.base + self.level * size.levels) if head else self.plain
         return bare + self.node_load_factor * self._nodes(size.nodes)
 
+    def parts(self, size: Size) -> tuple[float, float]:
+        """Return what drafting and verifying a tree add to a plain step, as shares of it."""
+        nodes = self.node_load_factor * self._nodes(size.nodes) / self.plain
+        return self.relative_cost_of(size) - 1 - nodes, nodes
+
     def relative_cost_of(self, size: Size, head: bool = True) -> float:
         """Predict the seconds of a step / the seconds of a plain step."""
         return self.seconds(size, head) / self.plain

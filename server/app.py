@@ -184,7 +184,7 @@ async def in_thread(work: Callable):
     """Do slow work beside other requests. Raises Refusal for an InputError, ValueError or RecursionError."""
     try:
         return await to_thread.run_sync(work)
-    except (InputError, ValueError) as e:
+    except ValueError as e:
         code = "context_length_exceeded" if isinstance(e, PromptTooLong) else None
         raise Refusal(400, str(e), code) from None
     except RecursionError:

@@ -63,6 +63,7 @@ MISTAKES = (
     ("serve", "--host a..b", "--host a..b --port 0: "),
     ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
     ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
+    ("evaluate", "--sets cod", "--sets cod: no such set (did you mean code?); choose from code, math, qa"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options ("),
     ("train", "--out TEXT", "--out TEXT: not a folder that can be written to"),

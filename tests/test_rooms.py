@@ -24,7 +24,7 @@ FLOORS = (
     ("llm",),
     ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
-    ("demo", "benchmarks", "deploy"), ("tests/helpers",), ("tests",),
+    ("demo", "benchmarks", "deploy", "eagle"), ("tests/helpers",), ("tests",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Where an import is looked up: the root, and the folders that are put on the path for scripts and tests.

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
 from checkpoint.load import load_model, read_config
+from convert_checkpoint import next_steps
 from model import Transformer
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
@@ -36,6 +37,8 @@ def test_folders(tmp_path, target, form, tied):
     elif tied not in (True, False):
         torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     out = convert(source, tmp_path / "out", quiet=True)
+    assert next_steps(out, None).startswith(f"next: python generate.py -m {out} --speculate auto ")
+    assert f"-m {out} --draft {tmp_path} " in next_steps(tmp_path, str(out))
     expected = load_file(target / "model.safetensors")
     if tied:
         del expected["lm_head.weight"]

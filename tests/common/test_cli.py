@@ -4,9 +4,11 @@ import io
 import sys
 
 import pytest
+from helpers import ROOT
 from helpers.launching import run
 from helpers.refusals import refused
 
+import eagle
 from common import VERSION
 from common.cli import Options, command, count, positive, run_command, seed, within
 from common.errors import InputError
@@ -75,3 +77,18 @@ def test_what_stdout_cannot_encode_is_replaced_with_one_warning(encoding, found,
     assert command(Options(), [], lambda o: print("é ", "猫", "😀", sep="", end="")) == 0
     assert out.buffer.getvalue().decode(encoding) == found
     assert capsys.readouterr().err.count("PYTHONIOENCODING") == (encoding != "utf-8")
+
+
+def test_the_command_eagle_has_every_program(capsys):
+    """And pip installs every file of the product."""
+    for name in eagle.COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            eagle.main([name, "--help"])
+        assert end.value.code == 0 and "usage: " in capsys.readouterr().out
+    assert eagle.main([]) == 0 and "eagle COMMAND" in capsys.readouterr().out
+    assert eagle.main(["genrate"]) == 2 and "did you mean generate?" in capsys.readouterr().err
+    text = (ROOT / "pyproject.toml").read_text()
+    packages = {str(file.parent.relative_to(ROOT)) for file in ROOT.rglob("[a-z]*/__init__.py")}
+    packages = {p.replace("/", ".") for p in packages if not p.startswith(("tests", "demo", "."))}
+    for name in packages | {file.stem for file in ROOT.glob("*.py")}:
+        assert f'"{name}",' in text.partition("[tool.setuptools.dynamic]")[0], name

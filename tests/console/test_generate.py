@@ -52,7 +52,7 @@ def test_json_has_the_promised_keys(cli):
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    for words in "peak memory", "equal: yes", "\n40 generated, 10 in the prompt; prefill ":
+    for words in "peak memory", "equal: yes", "\n10 tokens in the prompt, prefill ", "; cut at --max-new":
         assert words in text.err
 
 
@@ -174,7 +174,7 @@ def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
     first, second = talk("one", "two")
     assert done.status == 0 and done.out == f"{first}\n\n\n{second}\n{first}\n"
     assert "error: the prompt has" in done.err and "(/reset starts over)" in done.err
-    assert "/reset starts over, /exit leaves" in done.err and done.err.count("15 generated, ") == 3
+    assert "/reset starts over, /exit leaves" in done.err and done.err.count("\n15 tokens, ") == 3
 
 
 def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
@@ -189,7 +189,7 @@ def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(ModelRunner, "step", interrupted)
     common = "--max-new-tokens", 100, *EAGLE3
     one = cli("--prompt", "Hello", "--max-new-tokens", 100)
-    assert one.status == 130 and one.out and "interrupted" in one.err and "4 generated" in one.err
+    assert one.status == 130 and one.out and "\n4 tokens, " in one.err and "; interrupted" in one.err
     two = cli(*common, "--prompt", "Hello", "--prompt", "World")
     assert two.status == 130 and two.out.count("--- ") == 2 and len(two.out) > 40
     done = cli(*common, "--prompt", "Hello", "--json")

@@ -5,6 +5,7 @@ import pytest
 from helpers.decoding import load
 
 from common.errors import InputError
+from drafters.published import advice
 from engine.drafting import Drafting
 from sampling.options import Sampling
 from schedulers.cost_model import Tuner
@@ -24,8 +25,12 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
         shutil.rmtree(folder / kind)
     said: list[str] = []
     found = Drafting("auto").resolve(folder, said.append)
-    assert found.method == means and len(said) == 1 and says in said[0]
-    assert found.resolve(folder, said.append) == found and len(said) == 1
+    assert found.method == means and len(said) == (1 if kept else 3) and says in said[0]
+    before = len(said)
+    assert found.resolve(folder, said.append) == found and len(said) == before
+    if not kept:
+        line, *_ = advice(folder, {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151936})
+        assert f"convert_checkpoint.py --checkpoint AngelSlim/Qwen3-8B_eagle3 --target {folder}" in line
 
 
 def test_a_head_elsewhere(folder, tmp_path):

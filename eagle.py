@@ -1,0 +1,37 @@
+"""The command `eagle`, which `pip install .` installs: the programs of this folder as subcommands.
+
+    eagle generate -m checkpoints/smollm2-135m --speculate auto "Why is the sky blue?"
+"""
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from common.errors import did_you_mean
+
+COMMANDS = {
+    "generate": ("generate", "write text, or chat with --interactive"), "serve": ("serve", "serve over HTTP"),
+    "convert": ("convert_checkpoint", "convert a checkpoint or a head"),
+    "quantize": ("quantize", "quantize a converted checkpoint"), "train": ("train", "train a head"),
+    "evaluate": ("evaluate", "measure speedup and acceptance length"),
+    "export": ("checkpoint.export", "write a head for other programs"),
+    "datastore": ("drafters.ngram", "make the token file of --speculate rest"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand. Returns its exit status; 2 for an unknown one."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in COMMANDS:
+        sys.argv = [f"eagle {name}", *rest]
+        return import_module(COMMANDS[name][0]).main(rest)
+    lines = [f"  {command:10} {what}" for command, (_, what) in COMMANDS.items()]
+    if name in ("-h", "--help"):
+        print("usage: eagle COMMAND ... (eagle COMMAND --help)", *lines, sep="\n")
+        return 0
+    print(f"eagle: error: {name}: no such command{did_you_mean(name, COMMANDS)}; see --help", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
