@@ -27,6 +27,7 @@ from common.writing import check_replaceable
 from engine.runtime import Runtime
 from kernels.tp import local_device, process_group
 from training.data import MIN_ANSWER_TOKENS
+from training.estimate import describe
 from training.heads import DRAFTS, MARKOV_RANK, TRAINED
 from training.losses import STEPS
 from training.processes import RANK_TIMEOUT, Processes
@@ -60,6 +61,7 @@ def parser() -> Options:
     add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
         help="conversations are cut to N tokens (default 1024)")
     add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")
+    add("--estimate", action="store_true", help="print the hours that this takes here, and end")
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument
@@ -81,7 +83,7 @@ def parser() -> Options:
         " of accepted drafts")
     add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
     add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
-        help="end after M minutes of training, if the epochs take longer (0: never)")
+        help="end after M minutes, at most half of them for text (0: never)")
     add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
     add("--batch-tokens", type=positive, default=plan.batch_tokens,
         help="padded tokens per optimizer step, over all processes (default 1024)")
@@ -114,6 +116,10 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     runtime = Runtime(local_device(Runtime(o.device).device_name), compile=False)
     runtime.prepare()
     session = Session(o, words)
+    if o.estimate:
+        count = o.synthesize + len(session.prompts)
+        print(describe(session.config, count, o.max_new_tokens, o.epochs, runtime.device))
+        return
     if not is_distributed():
         session.run(Processes(), runtime.device)
         return

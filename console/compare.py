@@ -62,7 +62,8 @@ class Comparison:
         ratio, fast, slow = ratios[len(ratios) // 2]
         bound, lengths = "", [n for request, _ in pairs for n in request.accept_lengths]
         if ratio < MIN_GAIN and lengths:
-            costs = self.engine.scheduler.describe(self.samplings[0].temperature > 0) or "costs were not timed"
+            noisy = self.samplings[0].temperature > 0
+            costs = self.engine.scheduler.describe(noisy) or "costs were not timed"
             bound = f"\nwhat bounds it: acceptance length {statistics.mean(lengths):.2f}; {costs}"
         return (
             f"{fast:.1f} tok/s, plain: {slow:.1f} tok/s; speedup {ratio:.2f}x (the middle one of"

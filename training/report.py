@@ -38,7 +38,7 @@ class TrainingLog:
             total=total, initial=step, desc="training",
             bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
         )
-        self.admitted_at, self.tokens = time.time(), 0
+        self.began, self.tokens = time.time(), 0
 
     def move(self, tokens: int, progress: float) -> None:
         """Move the live line by `tokens` tokens of this process, to `progress` (see `Trainer._progress`)."""

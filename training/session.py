@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import shlex
+import time
 from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -38,6 +40,7 @@ from training.trainer import STATE, Plan, Trainer
 from training.validate import ANSWER_TOKENS, Validator
 from training.writing import Collector
 
+TEXT_SHARE = 0.5  # of --minutes, for writing text
 LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
 CACHE_BYTES = 6 * 2**30  # of features in memory
@@ -71,11 +74,13 @@ class Session:
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
             raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
                              f" the target has {most}")
+        self.admitted_at, self.step_times = time.monotonic(), 0.0  # seconds before training
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def run(self, processes: Processes, device: str) -> None:
         """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
         o, self.processes, self.device = self.o, processes, device
+        note(f"loading {o.checkpoint}")
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.weight.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
@@ -133,8 +138,10 @@ class Session:
             collector = self._collector()
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
-            collector.write()
-            self.processes.wait()
+            # A run that goes on trains on the text that it has begun with.
+            share = 0.0 if (self.work / STATE).exists() else TEXT_SHARE
+            collector.write(self.began + 60 * share * o.minutes if o.minutes else math.inf)
+            self.step_times = time.monotonic() - self.admitted_at
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may have another one for each
@@ -166,6 +173,7 @@ class Session:
 
     def prepare(self) -> Trainer:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
+        note("preparing the head and the target's states")
         o, learning = self.o, training_copy(self.target)
         longest = max(len(row["ids"]) for row in self.rows)
         mask_id = data.unused(self.rows + self.held_out, learning.args.vocab_size)
@@ -185,6 +193,9 @@ class Session:
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
             validator=self._validator(),
         )
+        before = torch.tensor(self.step_times * self.processes.first, device=objective.device)
+        self.processes.sum([before])  # all end at one step
+        trainer.before = float(before)
         if trainer.resume():
             note(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer

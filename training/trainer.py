@@ -80,7 +80,7 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
-        self.seconds = 0.0  # of the steps
+        self.seconds, self.before = 0.0, 0.0  # of the steps; of --minutes, before them
         self.updating = False
         self.log: TrainingLog | None = None  # in the first process, while it runs
         self._learn_scale()
@@ -142,8 +142,8 @@ class Trainer:
 
         It is `total` or more when the steps or the time are over.
         """
-        minutes = self.plan.minutes
-        return max(self.step, self.total * self.seconds / (60 * minutes)) if minutes else self.step
+        left = 60 * self.plan.minutes - self.before
+        return max(self.step, self.total * self.seconds / max(left, 1.0)) if self.plan.minutes else self.step
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Trainer:
             save_state(self.work, {
                 "head": {name: p.detach() for name, p in self.parameters.items()},
                 "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
-                "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds,
+                "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds, "before": self.before,
                 "options": self.fingerprint,
             })
         self.saved = time.time()
@@ -260,5 +260,6 @@ class Trainer:
                 p.data.copy_(state["head"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.objective.scale, self.seconds = state["scale"], state["seconds"]
+            self.before = state.get("before", 0.0)
             self.step, self.epoch, self.in_epoch = state["at"]
         return True

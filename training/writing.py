@@ -9,7 +9,9 @@ process: several processes share the work, and a later run writes what a killed 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -157,8 +159,11 @@ class Collector:
         """The files of all processes, of this run and of earlier ones with its settings."""
         return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
-    def write(self) -> None:
-        """Write this process's share of the missing conversations."""
+    def write(self, deadline: float = math.inf) -> None:
+        """Write this process's share of the missing conversations, until `deadline` (`time.monotonic`).
+
+        Conversations that are missing then are not planned any more.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.first:
             for path in self.files:  # a line without its end, as a kill leaves it
@@ -193,11 +198,19 @@ class Collector:
                 bar.update(0)
 
             for talk in mine:
+                if time.monotonic() >= deadline:
+                    break
                 go_on(talk, self.planned[talk]())
-                while not self.engine.free:
+                while not self.engine.free and time.monotonic() < deadline:
                     step()
-            while live:
+            while live and time.monotonic() < deadline:
                 step()
+        for request in live:
+            self.engine.remove(request)
+        self.processes.wait()
+        if deadline < math.inf:
+            known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
+            self.planned = {talk: steps for talk, steps in self.planned.items() if talk in known}
 
     def _lines(self, talk: str, rows: list[dict], left_out: str) -> str:
         """Return a conversation as lines of a file. The last one is marked."""

@@ -1,9 +1,12 @@
 """Rows of text: how conversations become rows, and which of them are used."""
+import json
+
 import pytest
 
 from common.errors import InputError
 from common.writing import digest
 from training import data
+from training.estimate import describe, expected_tau, phases
 
 
 def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
@@ -44,3 +47,13 @@ def test_no_prompt_is_both_held_out_and_trained_on():
     assert len(held_out) == 15 and len(held_out) + len(rest) == 300  # 5 of 100 prompts, three rows each
     assert not {r["ids"][0] for r in held_out} & {r["ids"][0] for r in rest}
     assert data.hold_out(rows[::-1])[0] == held_out[::-1]
+
+
+def test_estimate(golden):
+    """Hours grow with text and weights; the acceptance length is the measured one where it was measured."""
+    config = json.loads((golden / "config.json").read_text())
+    one, two = (sum(phases(config, count, 256, 4, 1e9).values()) for count in (1000, 2000))
+    assert two == pytest.approx(2 * one) and one > 0
+    assert sum(phases(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
+    assert [expected_tau(tokens) for tokens in (1, 62_000, 10**9)] == [2.05, 2.21, 3.82]
+    assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, "cpu")

@@ -15,7 +15,7 @@ from helpers.training import log_of, options
 from safetensors.torch import load_file
 
 import train
-from training import trainer
+from training import session, trainer, writing
 
 pytestmark = pytest.mark.slow
 # train.py that saves its state after every step.
@@ -58,6 +58,8 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
         return 6.0 * tick
 
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
+    for module in session, writing:  # the text takes no time
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     argv = options(golden, prompt_file, tmp_path, epochs=50, minutes=1)
     assert train.main(argv) == 130
     assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")

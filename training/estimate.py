@@ -1,0 +1,74 @@
+"""How long `train.py` takes for a model on a machine, and what acceptance length to expect."""
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+
+import torch
+
+from common.errors import counted
+from training.losses import STEPS
+
+ANSWER_SHARE = 0.7  # of --max-new-tokens, in an answer on average
+PROMPT_SHARE = 0.3  # prompt tokens per answer token
+STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch computes them again
+STATES = 4  # states of the target that are kept of a token: three layers and the last
+# Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
+MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
+SECONDS = 2.0  # of the measurement
+SIZE = 1024  # of the square matrices of the measurement
+
+
+def measured_flops(device: str) -> float:
+    """Return the operations per second of a product of float32 (on a GPU, bfloat16) matrices, at best."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    a, b = torch.randn(2, SIZE, SIZE, device=device).to(dtype)
+    times, began = [], time.perf_counter()
+    while len(times) < 2 or time.perf_counter() - began < SECONDS:
+        start = time.perf_counter()
+        (a @ b).sum().item()  # waits for a GPU
+        times.append(time.perf_counter() - start)
+    return 2 * SIZE**3 / min(times)
+
+
+def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
+    """Return the numbers of weights that a token of the target and of an EAGLE-3 head is multiplied with."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    attention = config["head_dim"] * (config["num_heads"] + config["num_kv_heads"]) * 2
+    layer = hidden * (attention + 3 * inner)
+    head = hidden * (3 * hidden + 2 * attention + 3 * inner + draft_vocab)  # its attention reads two states
+    return config["num_layers"] * layer + hidden * config["vocab_size"], head
+
+
+def phases(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> dict[str, float]:
+    """Return the hours of each phase. answer: most tokens of an answer; flops: operations per second."""
+    tokens = conversations * answer * ANSWER_SHARE
+    read = tokens * (1 + PROMPT_SHARE)
+    target, head = weights(config, 8192)
+    again = epochs if read * STATES * 2 * config["hidden_size"] > STATE_BYTES else 1
+    operations = {
+        "text": 2 * target * read, "states": 2 * target * read * again,
+        "training": 6 * head * STEPS * read * epochs,
+    }
+    return {name: count / flops / 3600 for name, count in operations.items()}
+
+
+def expected_tau(tokens: float) -> float:
+    """Return the acceptance length of a head after this many answer tokens, between measured ones."""
+    points = [(math.log(n), tau) for n, tau in MEASURED]
+    at = min(max(math.log(max(tokens, 1)), points[0][0]), points[-1][0])
+    (x, low), (y, high) = next(pair for pair in pairwise(points) if at <= pair[1][0])
+    return low + (high - low) * (at - x) / (y - x)
+
+
+def describe(config: dict, conversations: int, answer: int, epochs: int, device: str) -> str:
+    """Return the hours of a run on this machine, measured in a second, and the acceptance length."""
+    flops = measured_flops(device)
+    hours = phases(config, conversations, answer, epochs, flops)
+    tokens = conversations * answer * ANSWER_SHARE
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in hours.items())
+    return (
+        f"about {sum(hours.values()):.1f} hours ({parts}) for {counted(conversations, 'conversation')},"
+        f" {epochs} epochs, at {flops / 1e9:,.0f} GFLOP/s; acceptance length about {expected_tau(tokens):.1f}"
+        " (of a target of 135M, tree 60/7/10, its own kind of prompts)")
