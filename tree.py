@@ -83,6 +83,7 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
+    levels: int = 0  # expansions after the first level, of a tree that a network grew
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:

@@ -80,7 +80,9 @@ class BlockDrafter(HeadDrafter):
         """
         return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
 
-    def grow(self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None) -> Growth:
+    def grow(
+        self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Growth:
         """Grow a tree from the rows of all levels, last [B, L, H].
 
         Without a Markov head all nodes of a level have the same children (DDTree, where k is the number of

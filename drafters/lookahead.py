@@ -63,7 +63,9 @@ class Lookahead(StaticDrafter):
         drawn = torch.randint(len(prompt), self.window.shape[1:], generator=generator)
         self.window[slot] = torch.tensor(prompt)[drawn].to(self.window.device)
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
         root = state.root
         ngrams = self.pool[torch.arange(len(root), device=root.device), root[:, 0]].long()  # [B, G, N-1]
         tokens = torch.cat((ngrams.flatten(1), self.window.flatten(1)), 1)[:, self.source]

@@ -155,7 +155,9 @@ class HydraHeads(MultiTokenHeads):
 class MultiToken(StaticHeadDrafter):
     """Drafts a static tree level after level with `MultiTokenHeads`."""
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
         head, noise, p = self.head, self.draft_noise(noise), self.catch_up(step, state, slots)  # [B, 1, H]
         paths, tokens = state.root[..., None], [state.root]
         scores = [torch.zeros_like(p[..., 0], dtype=torch.float32)]

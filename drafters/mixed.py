@@ -127,20 +127,19 @@ class Mixed(Drafter):
         for part in self.parts:
             part.prefill(state, features, positions, visible)
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
-        costs, temperature = state.costs, state.temperature.clamp(0, 1)[:, None]
-        trees, levels = [], 0
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
+        trees, levels, temperature = [], 0, state.temperature.clamp(0, 1)[:, None]
         # A tree without a network may be left out, once that of the network is known.
         for part in sorted(self.parts, key=lambda part: part.network is None):
-            if costs is not None:  # a compiled graph must change nothing but tensors
-                state.costs = costs if part is self.resizable_part else None
-            tree = step.draft(part, state, slots, noise)
+            resizable = part is self.resizable_part
+            tree = step.draft(part, state, slots, noise, costs if resizable else None)
             if trees and costs is not None and part.network is None and not is_likely(tree):
                 continue  # joining costs more than it gains
             trees.append(tree._replace(scores=tree.scores * (1 + (part.sampled - 1) * temperature)))
-            levels = state.levels if part is self.resizable_part else levels
-        if costs is not None:
-            state.costs, state.levels = costs, levels
+            levels = tree.levels if resizable else levels
         if len(trees) < 2:
             return trees[0] if self.resizable_part else costs.limit(step, trees[0])
-        return step.dispatch(join, *trees, self.shape.nodes, self.shape.levels, costs)
+        joined = step.dispatch(join, *trees, self.shape.nodes, self.shape.levels, costs)
+        return joined._replace(levels=levels)

@@ -149,7 +149,9 @@ class NGram(StaticDrafter):
         before = tokens.shape[1] - count - 1
         return tokens, state.length + before, count + before
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
         return self.static.of(*step.dispatch(NGram.follow, self, *self.sources(state, slots)))
 
     def matches(self, tokens: Tensor, length: Tensor, count: int) -> Tensor:

@@ -245,7 +245,9 @@ class StaticHeadDrafter(HeadDrafter):
         super().__init__(head, shape, coupled)
         self.static = StaticTree(shape)
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
         noise, B, k = self.draft_noise(noise), state.length.shape[0], self.shape.width
         h = self.catch_up(step, state, slots)
         tokens, scores, used = [state.root], [], 0

@@ -125,7 +125,7 @@ def step_difference(
     reset()
     length = state.length.clone()
     drafted, path = step()
-    drafted, path = Tree(*(None if x is None else x.clone() for x in drafted)), path.clone()
+    drafted, path = Tree(*(x.clone() if torch.is_tensor(x) else x for x in drafted)), path.clone()
     slots = length[:, None] + torch.arange(drafted.tokens.shape[1], device=length.device)
     written = [entries(cache, slots) for cache in runner.caches]
     tokens, features = state.out[:, :W].clone(), state.features[:, :W].clone()

@@ -40,7 +40,7 @@ class Drafter(nn.Module):
     sampled = 1.0  # factor of its scores at temperature 1
     grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
     indivisible = False  # its tree must be verified whole: `costs` cannot prune it
-    reads_costs = False  # `propose` reads `State.costs`; if not, they limit the tree that it proposes
+    reads_costs = False  # `propose` follows `costs`; if not, they limit the tree that it proposes
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
@@ -110,11 +110,14 @@ class Drafter(nn.Module):
         again in its first `propose`.
         """
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
         """Draft a tree below the root.
 
         step: for tensor operations. slots [n]: the live cache slots 0..n-1. noise [B, W, V]: temperature *
-        Gumbel noise for positions length+1 ... length+W, or None if all requests are greedy.
+        Gumbel noise for positions length+1 ... length+W, or None if all requests are greedy. costs: limit the
+        tree, see `engine.scheduler.Choice`; None: no limit.
         """
         return Tree(state.root.clone(), state.zero, state.zero, state.one)
 
@@ -190,14 +193,16 @@ class NetworkDrafter(Drafter):
         other._check_shape()
         return other
 
-    def propose(self, step: Step, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(
+        self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Tree:
         last = self.catch_up(step, state, slots)
-        growth = self.grow(step, last, state, slots, self.draft_noise(noise))
-        if state.costs is not None:  # never in a compiled graph, which cannot set Python attributes
-            state.levels = len(growth.scores) - 1
-        return growth.prune(step, state.root[:, 0], state.costs)
+        growth = self.grow(step, last, state, slots, self.draft_noise(noise), costs)
+        return growth.prune(step, state.root[:, 0], costs)._replace(levels=len(growth.scores) - 1)
 
-    def grow(self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None) -> Growth:
+    def grow(
+        self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None, costs=None
+    ) -> Growth:
         """Return all candidates below the root.
 
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
@@ -208,8 +213,8 @@ class NetworkDrafter(Drafter):
         feature = last.expand(-1, k, -1)
         row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
         for level in range(shape.depth):
-            if state.costs is not None:
-                rows = self.expand(state.costs, growth.beam_scores, level)
+            if costs is not None:
+                rows = self.expand(costs, growth.beam_scores, level)
                 if not rows:
                     break
                 growth.narrow(rows)

@@ -311,10 +311,9 @@ class Engine:
         choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group, span)
         if runner.unread:
             self._catch_up(group, span, choice.drafter, requests)
-        group.state.costs = choice.costs
         guides = {r.slot: r.guide for r in requests if r.guide} or None
         with self._frozen(members, plain):
-            tree, path = runner.step(group, span, choice.drafter, modes, guides)
+            tree, path = runner.step(group, span, choice.drafter, modes, guides, choice.costs)
         drafts = None
         if any(r.watch for r in requests):
             parts = [x.tolist() for x in (tree.tokens, tree.parent, path)]
@@ -322,7 +321,7 @@ class Engine:
             drafts = [Draft(*x) for x in zip(*parts, scores)]
         shape, record = choice.drafter.shape, None
         if choice.costs:
-            shape = shape.limited(tree.tokens.shape[1], group.state.levels)
+            shape = shape.limited(tree.tokens.shape[1], tree.levels)
         if not plain:
             record = self.scheduler.launched(choice, group, tree, modes.noisy)
         emission = runner.to_host(group.state, modes.scored)

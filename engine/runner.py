@@ -218,18 +218,18 @@ class ModelRunner:
     # -- passes -------------------------------------------------------------------------------
 
     def step(
-        self, group: SlotRange, span: Tensor, drafter: Drafter, modes: Modes, guides: dict[int, Guide] | None
-        = None
+        self, group: SlotRange, span: Tensor, drafter: Drafter, modes: Modes,
+        guides: dict[int, Guide] | None = None, costs=None,
     ) -> tuple[Tree, Tensor]:
         """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
 
-        drafter: `self.drafter`, `plain`, or another one with the same caches. guides: those of rows, by row;
-        None: no row has one.
+        drafter: `self.drafter`, `plain`, or another one with the same caches. guides: by slot; None: no
+        sequence has one. costs: see `Drafter.propose`.
         """
         _ = modes.processed and group.state.processors  # created lazily; must exist before compilation
         key, graph, committing = (drafter, span.shape[0]), (drafter, group.count), self._commit
         arguments = self.device_step, self.target, group.caches, group.drafter(drafter), group.state
-        verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy)
+        verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy, costs)
         if guides is None:
             return self.run(
                 group, ("step", *key, *modes),

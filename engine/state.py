@@ -61,8 +61,7 @@ class State(nn.Module):
     out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
 
-    costs: limit the next tree, see `engine.scheduler.Choice`; None: no limit. levels: expansions of the last
-    tree, set only with `costs`. noise: cache of `Step.gumbel`, shared by all views.
+    noise: cache of `Step.gumbel`, shared by all views.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class State(nn.Module):
         """
         super().__init__()
         self.max_commit, self.vocabulary, self.nodes, self.aligned = max_commit, vocabulary, nodes, aligned
-        self.costs, self.levels, self.noise = None, 0, []
+        self.noise = []
         self._processors, self._rows_of = None, None  # of views: the whole state, and which slots they show
         buffer = partial(batch_buffer, self, batch, aligned, device)
         for name in ("length", "limit", "n_new", "top_k"):

@@ -79,12 +79,10 @@ class Step:
 
     # -- draft ----------------------------------------------------------------------------------
 
-    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
-        """Draft a tree below the root. slots [n]: the live cache slots; noise: as for `Drafter.propose`."""
-        drafted = drafter.propose(self, state, slots, noise)
-        if state.costs is None or drafter.reads_costs:
-            return drafted
-        return state.costs.limit(self, drafted)
+    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs=None) -> Tree:
+        """Draft a tree below the root. slots [n]: the live cache slots. noise, costs: `Drafter.propose`."""
+        drafted = drafter.propose(self, state, slots, noise, costs)
+        return drafted if costs is None or drafter.reads_costs else costs.limit(self, drafted)
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor):
         """Return which slots each token of a pass attends to, as the attention of this step reads it.
@@ -234,7 +232,7 @@ def shape_logits(
 
 def draft_and_verify(
     step: Step, target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor,
-    noisy: bool,
+    noisy: bool, costs=None,
 ) -> Verified:
     """Run the first half of a step: draft a tree and run the target on it.
 
@@ -242,7 +240,7 @@ def draft_and_verify(
     samples. Plain decoding has a tree of one node.
     """
     noise = step.noise(state, drafter.shape.max_commit, target.args.vocab_size) if noisy else None
-    drafted = step.draft(drafter, state, slots, noise)
+    drafted = step.draft(drafter, state, slots, noise, costs)
     logits, features = step.verify(target, drafted, state, slots, caches, drafter.aux_layers)
     return Verified(drafted, logits, features, noise)
 

@@ -120,12 +120,11 @@ class CpuStep(Step):
     ) -> Tree:
         return Tree(*self.ops.prune(scores, tokens, parents, root, nodes, *costs or packed.NO_COSTS))
 
-    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs=None) -> Tree:
         head = drafter.network
         if drafter.grows and isinstance(head, Eagle3Head) and head.fused is not None and head.fused.grows:
-            *fields, state.levels = head.fused.draft(drafter, state, slots, noise)
-            return Tree(*fields)
-        return super().draft(drafter, state, slots, noise)
+            return Tree(*head.fused.draft(drafter, state, slots, noise, costs))
+        return super().draft(drafter, state, slots, noise, costs)
 
     def verify(
         self, target: nn.Module, drafted: Tree, state, slots: Tensor, caches: packed.CpuCaches,

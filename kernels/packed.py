@@ -301,14 +301,14 @@ class FusedEagle3Head:
         return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
     def draft(
-        self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs
+    ) -> tuple:
         """`Step.draft` in one operator: return the fields of the tree, and its number of levels."""
         head, shape = drafter.network, drafter.shape
         ops, fc = head.backend.ops, head.fc
         sizes = slots.shape[0], shape.nodes, shape.depth, shape.width
         arguments = (
-            state.root, state.length, *sizes, *(state.costs or NO_COSTS), *self.lm_head,
+            state.root, state.length, *sizes, *(costs or NO_COSTS), *self.lm_head,
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):

@@ -39,20 +39,20 @@ class RankStep:
     ranks: the `kernels.tp.Ranks`. head: the `kernels.tp.ShardedHead` of the target.
     """
 
-    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None) -> Tree:
+    def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs=None) -> Tree:
         """Return rank 0's tree.
 
         A replicated head may differ in a last bit on another processor. Then the ranks would verify
         different trees and sum values of different nodes.
         """
-        tree = super().draft(drafter, state, slots, noise)
+        tree = super().draft(drafter, state, slots, noise, costs)
         if tree.tokens.shape[1] == 1:
             return tree
         parts = tree.tokens, tree.parent, tree.depth, tree.ancestors.long()
         sent = self.ranks.broadcast(torch.cat([part.flatten() for part in parts]))
         # One split per tensor: GPU kernels would copy a strided one before reading it.
         received = [part.view_as(of) for part, of in zip(sent.split([part.numel() for part in parts]), parts)]
-        return Tree(*received[:3], received[3].bool(), tree.scores)
+        return Tree(*received[:3], received[3].bool(), tree.scores, tree.levels)
 
     def logits(self, target: Transformer, x: Tensor) -> Tensor:
         """Return the logits of this rank's tokens."""

@@ -418,7 +418,7 @@ class CostScheduler(Scheduler):
     def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Record:
         size, expected = Size(tree.tokens.shape[1], 0), None
         if choice.costs:
-            size = size._replace(levels=group.state.levels if choice.head else 0)
+            size = size._replace(levels=tree.levels if choice.head else 0)
             expected = [sum(map(math.exp, path[1:])) for path in tree.scores.tolist()]
         step = group.count, noisy, size, choice.head
         return Record(step, self.tuner.relative_cost(*step), expected)

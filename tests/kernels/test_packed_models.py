@@ -190,9 +190,8 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
     state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
     noise = torch.randn(3, 5, 160) if sampled else None
-    if price:
-        nodes, confidence = torch.linspace(price, 2 * price, 10), torch.tensor([2.0, 4.0, 0.0])
-        state.costs = MarginalCosts(2 * price, nodes, confidence)
+    nodes, confidence = torch.linspace(price or 0, 2 * (price or 0), 10), torch.tensor([2.0, 4.0, 0.0])
+    costs = MarginalCosts(2 * price, nodes, confidence) if price else None
     found = []
     for draft in (target.backend.draft, partial(Step.draft, target.backend)):
         torch.manual_seed(0)
@@ -200,11 +199,11 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
         drafter.allocate(3, 40, dtype, "cpu")
         for buffer in drafter.caches.buffers():
             buffer.normal_()
-        tree = draft(drafter, state, torch.arange(34), noise)
-        found.append([*tree, torch.tensor((price and state.levels) or 0), *drafter.caches.buffers()])
+        tree = draft(drafter, state, torch.arange(34), noise, costs)
+        found.append([*tree, *drafter.caches.buffers()])
     nodes = found[0][0].shape[1]
     if price is None or price < 0.1:
-        assert nodes == 11 and (state.levels == 2 or not price)
+        assert nodes == 11 and tree.levels == 2
     else:
         assert nodes < (10 if price < 1 else 3)
     same(*found)
