@@ -16,13 +16,13 @@ STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch c
 STATES = 4  # states of the target that are kept of a token: three layers and the last
 # Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
-SECONDS = 2.0  # of the measurement
+SECONDS = 0.5  # of the measurement
 SIZE = 1024  # of the square matrices of the measurement
 
 
-def measured_flops(device: str) -> float:
+def measured_flops(device: str | torch.device) -> float:
     """Return the operations per second of a product of float32 (on a GPU, bfloat16) matrices, at best."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     a, b = torch.randn(2, SIZE, SIZE, device=device).to(dtype)
     times, began = [], time.perf_counter()
     while len(times) < 2 or time.perf_counter() - began < SECONDS:
@@ -62,7 +62,7 @@ def expected_tau(tokens: float) -> float:
     return low + (high - low) * (at - x) / (y - x)
 
 
-def describe(config: dict, conversations: int, answer: int, epochs: int, device: str) -> str:
+def describe(config: dict, conversations: int, answer: int, epochs: int, device: str | torch.device) -> str:
     """Return the hours of a run on this machine, measured in a second, and the acceptance length."""
     flops = measured_flops(device)
     hours = phases(config, conversations, answer, epochs, flops)

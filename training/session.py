@@ -32,6 +32,7 @@ from networks.weights import own_state
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
+from training.estimate import describe
 from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import Processes
@@ -81,6 +82,8 @@ class Session:
         """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
         o, self.processes, self.device = self.o, processes, device
         note(f"loading {o.checkpoint}")
+        if (count := o.synthesize + len(self.prompts)) and not o.minutes:
+            note(describe(self.config, count, o.max_new_tokens, o.epochs, device))
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.weight.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
