@@ -98,7 +98,7 @@ def ask(engine: Engine, question: dict, sampling: Sampling) -> list[Turn]:
     for text in question["turns"]:
         messages.append({"role": "user", "content": text})
         try:
-            ids = encode(engine.tokenizer, messages, max_seq_len=engine.max_seq_len)
+            ids = encode(engine.tokenizer, messages, max_lengths=engine.max_lengths)
         except PromptTooLong:
             break
         if len(ids) >= engine.max_seq_len:
