@@ -10,12 +10,12 @@ from networks.weights import twin
 from sampling.options import Sampling
 from tree import PAPER_TREE, TreeShape
 
-ANSWER_TOKENS = 64  # of an answer
-DECODE_BATCH = 16  # answers that are decoded together
+ANSWER_TOKENS = 64
+MAX_BATCH = 16
 
 
-def drafter_of(head: Head, shape: TreeShape) -> Drafter:
-    """Return a drafter for a head, on a tree of this size as far as its vocabulary and its depth allow."""
+def make_drafter(head: Head, shape: TreeShape) -> Drafter:
+    """Return a drafter for a head. The tree is `shape`, cut to the head's vocabulary and draft steps."""
     drafter = block_drafter(head) or HeadDrafter
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
     if head.args.drafts:
@@ -30,19 +30,16 @@ class Validator:
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
 
     def tau(self, head: Head) -> float | None:
-        """Return the acceptance length: mean tokens emitted per step, the passes over the prompts apart.
+        """Return the acceptance length: mean tokens emitted per step, without prefill.
 
         None if every answer ended with its first token.
         """
+        copy = twin(head, self.target, self.target.embed.weight.dtype)
+        self.target.backend.prepare(copy)
         engine = Engine(
-            self.target, drafter_of(self._twin(head), PAPER_TREE), batch=min(DECODE_BATCH, len(self.prompts)),
+            self.target, make_drafter(copy, PAPER_TREE), batch=min(MAX_BATCH, len(self.prompts)),
             max_seq_len=max(map(len, self.prompts)) + ANSWER_TOKENS, stop_ids=self.stop_ids, compile=False,
         )
         requests = engine.generate(self.prompts, Sampling(ANSWER_TOKENS))
         lengths = [n for request in requests for n in request.accept_lengths]
         return sum(lengths) / len(lengths) if lengths else None
-
-    def _twin(self, head: Head) -> Head:
-        copy = twin(head, self.target, self.target.embed.weight.dtype)
-        self.target.backend.prepare(copy)
-        return copy
