@@ -11,7 +11,9 @@ import math
 import shlex
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +40,7 @@ from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer
-from training.validate import ANSWER_TOKENS, Validator
+from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
 MAX_TEXT_FRACTION = 0.5  # of --minutes, for writing text
@@ -195,7 +197,7 @@ class Session:
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
-            validator=self._validator(),
+            tau=self._tau(),
         )
         before = torch.tensor(self.seconds_before * self.processes.is_main, device=objective.device)
         self.processes.all_reduce([before])  # all end at one step
@@ -204,12 +206,13 @@ class Session:
             note(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _validator(self) -> Validator | None:
-        """Return a validator on the held-out prompts that fit with an answer, None if there are none."""
+    def _tau(self) -> Callable[[Head], float | None] | None:
+        """Return `acceptance_length` on held-out prompts that fit with an answer, None without any."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]
-        return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
+        stop_ids = self.config["stop_ids"]
+        return partial(acceptance_length, self.decoding, prompts, stop_ids) if prompts else None
 
     # -- result ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -13,13 +14,13 @@ import torch
 from checkpoint.folder import identity
 from common.errors import InputError, library_errors
 from common.writing import atomic_path, digest
+from head import Head
 from sampling.noise import seed_of
 from training.batches import batches
 from training.features import Features
 from training.losses import Objective
 from training.processes import ProcessGroup
 from training.report import TrainingLog
-from training.validate import Validator
 
 STATE = "state.pt"  # in WORK
 SCALE_ROWS = 16  # rows that the scale of the features is computed from
@@ -66,11 +67,11 @@ class Trainer:
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
-        work: Path, *, processes: ProcessGroup, validator: Validator | None = None,
+        work: Path, *, processes: ProcessGroup, tau: Callable[[Head], float | None] | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
-        self.processes, self.validator = processes, validator
+        self.processes, self.tau = processes, tau
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
@@ -203,7 +204,7 @@ class Trainer:
         """Validate after `epochs` epochs on rank 0, while the others wait."""
         if self.log:
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
-            if self.validator and (tau := self.validator.tau(self.objective.trained())):
+            if self.tau and (tau := self.tau(self.objective.trained())):
                 entry["tau"] = tau
             self.log.add_validation(entry)
         self.processes.barrier()

@@ -67,20 +67,20 @@ def test_distribution_of_speculative_text(models):
 def test_ends_are_exact(models, shape):
     make = lambda **o: plain(models, **o) if shape is None else speculative(models, shape, **o)  # noqa: E731
     prompt = prompts(1, seed=9)[0]
-    free = ids(plain(models), [prompt], Sampling(60))[0]
+    free = ids(plain(models), [prompt], Sampling(30))[0]
     engine, cut = make(), 0
     for n in (1, 2, 3, 7, 20):
         (output,) = engine.generate([prompt], Sampling(n))
         assert output.ids == free[:n] and output.finish == "length"
         assert sum(output.accept_lengths) == n - 1
-    (whole,) = engine.generate([prompt], Sampling(60))
+    (whole,) = engine.generate([prompt], Sampling(30))
     for stop in dict.fromkeys(free):
-        (output,) = make(stop_ids=[299, stop]).generate([prompt], Sampling(60))
+        (output,) = make(stop_ids=[299, stop]).generate([prompt], Sampling(30))
         assert output.ids == free[: free.index(stop) + 1] and output.finish == "stop", stop
         cut += output.accept_lengths != whole.accept_lengths[: len(output.accept_lengths)]
     assert cut or shape is None, "no text stops in the middle of a step"
     for room in (1, 2, 9):
-        (output,) = make(max_seq_len=len(prompt) + room).generate([prompt], Sampling(60))
+        (output,) = make(max_seq_len=len(prompt) + room).generate([prompt], Sampling(30))
         assert output.ids == free[:room] and output.finish == "cache"
 
 
@@ -88,17 +88,17 @@ def test_ends_are_exact(models, shape):
 
 
 @pytest.fixture(scope="module")
-def thirty(models):
+def asked(models):
     """Requests, and what each emits alone."""
-    made = requests(30, seed=3)
+    made = requests(18, seed=3)
     return made, alone(models, made)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, lag", ((1, 0), (2, 2), (5, 1)))
-def test_whatever_else_is_running(models, thirty, batch, lag):
+def test_whatever_else_is_running(models, asked, batch, lag):
     """Also where the host learns late what was emitted, and texts are left in the middle."""
-    engine, (made, expected) = speculative(models, SHAPE, batch=batch, lag=lag), thirty
+    engine, (made, expected) = speculative(models, SHAPE, batch=batch, lag=lag), asked
     for turn, leaving in enumerate((0.0, 0.03)):
         found = decode(engine, made, random.Random(turn), leaving)
         check_texts(found, expected, made)
@@ -108,7 +108,7 @@ def test_whatever_else_is_running(models, thirty, batch, lag):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, few", (("eagle3", True), ("lookahead", False), ("lookup", True)))
-def test_plain_texts_beside_others(models, models1, name, few):
+def test_plain_texts_beside_others(models, models1, asked, name, few):
     """Each group takes its own steps. few: as captured ones on a GPU, there are steps for few numbers of
     sequences, from the first row on, and what was called first for a key runs for it ever after.
     """
@@ -117,9 +117,8 @@ def test_plain_texts_beside_others(models, models1, name, few):
     engine = Engine(models[0], drafter, batch=5, **options)
     if few:
         engine.runner.captured = lambda key, call, still: calls.setdefault(key, call)()
-    made = requests(30, seed=4)
-    found = decode(engine, made, random.Random(2), leaving=0.02, plain=0.4)
-    check_texts(found, alone(models, made), made)
+    made, expected = asked
+    check_texts(decode(engine, made, random.Random(2), leaving=0.02, plain=0.4), expected, made)
     assert {key[-1] for key in calls} == ({1, 2, 5} if few else set())
     one, other = engine.admit([5, 6], Sampling(20)), engine.admit([5, 6], Sampling(20), plain=True)
     while engine.busy:
