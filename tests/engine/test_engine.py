@@ -19,7 +19,7 @@ from helpers.decoding import (
     shape_of,
     speculative,
 )
-from helpers.drafters import make_drafter
+from helpers.drafters import make_drafter, small_models
 
 from engine import runner
 from engine.engine import Engine
@@ -56,8 +56,9 @@ def test_coupling_helps(models):
 
 
 @pytest.mark.slow
-def test_distribution_of_speculative_text(models):
-    check_distribution(models[0], speculative(models, TreeShape(8, 2, 3), batch=256))
+def test_distribution_of_speculative_text():
+    small = small_models()
+    check_distribution(small[0], speculative(small, TreeShape(8, 2, 3), batch=256))
 
 
 # -- where a text ends ---------------------------------------------------------------------------------------
