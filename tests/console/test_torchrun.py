@@ -35,7 +35,7 @@ def test_two_ranks_speak_with_one_voice(golden, capsys, tmp_path):
     assert row["text"].startswith("{") and row["equal"] is True
     assert (tmp_path / "two").stat().st_size == (tmp_path / "one").stat().st_size
     assert [line.split()[0] for line in lines] == ["2", "loaded", "ready"]
-    assert "caches 256 numbers a token" in lines[0]  # 8 layers, a key and a value of 16 of one head
+    assert "caches 256 values a token" in lines[0]  # 8 layers, a key and a value of 16 of one head
 
 
 @pytest.mark.slow
