@@ -1,10 +1,9 @@
-"""The engine on the golden models, in float32: the reference's trees, plain text, exact ends; requests that
-come and go, each of whose texts is what it is alone.
+"""The engine on the golden models, in float32: plain text, exact ends; requests that come and go, each with
+the text that it has alone. The reference's trees: tests/test_core.py.
 """
 import random
 
 import pytest
-from helpers import GOLDEN
 from helpers.decoding import (
     alone,
     check_distribution,
@@ -14,9 +13,7 @@ from helpers.decoding import (
     ids,
     plain,
     prompts,
-    replay,
     requests,
-    shape_of,
     speculative,
 )
 from helpers.drafters import make_drafter, small_models
@@ -29,16 +26,9 @@ from tree import TreeShape
 
 SHAPE = TreeShape(12, 3, 3)
 SHAPES = [TreeShape(8, 2, 3), TreeShape(24, 5, 6)]
-TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 
 
-# -- the reference's trees, lossless texts -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
-def test_golden_trace(models, models1, path):
-    assert len(TRACES) == 7
-    replay(speculative(models if path.stem.startswith("eagle3") else models1, shape_of(path)), path)
+# -- lossless texts ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
