@@ -63,8 +63,8 @@ def temperatures(text: str) -> list[float]:
     return list(dict.fromkeys(map(within(0, 1e6, float), text.split(","))))
 
 
-def say(line: str) -> None:
-    """Print a line to stderr, above the live line. Everything but the table goes there."""
+def log(line: str) -> None:
+    """Print a line to stderr, above the progress bar."""
     tqdm.write(line, file=sys.stderr)
 
 
@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(o) -> int:
-    """Do what the options say. Returns the exit status.
+    """Run the evaluation. Returns the exit status. When interrupted, prints the table so far.
 
-    Raises InputError, ValueError, OSError or RuntimeError. If it is stopped, it prints the table so far.
+    Raises InputError, ValueError, OSError or RuntimeError.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
     from engine.runtime import started
@@ -93,17 +93,17 @@ def run(o) -> int:
     check_evaluation(Path(o.out))
     trees = [drafting.tree for drafting in draftings.values()]
     with tempfile.TemporaryDirectory() as folder:
-        if not is_main_rank():  # all ranks do the same; only the first one's folder stays
+        if not is_main_rank():  # all ranks do the same; only the folder of rank 0 stays
             if Path(o.out).is_dir():
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
         with started(o, trees, sets) as (runtime, ranks):
-            evaluation = Evaluation(o, runtime, draftings, sets, say, ranks)
+            evaluation = Evaluation(o, runtime, draftings, sets, log, ranks)
             try:
                 evaluation.answer()
             except BaseException:  # Ctrl-C, or no memory
-                if ranks is None:  # judging takes all ranks
-                    say("the table so far:")
+                if ranks is None:  # scoring takes all ranks
+                    log("the table so far:")
                     evaluation.report()
                 raise
             return int(evaluation.report() > 0)

@@ -28,7 +28,7 @@ from common.cli import Options, command, note
 from common.errors import InputError, counted
 from common.files import read_text
 from common.machine import use_threads
-from common.progress import live_bar
+from common.progress import progress_bar
 from common.writing import check_replaceable, staging
 from engine.engine import Engine
 from engine.prompt import encode
@@ -111,7 +111,7 @@ def own_text(checkpoint: Path) -> Tensor:
     try:
         engine, requests = Engine(model, batch=ROWS, max_seq_len=length, compile=False), []
         written = sum(length - len(prompt) for prompt in prompts)
-        with live_bar(total=written, desc="text to calibrate on", unit="token") as bar:
+        with progress_bar(total=written, desc="text to calibrate on", unit="token") as bar:
             for event in engine.run(prompts, samplings, requests):
                 bar.update(len(event.ids))
         return torch.tensor([request.tokens[:length] for request in requests])

@@ -13,7 +13,7 @@
 3. Result. OUT is a converted head with a model card: name it with --draft. `python -m checkpoint.export`
    writes EAGLE heads for SGLang, vLLM and llama.cpp.
 
-Every step goes on where it stopped, also after a kill. The number of processes does not change the gradients.
+The same command resumes a run, also after a kill. Gradients do not depend on the number of processes.
 """
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from engine.runtime import Runtime
 from kernels.tp import local_device, process_group
 from training.data import MIN_ANSWER_TOKENS
 from training.estimate import describe
-from training.heads import DRAFTS, MARKOV_RANK, TRAINED
-from training.losses import STEPS
-from training.processes import RANK_TIMEOUT, Processes
+from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
+from training.losses import TTT_STEPS
+from training.processes import RANK_TIMEOUT, ProcessGroup
 from training.session import DRAFT_VOCAB, Session
 from training.trainer import Plan
 
@@ -66,21 +66,21 @@ def parser() -> Options:
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
-        help="a head to begin as, of the same kind, or EAGLE-3 for p-eagle: its sizes, its weights")
+        help="initialize from this head, of the same kind or EAGLE-3 for p-eagle: sizes and weights")
     add("--draft-vocab", type=positive, metavar="N",
         help=f"ids it drafts, the most frequent (default {DRAFT_VOCAB}, or those of --start; EAGLE-1: all)")
     add("--layers", type=positive, metavar="N", help="default 1")
-    add("--drafts", type=positive, metavar="N", help=f"tokens that are drafted in a pass (default {DRAFTS})")
+    add("--drafts", type=positive, metavar="N", help=f"draft tokens per pass (default {BLOCK_DRAFTS})")
     add("--states", type=positive, metavar="N",
         help="states of the target that it reads (default 5, EAGLE-3 and P-EAGLE 3)")
     add("--markov-rank", type=count, metavar="R",
         help=f"of the Markov head; 0 is none (default {MARKOV_RANK} for DSpark, else 0)")
 
     add = p.add_argument_group("training").add_argument
-    add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {STEPS})")
+    add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {TTT_STEPS})")
     add("--loss", choices=("ce", "lk"),
-        help="ce: cross-entropy with the target's distribution (default). lk: half of it is -log of the share"
-        " of accepted drafts")
+        help="ce: cross-entropy with the target's distribution (default). lk: half of the loss is -log of the"
+        " acceptance rate")
     add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
     add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
         help="end after M minutes, at most half of them for text (0: never)")
@@ -121,10 +121,10 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
         print(describe(session.config, count, o.max_new_tokens, o.epochs, runtime.device))
         return
     if not is_distributed():
-        session.run(Processes(), runtime.device)
+        session.run(ProcessGroup(), runtime.device)
         return
     with process_group(runtime.device, reply_timeout=RANK_TIMEOUT) as ranks:
-        session.run(Processes(ranks.rank, ranks.count), runtime.device)
+        session.run(ProcessGroup(ranks.rank, ranks.count), runtime.device)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,7 +136,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A few numbers are below the exponents of floats, and take Intel's processors a third of a step. Now they
-    # are 0, in threads that begin later too.
+    # Denormals take a third of a step on Intel's processors. Threads that start later inherit the setting.
     torch.set_flush_denormal(True)
     sys.exit(main())

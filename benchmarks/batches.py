@@ -1,12 +1,11 @@
-"""Speed of batches: 1 to 56 texts at a time, plainly, with a drafter and by transformers, in turns.
+"""Throughput of batches of 1 to 56 requests: without drafting, with a drafter, and transformers, in turns.
 
     python benchmarks/batches.py --checkpoint DIR --questions FILE... [--transformers DIR]
 
 A batch of N answers --each times N questions, and --least at least. Answers end at different lengths: at a
 stop id, or at a limit between the half and the whole of --max-new-tokens. Ours are decoded as a server
-decodes them, in as many places as the largest batch has: where one ends, the next question takes its place,
-and its prompt is read between the steps of the others. transformers decodes a batch of padded prompts until
-its last answer ends, then the next batch; it takes part in the first round.
+decodes them (continuous batching), with as many slots as the largest batch. transformers decodes a batch of
+padded prompts until its last answer ends, then the next batch; it takes part in the first round.
 
 tokens/s are those of all answers from the first prompt to the last token, prompts included. In a round
 everybody answers the same questions; the next round has others. Figures are medians of the rounds and of the
@@ -36,7 +35,7 @@ PLAIN, DRAFTED, PEER = "plain", "drafted", "transformers"
 
 
 def peer_of(folder: str, stop_ids: list[int]) -> Callable:
-    """Return transformers as a contender, like `ours.Places.answer`."""
+    """Return transformers as a contender, like `ours.SlotBatch.answer`."""
     from hugging_face import HuggingFace, as_llama
 
     peer = HuggingFace(as_llama(ours.plain_modules(folder)), stop_ids)
@@ -51,8 +50,8 @@ def peer_of(folder: str, stop_ids: list[int]) -> Callable:
     return answer
 
 
-def asked(o, questions: list[list[int]], turn: int, batch: int) -> tuple[list[list[int]], list[Sampling]]:
-    """Return the questions of a round at this batch, and how each is to be answered."""
+def round_of(o, questions: list[list[int]], turn: int, batch: int) -> tuple[list[list[int]], list[Sampling]]:
+    """Return the questions of a round at this batch size, and their sampling options."""
     begin, half = turn * max(o.each * max(o.batch), o.least), o.max_new_tokens // 2
     numbers = range(begin, begin + max(o.each * batch, o.least))
     limits = [o.max_new_tokens - n * 37 % (half + 1) for n in numbers]
@@ -60,7 +59,7 @@ def asked(o, questions: list[list[int]], turn: int, batch: int) -> tuple[list[li
     return [questions[n % len(questions)] for n in numbers], sampling
 
 
-def summarise(cells: list[dict], batch: int) -> dict:
+def summarize(cells: list[dict], batch: int) -> dict:
     """Return a row of the table: medians of rates and ratios, tokens a step, shares of trees, equal texts."""
     own = {(cell["round"], cell["who"]): cell for cell in cells if cell["batch"] == batch}
     drafted = [cell for (_, who), cell in own.items() if who == DRAFTED]
@@ -107,7 +106,7 @@ def action(o) -> None:
             for name in bench.rotated(contenders, turn + i):
                 if name == PEER and turn:
                     continue
-                ids, seconds, reading, trees = contenders[name](*asked(o, questions, turn, batch), batch)
+                ids, seconds, reading, trees = contenders[name](*round_of(o, questions, turn, batch), batch)
                 tokens = sum(map(len, ids))
                 record["cells"].append({
                     "round": turn, "batch": batch, "who": name, "ids": ids, "trees": trees,
@@ -115,7 +114,7 @@ def action(o) -> None:
                 })
                 note(f"  round {turn + 1}/{o.rounds}, batch {batch}, {name}: {tokens / seconds:.1f} tokens/s")
         bench.write(o.name, record)
-    rows = [summarise(record["cells"], batch) for batch in o.batch]
+    rows = [summarize(record["cells"], batch) for batch in o.batch]
     print(bench.table(record, rows[0], [row.values() for row in rows]))
 
 
@@ -126,16 +125,16 @@ def main(argv: list[str] | None = None) -> int:
     add("--checkpoint", required=True, help="a converted target with its head")
     add("--questions", required=True, nargs="+", metavar="FILE", help="JSON lines; first turns are asked")
     add("--batch", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 56], metavar="N",
-        help="texts at a time (default 1 2 4 8 16 32 56)")
-    add("--each", type=positive, default=2, help="answers for each place of a batch (default 2)")
+        help="batch sizes (default 1 2 4 8 16 32 56)")
+    add("--each", type=positive, default=2, help="answers per slot (default 2)")
     add("--least", type=positive, default=6, help="answers of a batch at least (default 6)")
     add("--rounds", type=positive, default=3, help="default 3")
     add("--max-new-tokens", type=positive, default=96, help="of the longest answers (default 96)")
     add("--max-seq-len", type=positive, default=512, help="tokens of a question and its answer (default 512)")
     add("--temperature", type=float, default=0.0, help="default 0")
     add("--speculate", choices=[name for name in METHODS if name != "none"], default="eagle3")
-    add("--tree", metavar="T,D,K", help="default: what pays at each step")
-    add("--transformers", metavar="DIR", help="the unquantised target, which transformers decodes too")
+    add("--tree", metavar="T,D,K", help="default: sized by cost at each step")
+    add("--transformers", metavar="DIR", help="the unquantized target, which transformers decodes too")
     add("--isa", help="of the kernels (default: the best)")
     return bench.run(p, action, argv)
 

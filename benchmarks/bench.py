@@ -91,8 +91,8 @@ def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable], digits: 
     return "\n".join(lines + [f"| {' | '.join(map(cell, row))} |" for row in rows])
 
 
-def settle(device: torch.device | str) -> None:
-    """Wait for the device."""
+def synchronize(device: torch.device | str) -> None:
+    """Wait until the device is idle."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
@@ -101,10 +101,10 @@ def median_seconds(call: Callable[[], object], device: torch.device | str, repea
     """Return the median seconds of a call on the device, after two calls to warm up."""
     times = []
     for _ in range(2 + repeat):
-        settle(device)
+        synchronize(device)
         began = time.perf_counter()
         call()
-        settle(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[2:])
 
@@ -130,10 +130,10 @@ Contender = Callable[[list[int], int], Decoded]  # of a prompt as ids, and the m
 
 
 def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], tokens: int) -> list[dict]:
-    """Let every contender decode every prompt after a warm-up; the order rotates.
+    """Decode every prompt with every contender, after a warmup. The order rotates.
 
-    Return the answers to each prompt by contender, without prompts that got an answer of one token: it has no
-    speed. Raise InputError if none is left.
+    Return the answers to each prompt by contender, without prompts with an answer of one token: these cannot
+    be timed. Raise InputError if none is left.
     """
     for decode in contenders.values():
         decode(prompts[0], WARM_UP)
@@ -150,7 +150,7 @@ def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], to
 
 
 def tau(accept_lengths: Iterable[list[int]]) -> float:
-    """Return the mean tokens per step over all answers. Raise InputError if there are no steps."""
+    """Return the acceptance length: mean tokens per step over all answers. Raise InputError without steps."""
     lengths = [n for steps in accept_lengths for n in steps]
     if not lengths:
         raise InputError("every answer has one token only: there is no acceptance length")

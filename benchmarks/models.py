@@ -73,8 +73,8 @@ PROMPTS = (
     "The causes of the First World War",
 )
 TOKENS, LINES = 64, 10_000
-NEAR = 0.25  # logits: a larger margin is no near tie
-ODD = ("🙂🚀", "🏳️‍🌈", "中文，测试。", "日本語",
+NEAR_TIE = 0.25  # logits: a larger margin is no near tie
+ODD_TEXTS = ("🙂🚀", "🏳️‍🌈", "中文，测试。", "日本語",
        "\t\t", "  ", "ﬁ", "e\u0301", "\u200b", "1234567", "don't", "<b>", "->", "\\n")
 
 
@@ -118,7 +118,7 @@ def lines(control: list[str]) -> list[str]:
     draw = random.Random(0)
 
     def joined() -> str:
-        return "".join(draw.choice((*ODD, *control, draw.choice(plain)[:40], " ")) for _ in range(6))
+        return "".join(draw.choice((*ODD_TEXTS, *control, draw.choice(plain)[:40], " ")) for _ in range(6))
 
     return [draw.choice(plain) if i % 2 else joined() for i in range(LINES)]
 
@@ -151,7 +151,7 @@ def check(file: Path) -> int:
     total = sum(len(written) for _, written in ids)
     print(f"{file.stem}: {len(margins)} of {total} greedy tokens are not transformers' top-1, by a margin of"
           f" at most {max(margins, default=0):.3f}")
-    return int(bool(differing) or max(margins, default=0) > NEAR)
+    return int(bool(differing) or max(margins, default=0) > NEAR_TIE)
 
 
 def perplexity(file: Path, tokens: int) -> int:

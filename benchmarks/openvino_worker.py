@@ -63,14 +63,14 @@ def main(target: str, head: str, properties: str) -> None:
     if head:
         draft = openvino_genai.draft_model(head, "CPU", **options)
         pipelines[True] = openvino_genai.LLMPipeline(target, "CPU", draft_model=draft, **options)
-    say({"ready": True})
+    write_line({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        say(generate(pipelines[bool(request["drafting"])], **request))
+        write_line(generate(pipelines[bool(request["drafting"])], **request))
 
 
-def say(answer: dict) -> None:
-    """Write a line."""
+def write_line(answer: dict) -> None:
+    """Write a line of JSON."""
     print(json.dumps(answer), file=ANSWERS, flush=True)
 
 

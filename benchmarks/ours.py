@@ -12,7 +12,7 @@ from pathlib import Path
 
 import bench  # first: it makes the modules below importable
 import torch
-from bench import Decoded, settle
+from bench import Decoded, synchronize
 from shapes import random_models
 
 from common.cli import note
@@ -90,12 +90,12 @@ class Model:
             )
         return Runner(engine)
 
-    def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> Places:
+    def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> SlotBatch:
         """Return a decoder whose requests come and go, as a server's."""
         engine = self.target.engine(
             Drafting(method, tree=tree), batch=places, max_seq_len=max_seq_len, serves=True
         )
-        return Places(engine)
+        return SlotBatch(engine)
 
 
 class Runner:
@@ -157,8 +157,8 @@ class Runner:
             return bench.median_seconds(captured(verify, d.device), d.device, repeat)
 
 
-class Places:
-    """An engine whose requests come and go."""
+class SlotBatch:
+    """An engine with continuous batching."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -172,13 +172,13 @@ class Places:
         Return ids, seconds, the seconds of these that reading prompts took, and the steps by tree.
         """
         engine, requests, before = self.engine, [], self.engine.prompt_seconds
-        settle(engine.device)
+        synchronize(engine.device)
         began = time.perf_counter()
         while engine.busy or len(requests) < len(prompts):
             while engine.batch - engine.free < together and len(requests) < len(prompts):
                 requests.append(engine.admit(prompts[len(requests)], sampling[len(requests)]))
             engine.step()
-        settle(engine.device)
+        synchronize(engine.device)
         seconds, reading = time.perf_counter() - began, engine.prompt_seconds - before
         return [r.ids for r in requests], seconds, reading, sum((r.trees for r in requests), Counter())
 

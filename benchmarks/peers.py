@@ -107,7 +107,7 @@ def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[
     return found
 
 
-def summarise(rows: list[dict], plain: dict[str, str | None]) -> dict[str, dict]:
+def summarize(rows: list[dict], plain: dict[str, str | None]) -> dict[str, dict]:
     """Return medians of speeds and ratios by contender; of the speculative also equal texts and tau."""
     summary = {}
     for name in rows[0]:
@@ -170,7 +170,7 @@ def action(o) -> None:
         entries |= processes_of(o, stop_ids, started)
         contenders = {name: entry.decode for name, entry in entries.items()}
         rows = bench.time_in_turns(contenders, prompts, o.max_new_tokens)
-    report(o, rows, summarise(rows, {name: entry.plain for name, entry in entries.items()}))
+    report(o, rows, summarize(rows, {name: entry.plain for name, entry in entries.items()}))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--ours", action=argparse.BooleanOptionalAction, default=True)
     add("--transformers", action="store_true")
     add("--llama-server", metavar="FILE", help="llama.cpp's program")
-    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantised and quantised")
+    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantized and quantised")
     add("--llama-head", metavar="FILE", help="the EAGLE-3 head for it")
     add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="lengths (default 2)")
     add("--openvino", metavar="PYTHON", help="an interpreter that can import openvino_genai")

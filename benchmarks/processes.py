@@ -19,7 +19,7 @@ from common.errors import InputError
 from tree import TreeShape
 
 CONTEXT = 4096  # tokens of a text in llama-server
-PATIENCE = 600.0  # seconds that an answer may take
+TIMEOUT = 600.0  # seconds that an answer may take
 WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
@@ -117,7 +117,7 @@ class LlamaServer(HttpPeer):
         body = {"prompt": ids, "n_predict": tokens, "temperature": 0, "cache_prompt": False}
         try:
             url = f"{self.url}/completion"
-            response = httpx.post(url, json={**body, "return_tokens": True}, timeout=PATIENCE)
+            response = httpx.post(url, json={**body, "return_tokens": True}, timeout=TIMEOUT)
         except httpx.HTTPError:
             raise self.failed("gave no answer") from None
         if response.status_code != 200:

@@ -21,7 +21,7 @@ import bench  # first: it makes the modules below importable
 import ours
 import torch
 import torch.nn.functional as F
-from bench import positive, settle
+from bench import positive, synchronize
 from torch import Tensor, nn
 
 from common.cli import note
@@ -50,7 +50,7 @@ def int8pack(weight: Tensor) -> Callable:
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
 
 
-def unquantised(backend: CpuStep, weight: Tensor) -> PackedLinear:
+def unquantized(backend: CpuStep, weight: Tensor) -> PackedLinear:
     """Return our CPU product with bf16 weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -75,7 +75,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
         return products
     for wanted in o.isa or [None]:
         backend = CpuStep.load(wanted, note)
-        products[f"{backend.name} whole"] = [unquantised(backend, w) for w in weights]
+        products[f"{backend.name} whole"] = [unquantized(backend, w) for w in weights]
         for mode, group in modes.items():
             layers = [QuantizedLinear.from_weight(w, mode, group) for w in weights]
             products[f"{backend.name} {mode}"] = [PackedLinear(backend, x, torch.bfloat16) for x in layers]
@@ -105,11 +105,11 @@ def action(o) -> None:
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for _ in range(o.repeat):
         for (name, rows), call in calls.items():
-            settle(device)
+            synchronize(device)
             time.sleep(PAUSE)
             began = time.perf_counter()
             call()
-            settle(device)
+            synchronize(device)
             times[name, rows].append(time.perf_counter() - began)
     medians = {key: statistics.median(t) * 1e3 for key, t in times.items()}
     found = {name: [medians.get((name, rows)) for rows in o.rows] for name in products}

@@ -24,7 +24,7 @@ from llm import LLM
 
 PROMPT = "How does photosynthesis work? Explain it in simple words."
 METHODS = {"none": "plain decoding", "eagle3": "EAGLE-3"}
-TURNS = 5
+RUNS = 5
 COLUMNS, LINES = 60, 20  # of a terminal
 WIDE, HIGH, LEFT, TOP = 7.2, 17, 16, 84  # pixels: of a character, of a line, left of the text and above it
 TICK, REST = 0.2, 5.0  # seconds between two counts of tokens, and seconds that the end stays in view
@@ -117,12 +117,12 @@ def action(o) -> None:
     if not o.redraw:
         llms = {name: LLM(o.checkpoint, speculate=name, batch_size=1) for name in METHODS}
         runs = {name: [] for name in METHODS}
-        for _ in range(TURNS + 1):
+        for _ in range(RUNS + 1):
             for name, llm in llms.items():
                 runs[name].append(record(llm, o.prompt, o.max_new_tokens))
         if len(runs["none"][0]["ids"]) < 2:
             raise InputError("--prompt: its answer is one token, which shows no speed")
-        answers = {n: sorted(r[1:], key=lambda a: a["pieces"][-1][0])[TURNS // 2] for n, r in runs.items()}
+        answers = {n: sorted(r[1:], key=lambda a: a["pieces"][-1][0])[RUNS // 2] for n, r in runs.items()}
         about = {"model": Path(o.checkpoint).name, "prompt": o.prompt}
         bench.write(o.name, bench.describe(o) | about | {"answers": answers})
     write_text(file.with_suffix(".svg"), draw(json.loads(file.read_text())))

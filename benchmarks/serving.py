@@ -19,7 +19,7 @@ from functools import partial
 import bench  # first: it makes the modules below importable
 import httpx
 from bench import positive
-from processes import PATIENCE, HttpPeer, LlamaServer, ask, our_server
+from processes import TIMEOUT, HttpPeer, LlamaServer, ask, our_server
 
 from common.cli import note
 from common.errors import InputError
@@ -40,7 +40,7 @@ async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int
             replies.append(await ask(client, body))
 
     limits = httpx.Limits(max_keepalive_connections=0)  # a server may close a connection that was idle
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as client:
         began = time.perf_counter()
         await asyncio.gather(*(one(client) for _ in range(clients)))
         seconds = time.perf_counter() - began

@@ -1,13 +1,13 @@
-"""Many clients on one server for minutes: answers that are lost or differ from those alone, memory, files.
+"""Soak test of a server: lost or wrong answers under load, growth of memory and open files.
 
     python benchmarks/soak.py --checkpoint DIR --questions question.jsonl --clients 32 --minutes 10
 
 Makes --requests different requests: prompts short and long, several turns, greedy and with seeds, all kinds
-of sampling, stop texts, JSON, with and without drafts, whole and as streams. The server first answers each
-alone. Then the clients ask them over and over; one in seven streams is left in the middle. Every answer that
-ends must be the one given alone in text, finish reason and count of tokens. Memory and open files of the
-server may not grow after the first tenth. Writes benchmarks/results/NAME.json. The exit status is 1 if
-anything went wrong.
+of sampling, stop texts, JSON, with and without drafting, with and without streaming. The server first answers
+each request alone. Then the clients repeat them; one in seven streams is closed early. Every complete answer
+must equal the one given alone in text, finish reason and number of tokens. The server's memory and open files
+may not grow after the first tenth of the run. Writes benchmarks/results/NAME.json. The exit status is 1 after
+any error.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import bench  # first: it makes the modules below importable
 import httpx
 from bench import positive
-from processes import PATIENCE, HttpPeer, Reply, ask, our_server
+from processes import TIMEOUT, HttpPeer, Reply, ask, our_server
 
 from common.cli import note
 from common.errors import InputError
@@ -45,10 +45,10 @@ KINDS = [
     {"temperature": 0.5, "response_format": {
         "type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA}}},
 ]
-LENGTHS = (1, 4, 12, 30, 60, 100, 160)  # tokens, at most
-LEAVERS = 7  # one in this many streams is left
-EVERY = 5.0  # seconds between two looks at memory and files
-GROWTH = 64e6  # bytes of memory: allocators do not return their peak
+MAX_TOKENS = (1, 4, 12, 30, 60, 100, 160)
+LEAVE_ONE_IN = 7  # streams: the client of one disconnects
+SAMPLE_INTERVAL = 5.0  # seconds between samples of memory and open files
+MAX_MEMORY_GROWTH = 64e6  # bytes: allocators do not return their peak
 
 
 def requests(questions: list[str], count: int) -> list[dict]:
@@ -64,21 +64,21 @@ def requests(questions: list[str], count: int) -> list[dict]:
         if chance.random() < 0.5:  # a beginning that many share
             messages.insert(0, {"role": "system", "content": "You are brief, exact and friendly. " * 4})
         made.append({
-            "messages": messages, "max_tokens": chance.choice(LENGTHS), "seed": i,
+            "messages": messages, "max_tokens": chance.choice(MAX_TOKENS), "seed": i,
             "stream": chance.random() < 0.7, **KINDS[i % len(KINDS)],
         })
     return made
 
 
-class Ledger:
-    """The fate of the requests, and what the server held along the way."""
+class SoakResults:
+    """Answers by outcome, and samples of the server's memory and open files."""
 
     def __init__(self):
         self.right = self.left = self.tokens = 0
-        self.wrong: list[str] = []  # lost answers, and others than alone
+        self.wrong: list[str] = []  # lost or different answers
         self.memory, self.files = [], []
 
-    def enter(self, body: dict, reply: Reply, alone: Reply) -> None:
+    def add(self, body: dict, reply: Reply, alone: Reply) -> None:
         """Compare a reply with the one given alone."""
         if reply.finish is None:
             self.left += 1
@@ -88,29 +88,29 @@ class Ledger:
             right = reply[:3] == alone[:3]
             self.right += right
         if not right:
-            self.wrong.append(f"another answer than alone: {body}: {reply.text!r}, alone {alone.text!r}")
+            self.wrong.append(f"differs from the answer alone: {body}: {reply.text!r}, alone {alone.text!r}")
 
-    def look(self, server: HttpPeer) -> None:
-        """Note the server's bytes of memory and its open files."""
+    def sample(self, server: HttpPeer) -> None:
+        """Sample the server's memory and open files."""
         process = Path(f"/proc/{server.process.pid}")
         pages = int((process / "statm").read_text().split()[1])
         self.memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
         self.files.append(len(os.listdir(process / "fd")))
 
     def check_growth(self, clients: int) -> None:
-        """Record an error if memory or open files have grown after the first tenth."""
+        """Record an error if memory or open files grew after the first tenth of the samples."""
         tenth = len(self.memory) // 10
-        if self.memory[-1] > self.memory[tenth] + GROWTH:
+        if self.memory[-1] > self.memory[tenth] + MAX_MEMORY_GROWTH:
             self.wrong.append(f"memory grew from {self.memory[tenth]:,} to {self.memory[-1]:,} bytes")
         if self.files[-1] > self.files[tenth] + clients:
             self.wrong.append(f"open files grew from {self.files[tenth]} to {self.files[-1]}")
 
 
-async def soak(o, server: HttpPeer, bodies: list[dict]) -> Ledger:
-    """Ask. Return what happened."""
-    ledger = Ledger()
+async def soak(o, server: HttpPeer, bodies: list[dict]) -> SoakResults:
+    """Send the requests."""
+    results = SoakResults()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=o.clients)
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as client:
         alone = [await ask(client, body) for body in bodies]
         note(f"{len(bodies)} answered alone")
         ends = time.perf_counter() + 60 * o.minutes
@@ -119,37 +119,38 @@ async def soak(o, server: HttpPeer, bodies: list[dict]) -> Ledger:
             chance = random.Random(number)
             while time.perf_counter() < ends:
                 which = chance.randrange(len(bodies))
-                leaves = bodies[which]["stream"] and chance.randrange(LEAVERS) == 0
+                leaves = bodies[which]["stream"] and chance.randrange(LEAVE_ONE_IN) == 0
                 try:
                     reply = await ask(client, bodies[which], chance.randrange(12) if leaves else None)
-                    ledger.enter(bodies[which], reply, alone[which])
+                    results.add(bodies[which], reply, alone[which])
                 except InputError as e:
-                    ledger.wrong.append(f"lost: {e}")
+                    results.wrong.append(f"lost: {e}")
                     await asyncio.sleep(1)
 
         async def watch() -> None:
             while True:
-                ledger.look(server)
-                await asyncio.sleep(EVERY)
+                results.sample(server)
+                await asyncio.sleep(SAMPLE_INTERVAL)
 
         watching = asyncio.create_task(watch())
         await asyncio.gather(*(one(number) for number in range(o.clients)))
         watching.cancel()
-        ledger.look(server)
-    ledger.check_growth(o.clients)
-    return ledger
+        results.sample(server)
+    results.check_growth(o.clients)
+    return results
 
 
 def action(o) -> None:
     """Soak a server. Raise InputError if something went wrong."""
     bodies = requests(read_prompts(o.questions), o.requests)
     with our_server(o.checkpoint, "--threads", str(o.threads), *shlex.split(o.serve)) as server:
-        ledger = asyncio.run(soak(o, server, bodies))
-    bench.write(o.name, bench.describe(o) | vars(o) | vars(ledger))
-    print(f"{o.clients} clients, {o.minutes:g} minutes: {ledger.right} answers as alone, {len(ledger.wrong)}"
-          f" wrong, {ledger.left} left by their clients; memory {ledger.memory[-1] / 1e6:.0f} MB")
-    if ledger.wrong:
-        raise InputError(f"{len(ledger.wrong)} wrong, see {o.name}.json; the first: {ledger.wrong[0]}")
+        results = asyncio.run(soak(o, server, bodies))
+    bench.write(o.name, bench.describe(o) | vars(o) | vars(results))
+    print(f"{o.clients} clients, {o.minutes:g} minutes: {results.right} answers as alone,"
+          f" {len(results.wrong)} wrong, {results.left} left by their clients;"
+          f" memory {results.memory[-1] / 1e6:.0f} MB")
+    if results.wrong:
+        raise InputError(f"{len(results.wrong)} wrong, see {o.name}.json; the first: {results.wrong[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:

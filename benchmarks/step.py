@@ -34,7 +34,7 @@ from pathlib import Path
 import bench  # first: it makes the modules below importable
 import ours
 import torch
-from bench import positive, settle
+from bench import positive, synchronize
 from ours import Model, Runner, Sampling
 from shapes import write_gguf
 
@@ -45,8 +45,8 @@ from engine.drafting import read_tree
 from kernels.quantized import MODES, MXFP4
 from tree import TreeShape
 
-AT_ONCE = 10 if bench.CUDA else 1  # steps timed as one: a GPU's host launches a step ahead
-WARM = 2  # turns before the clock starts
+STEPS_PER_SAMPLE = 10 if bench.CUDA else 1  # a GPU's host launches a step ahead
+WARMUP_SAMPLES = 2
 
 
 def passes_at(runner: Runner, tree: TreeShape, context: int, batch: int, o) -> ours.Passes:
@@ -54,16 +54,16 @@ def passes_at(runner: Runner, tree: TreeShape, context: int, batch: int, o) -> o
     draw = torch.Generator().manual_seed(context)
     size = (batch, context)
     prompts = torch.randint(runner.engine.target.args.vocab_size, size, generator=draw).tolist()
-    steps = runner.passes(prompts, [Sampling(room(tree, o))] * batch)
+    steps = runner.passes(prompts, [Sampling(max_emitted(tree, o))] * batch)
     waiting = set(range(batch))
     while waiting:
         waiting -= {i for i, new in enumerate(next(steps)) if new}
     return steps
 
 
-def room(tree: TreeShape, o) -> int:
-    """Return the most tokens that all steps of a measurement emit."""
-    return (o.repeat + WARM + 1) * AT_ONCE * (tree.depth + 2) + 2
+def max_emitted(tree: TreeShape, o) -> int:
+    """Return the maximum number of tokens that a measurement emits."""
+    return (o.repeat + WARMUP_SAMPLES + 1) * STEPS_PER_SAMPLE * (tree.depth + 2) + 2
 
 
 def profile(steps: ours.Passes) -> dict:
@@ -72,34 +72,34 @@ def profile(steps: ours.Passes) -> dict:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(AT_ONCE):
+        for _ in range(STEPS_PER_SAMPLE):
             next(steps)
         torch.cuda.synchronize()
     times, counts = Counter(), Counter()
     for event in seen.events():
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            times[event.name] += event.time_range.elapsed_us() / 1e3 / AT_ONCE
-            counts[event.name] += 1 / AT_ONCE
+            times[event.name] += event.time_range.elapsed_us() / 1e3 / STEPS_PER_SAMPLE
+            counts[event.name] += 1 / STEPS_PER_SAMPLE
     names = [event.name for event in seen.events()]
     launches = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
     return {
         "kernels": counts.total(), "busy": times.total(),
-        "launches": sum(name.startswith(launches) for name in names) / AT_ONCE,
-        "syncs": (sum("Synchronize" in name for name in names) - 1) / AT_ONCE,  # one is ours
+        "launches": sum(name.startswith(launches) for name in names) / STEPS_PER_SAMPLE,
+        "syncs": (sum("Synchronize" in name for name in names) - 1) / STEPS_PER_SAMPLE,  # one is ours
         "top": [(name, counts[name], ms) for name, ms in times.most_common()],
     }
 
 
 def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) -> Iterator[dict]:
     """Yield a row for each tree and context. Print what does not fit."""
-    contexts = [n for n in o.context if n + room(max(trees, key=lambda t: t.depth), o) < model.longest]
+    contexts = [n for n in o.context if n + max_emitted(max(trees, key=lambda t: t.depth), o) < model.longest]
     if len(contexts) < len(o.context):
         note(f"left out: contexts beyond the model's {model.longest} tokens")
     runners: dict[TreeShape, Runner] = {}
     for tree in trees:
         try:
             how = ("eagle3", tree) if tree.nodes > 1 else ("none",)
-            longest = max(contexts, default=1) + room(tree, o)
+            longest = max(contexts, default=1) + max_emitted(tree, o)
             runner = model.runner(*how, batch=batch, max_seq_len=longest, stops=False)
             # On our kernels one graph serves every length, and nothing else is timed.
             runners[tree] = runner.warm_up(every=not runner.engine.runner.device_step.reads_length)
@@ -108,15 +108,15 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
     for n in contexts:
         steps = {tree: passes_at(runner, tree, n, batch, o) for tree, runner in runners.items()}
         times: dict[TreeShape, list[float]] = {tree: [] for tree in steps}
-        for turn in range(WARM + o.repeat):
+        for turn in range(WARMUP_SAMPLES + o.repeat):
             for tree, passes in steps.items():
-                settle(model.device)
+                synchronize(model.device)
                 began = time.perf_counter()
-                for _ in range(AT_ONCE):
+                for _ in range(STEPS_PER_SAMPLE):
                     next(passes)
-                settle(model.device)
-                if turn >= WARM:
-                    times[tree].append((time.perf_counter() - began) / AT_ONCE)
+                synchronize(model.device)
+                if turn >= WARMUP_SAMPLES:
+                    times[tree].append((time.perf_counter() - began) / STEPS_PER_SAMPLE)
         plain = next((statistics.median(t) for tree, t in times.items() if tree.nodes == 1), None)
         for tree, passes in steps.items():
             step, read = statistics.median(times[tree]), runners[tree].bytes_read(n)

@@ -31,7 +31,7 @@ from checkpoint.load import (
 from checkpoint.source import STORED_DTYPES, Entry
 from checkpoint.writer import Planned, count_nonfinite, fill, judge_nonfinite
 from common.errors import InputError, counted
-from common.progress import live_bar
+from common.progress import progress_bar
 from common.schema import named
 from kernels.gptq import gptq, output_error, second_moments
 from kernels.quantized import (
@@ -205,7 +205,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
 
         embed = read("embed.weight")
         x = embed[ids].float() * args.embedding_scale(embed.dtype)
-        for i, block in enumerate(live_bar(model.layers, desc="calibrating", unit="layer")):
+        for i, block in enumerate(progress_bar(model.layers, desc="calibrating", unit="layer")):
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
@@ -258,7 +258,7 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
     """
     model, (losses, top) = load_model(folder)[0], ([], [])
     prepare(model)
-    for piece in live_bar(ids.split(512), desc="reading", unit="piece"):
+    for piece in progress_bar(ids.split(512), desc="reading", unit="piece"):
         logits = model.logits(model.causal(piece[None])[0])[0, :-1]
         losses.append(F.cross_entropy(logits, piece[1:], reduction="none"))
         top.append(logits.argmax(-1))

@@ -1,1 +1,1 @@
-"""Input and output of `generate.py`: text, figures, JSON, traces, chat."""
+"""Output modes of `generate.py`: statistics, JSON, comparison, traces, chat."""

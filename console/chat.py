@@ -1,4 +1,4 @@
-"""The interactive loop of generate.py. The engine keeps what the caches hold of the conversation."""
+"""The interactive loop of generate.py. Each turn reuses the cached prefix of the conversation."""
 from __future__ import annotations
 
 import contextlib
@@ -17,9 +17,9 @@ HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before 
 
 
 def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, show: Callable) -> int:
-    """Read turns from standard input and answer them, until its end or /exit. Returns the exit status.
+    """Answer turns from standard input until its end or /exit. Returns the exit status.
 
-    stats: print all figures of an answer, not one line. show: prints the events of a request.
+    stats: print detailed statistics. show: prints the events of a request.
     Raises InputError if there is no chat template.
     """
     tokenizer = engine.tokenizer
@@ -56,8 +56,8 @@ def chat(engine: Engine, sampling: Sampling, system: str | None, stats: bool, sh
         except ValueError as e:
             note(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
-            pass  # what there is of the answer counts
-        if not requests or not requests[0].ids or requests[0].error:  # as if the turn had not been given
+            pass  # keep the partial answer
+        if not requests or not requests[0].ids or requests[0].error:  # forget the turn
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})

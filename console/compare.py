@@ -1,4 +1,4 @@
-"""generate.py --compare: the same prompts decoded plainly, in turns."""
+"""generate.py --compare: decode the prompts with and without drafting, in turns."""
 from __future__ import annotations
 
 import statistics
@@ -14,10 +14,7 @@ MIN_GAIN = 1.1  # speedup below which the line says what bounds it
 
 
 class Comparison:
-    """Decodes prompts again, with drafts and plainly.
-
-    turns: the requests with drafts and the plain ones, once for each turn.
-    """
+    """Decodes the prompts repeatedly. turns: (requests with drafting, requests without) of each turn."""
 
     def __init__(self, llm: LLM, samplings: list[Sampling]):
         self.engine, self.samplings = llm.engine, samplings
@@ -26,17 +23,16 @@ class Comparison:
         self.turns: list[tuple[list[Request], list[Request]]] = []
 
     def decode(self, ids: list[list[int]], requests: list[Request]) -> None:
-        """Decode the prompts in all turns. requests: those of the first turn with drafts."""
+        """Decode the prompts in all turns. requests: with drafting, of the first turn."""
         note(f"comparing with plain decoding, {TURNS} turns ...")
         for turn in range(TURNS):
             again = self.engine.generate(ids, self.samplings) if turn else requests
             self.turns.append((again, self.plain.generate(ids, self.samplings)))
 
     def row(self, i: int, as_json: Callable[[Request], dict]) -> dict:
-        """Return what is added to the row of prompt i in `--json`; nothing without turns.
+        """Return additional keys for the row of prompt i in `--json`, none without turns.
 
-        as_json: makes the row of a request. A speedup is the ratio of tokens per second, None when one of the
-        two has no second token to time.
+        as_json: converts a request. A speedup is None if one of its two answers has a single token.
         """
         turns = [(requests[i], plain[i]) for requests, plain in self.turns]
         if not turns:
@@ -50,7 +46,7 @@ class Comparison:
         }
 
     def line(self) -> str:
-        """Return one line: the speeds and the speedup of the median turn, and whether the texts are equal."""
+        """Format the speeds and the speedup of the median turn, and whether the texts are equal."""
         pairs = [pair for requests, plain in self.turns for pair in zip(requests, plain)]
         equal = sum(a.ids == b.ids for a, b in pairs)
         docs = "see docs/how-it-works.md#exactness"

@@ -1,4 +1,4 @@
-"""The trace file of generate.py --trace: every drafted tree and accepted path of one request."""
+"""generate.py --trace: write every draft tree and accepted path of one request."""
 from __future__ import annotations
 
 import os
@@ -23,7 +23,7 @@ def check(path: str, sequences: int) -> None:
 
 
 class Trace:
-    """Records every step of one request: the tree that was drafted and the path that was accepted.
+    """Records the draft tree and the accepted path of every step of one request.
 
     Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the
     root's is 0), `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for
@@ -31,27 +31,27 @@ class Trace:
     """
 
     def __init__(self, prompt: list[int], shape: TreeShape):
-        self.shape, self.tensors, self.steps, self.known = shape, {}, 0, list(prompt)
+        self.shape, self.tensors, self.steps, self.tokens = shape, {}, 0, list(prompt)
 
     def watch(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events of a request that is watched, and record each step."""
+        """Record the steps of a watched request, and yield its events."""
         for event in events:
             if event.draft:
                 parent = torch.tensor([event.draft.parent])
                 depth, ancestors = link(parent, parent.shape[1])
                 step = {
-                    "input_ids": torch.tensor(self.known), "draft_tokens": torch.tensor(event.draft.tokens),
+                    "input_ids": torch.tensor(self.tokens), "draft_tokens": torch.tensor(event.draft.tokens),
                     "parent": parent[0], "tree_mask": ancestors[0], "depth": depth[0],
                     "accepted": torch.tensor(event.draft.path[: len(event.ids)]),
                 }
                 self.tensors |= {f"{self.steps:03d}.{name}": x.contiguous() for name, x in step.items()}
                 self.steps += 1
-            self.known += event.ids
+            self.tokens += event.ids
             yield event
 
     def save(self, path: str, request: Request) -> None:
-        """Write the safetensors file, under a temporary name first. Raises InputError."""
-        # As EAGLE counts: passes of the head after the first.
+        """Write the safetensors file. Raises InputError."""
+        # EAGLE counts the depth in passes of the head after the first.
         meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.max_commit - 2))}
         if self.shape.width is not None:
             meta["top_k"] = str(self.shape.width)

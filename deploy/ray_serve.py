@@ -1,11 +1,10 @@
-"""Replicas of the server behind Ray Serve: more processes, more machines.
+"""Replicate the server with Ray Serve, over processes and machines.
 
     pip install "ray[serve]" httpx
     CHECKPOINT=checkpoints/smollm2-135m OPTIONS="--speculate eagle3" serve run deploy.ray_serve:app
 
-Each replica is a `serve.py` of its own on a free local port. Ray chooses their number by the requests that
-each has, and a replica for each request. A request whose replica dies before the first byte of the answer
-goes to another one.
+Each replica is a `serve.py` on a free local port. Ray routes requests, and scales the replicas with their
+number. If a replica dies before the first byte of its response, the request goes to another one.
 """
 
 import asyncio
@@ -26,15 +25,16 @@ from ray import serve
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = os.environ.get("CHECKPOINT", str(ROOT / "checkpoints" / "smollm2-135m"))
 OPTIONS = os.environ.get("OPTIONS", "--speculate eagle3")
-REPLICAS = os.environ.get("REPLICAS", "1,4").split(",")  # at least, at most
-ONGOING = int(os.environ.get("ONGOING", "4"))  # requests of a replica, above which Ray starts another
+REPLICAS = os.environ.get("REPLICAS", "1,4").split(",")  # minimum, maximum
+ONGOING = int(os.environ.get("ONGOING", "4"))  # target number of ongoing requests per replica
 CPUS, GPUS = float(os.environ.get("CPUS", "1")), float(os.environ.get("GPUS", "0"))
-TRIES = 5
-# Headers that requests and answers keep.
+MAX_ATTEMPTS = 5
+# Headers that are forwarded.
 CORS = ("access-control-request-method", "access-control-request-headers", "origin")
-ASKED, ANSWERED = ("content-type", "authorization", *CORS), ("content-type", "retry-after", "allow", "vary")
+REQUEST_HEADERS = "content-type", "authorization", *CORS
+RESPONSE_HEADERS = "content-type", "retry-after", "allow", "vary"
 
-front = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # replicas have these pages
+front = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # the replicas serve these pages
 
 
 @serve.deployment(
@@ -59,31 +59,28 @@ class Replica:
                 break
         else:
             raise RuntimeError(f"the server did not start: {''.join(lines)}")
-        self.leaving = False
-        threading.Thread(target=self.repeat, daemon=True).start()
+        self.stopping = False
+        threading.Thread(target=self.forward_logs, daemon=True).start()
         self.client = httpx.AsyncClient(base_url=found[1], timeout=None)
 
-    def repeat(self) -> None:
-        """Copy the server's messages to the replica's log. End the replica with its server.
-
-        Ray then starts another one.
-        """
+    def forward_logs(self) -> None:
+        """Copy the server's log to the replica's. When the server ends, end the replica: Ray replaces it."""
         for line in self.process.stderr:
             print(line, end="", file=sys.stderr)
-        if not self.leaving:
+        if not self.stopping:
             os._exit(1)
 
     async def ask(self, method: str, path: str, headers: dict, body: bytes):
-        """Yield (status, headers) of the server's answer, then the pieces of its body."""
+        """Yield (status, headers) of the server's response, then the chunks of its body."""
         async with self.client.stream(method, path, headers=headers, content=body) as answer:
             items = answer.headers.items()
-            kept = {k: v for k, v in items if k in ANSWERED or k.startswith("access-control-")}
-            yield answer.status_code, kept
+            headers_out = {k: v for k, v in items if k in RESPONSE_HEADERS or k.startswith("access-control-")}
+            yield answer.status_code, headers_out
             async for piece in answer.aiter_raw():
                 yield piece
 
-    def __del__(self):  # called when Ray wants fewer replicas
-        self.leaving = True
+    def __del__(self):  # Ray scales down
+        self.stopping = True
         self.process.terminate()
         self.process.wait()
 
@@ -98,30 +95,30 @@ class Front:
 
     @front.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "OPTIONS"])
     async def any(self, request: Request, path: str) -> Response:
-        """Return a replica's answer; another one's, if that replica ends before it answers."""
-        headers = {k: v for k, v in request.headers.items() if k in ASKED}
-        asked = request.method, f"/{path}", headers, await request.body()
-        for tries in range(TRIES):
-            pieces = self.replicas.ask.remote(*asked)
+        """Return a replica's response, and retry with another replica if it fails before the first byte."""
+        headers = {k: v for k, v in request.headers.items() if k in REQUEST_HEADERS}
+        request_parts = request.method, f"/{path}", headers, await request.body()
+        for attempt in range(MAX_ATTEMPTS):
+            pieces = self.replicas.ask.remote(*request_parts)
             try:
-                status, kept = await anext(pieces)
+                status, headers_out = await anext(pieces)
                 first = await anext(pieces, b"")
-                if status == 503 and tries < TRIES - 1:  # it is ending, or its decoder has failed
-                    await asyncio.sleep(0.5 * (tries + 1))
+                if status == 503 and attempt < MAX_ATTEMPTS - 1:  # shutting down, or its engine failed
+                    await asyncio.sleep(0.5 * (attempt + 1))
                     continue
                 break
-            except Exception as e:  # whatever ended the replica: nothing has been answered yet
-                if tries == TRIES - 1:
+            except Exception as e:  # any failure of the replica: no response was sent yet
+                if attempt == MAX_ATTEMPTS - 1:
                     error = {"message": f"no replica answers ({type(e).__name__})", "type": "server_error"}
                     return JSONResponse({"error": error}, 503)
-                await asyncio.sleep(0.5 * (tries + 1))
+                await asyncio.sleep(0.5 * (attempt + 1))
 
         async def rest():
             yield first
             async for piece in pieces:
                 yield piece
 
-        return StreamingResponse(rest(), status, kept)
+        return StreamingResponse(rest(), status, headers_out)
 
 
 app = Front.bind(Replica.bind())

@@ -1,4 +1,4 @@
-"""Question sets, answers, and the folder that stores answers one by one."""
+"""Question sets, answers, and their folder."""
 from __future__ import annotations
 
 import json
@@ -15,28 +15,27 @@ from common.schema import Name, Schema, Text, Whole, named, number, schema_of, t
 from common.writing import digest, write_text, writing
 from tokens.dataset import read_questions
 
-OWN = Path(__file__).resolve().parent / "questions"
-MEAN = "mean"  # the table's own set: the mean over the others
-PLAIN = "none"  # the method that drafts nothing
-OPTIONS = "options.json"  # of the folder's first run
+BUILTIN_QUESTIONS = Path(__file__).resolve().parent / "questions"
+MEAN = "mean"  # a row of the table: the mean over all sets
+PLAIN = "none"  # the method without drafting
+OPTIONS_FILE = "options.json"  # of the first run
 ADVICE = "delete it, or choose another --out"
 Seconds = number(0, 1e9)
 
 
 def read_sets(path: str | None, limit: int | None, names: str | None = None) -> dict[str, list[dict]]:
-    """Read the questions of a file, of all question files in a folder, or (None) our own, by set.
+    """Read the questions of a file, of a folder of files, or (None) the built-in ones, by set.
 
     A file names its set. SET/question.jsonl, the layout of EAGLE's and Spec-Bench's data, is named by its
-    folder. limit: most questions of each set. names: the sets to read, with commas between them (None: all).
-    Raises InputError if there are none, or if names or ids are not unique.
+    folder. limit: maximum number of questions per set. names: of the sets to read, comma-separated (None:
+    all). Raises InputError if there are none, or if names or ids are not unique.
     """
-    place = Path(path) if path else OWN
-    if place.is_dir():
-        files = sorted((*place.glob("*.jsonl"), *place.glob("*/question.jsonl")))
-    else:
-        files = [place]
+    source = Path(path) if path else BUILTIN_QUESTIONS
+    files = [source]
+    if source.is_dir():
+        files = sorted((*source.glob("*.jsonl"), *source.glob("*/question.jsonl")))
     if not files:
-        raise InputError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
+        raise InputError(f"{source}: holds no question files (*.jsonl, */question.jsonl)")
     sets = {}
     for file in files:
         name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
@@ -67,8 +66,7 @@ QUESTIONS = Schema(list[TypedDict("Question", {"question_id": Id, "category": Te
 class Turn:
     """The answer to one user turn.
 
-    prefill_seconds: from the question to the first token. The engine reads only that part of a prompt which
-    no earlier text in its caches begins with, so later turns of a conversation take less.
+    prefill_seconds: from the question to the first token. Later turns of a conversation have a cached prefix.
     """
 
     prompt: list[Whole]  # token ids
@@ -95,27 +93,27 @@ class Answer:
 
     @property
     def key(self) -> tuple[str, int | str, str, float]:
-        """The name of an answer: a folder has one for each key."""
+        """The key of an answer, unique in a folder."""
         return self.set, self.question, self.method, self.temperature
 
     @property
     def tokens(self) -> int:
-        """Tokens after the first one of each turn, decoded in `seconds`."""
+        """Tokens decoded in `seconds`: without the first token of each turn."""
         return sum(max(0, len(t.ids) - 1) for t in self.turns)
 
     @property
     def seconds(self) -> float:
-        """Time of decoding, without the prompts."""
+        """Time of decoding, without prefill."""
         return sum(t.seconds for t in self.turns)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens emitted by each step, of all turns."""
+        """Tokens emitted by each step of all turns."""
         return [n for t in self.turns for n in t.lengths]
 
     @classmethod
     def read(cls, line: bytes, where: str) -> Answer:
-        """Read a line of answers.jsonl. Raises InputError, which begins with `where`, on a damaged one."""
+        """Read a line of answers.jsonl. Raises InputError, starting with `where`, if it is damaged."""
         with named(where, ADVICE):
             return schema_of(cls).check(parse_json(line, where))
 
@@ -123,34 +121,34 @@ class Answer:
 def check_evaluation(folder: Path) -> None:
     """Raise InputError if a folder holds something else than an evaluation.
 
-    Ignore hidden files: a run that is killed at its first write leaves one.
+    Hidden files are ignored: a killed run may leave a partial file.
     """
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if any(not name.startswith(".") for name in names) and OPTIONS not in names:
+    if any(not name.startswith(".") for name in names) and OPTIONS_FILE not in names:
         raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
 
 
 def check_options(folder: Path, options: dict) -> None:
     """Raise InputError if a folder holds an evaluation with other options."""
-    first = read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else options
+    first = read_json(folder / OPTIONS_FILE) if (folder / OPTIONS_FILE).exists() else options
     if other := sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n)):
         raise InputError(f"{folder}: holds answers made with other options ({', '.join(other)});"
                          " choose another --out")
 
 
-class Book:
-    """All answers of runs with the same options, stored in FOLDER/answers.jsonl and FOLDER/options.json."""
+class AnswerStore:
+    """Answers of runs with the same options, in FOLDER/answers.jsonl and FOLDER/options.json."""
 
     def __init__(self, folder: Path, options: dict):
-        """Open a folder that has passed `check_evaluation` and `check_options`, or make it.
+        """Open or create a folder that has passed `check_evaluation` and `check_options`.
 
         Raises InputError on a damaged file, and OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
-        write_text(folder / OPTIONS, json.dumps(options, indent=1) + "\n")
+        write_text(folder / OPTIONS_FILE, json.dumps(options, indent=1) + "\n")
         content = self.path.read_bytes() if self.path.exists() else b""
-        *lines, _ = content.split(b"\n")  # a killed run leaves a line without an end
+        *lines, _ = content.split(b"\n")  # a killed run may leave an incomplete line
         answers = (Answer.read(line, f"{self.path}: line {i}") for i, line in enumerate(lines, 1))
         self.answers = {answer.key: answer for answer in answers}
         self._write()
@@ -161,16 +159,16 @@ class Book:
     def find(
         self, set_name: str, question: dict, method: str, temperature: float, identity: str
     ) -> Answer | None:
-        """Return the answer to exactly this question by a method of this identity, if there is one."""
+        """Return the answer to this question by a method of this identity, None if there is none."""
         answer = self.answers.get((set_name, question["question_id"], method, temperature))
         return answer if answer and answer.asked == digest(question["turns"], identity) else None
 
     def forget(self, set_name: str, question: dict, temperature: float) -> None:
-        """Drop the answers of all methods to a question: only answers of one round are compared."""
-        asked = set_name, question["question_id"], temperature
-        kept = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != asked}
-        if len(kept) < len(self.answers):
-            self.answers = kept
+        """Drop the answers of all methods to a question: only answers of the same round are compared."""
+        key = set_name, question["question_id"], temperature
+        others = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != key}
+        if len(others) < len(self.answers):
+            self.answers = others
             self._write()
 
     def add(self, answer: Answer) -> None:

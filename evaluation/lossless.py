@@ -1,9 +1,8 @@
-"""Losslessness: speculative text is plain text, or rounding explains where it is not.
+"""Losslessness: speculative text equals plain text, except for near ties.
 
-On our CPU kernels texts must be equal, in any dtype. Elsewhere a pass over one row and one over many rows
-round differently, so two nearly equal logits may change places. The first difference of a
-text is therefore scored again in float32. It counts as a tie if the logits of the two tokens are closer than
-`bound`. The text after a difference is another text and is not compared.
+On our batch-invariant CPU kernels, texts must be equal in any dtype. Elsewhere results depend on the batch
+shape, and nearly equal logits may change order. The first difference of a text is scored again in float32 and
+is a tie if the logits of the two tokens differ by at most `bound`. Text after a difference is not compared.
 """
 from __future__ import annotations
 
@@ -19,12 +18,11 @@ from model import Transformer
 from sampling.noise import gumbel, seed_keys
 from tokens.tokenizer import common_prefix
 
-# Largest error of a logit by rounding, as a share of the largest logit: twice the unit of the dtype. Actual
-# differences are a tenth of it.
-TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-# These modes, and caches in fp8, round more than weights: a small difference may move a number to the next of
-# few values.
-ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5}
+# Largest rounding error of a logit, relative to the largest logit: twice the epsilon of the dtype. Measured
+# errors are a tenth of it.
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+# Modes that round activations, and fp8 caches: small differences may lead to the next quantized value.
+QUANTIZED_TOLERANCE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Difference:
 
     @property
     def tie(self) -> bool:
-        """True if rounding explains it."""
+        """True if rounding explains the difference."""
         return abs(self.gap) <= self.bound
 
 
@@ -58,40 +56,40 @@ def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
 
 
 class Judge:
-    """Scores differences. The target in float32 is loaded when the first one is met.
+    """Scores differences with the target in float32, loaded at the first difference.
 
-    It is loaded on the CPU where the device has no memory left beside the target that answered.
+    It is loaded on the CPU if the device has no memory left.
     """
 
     def __init__(
         self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
         ranks: Ranks | None = None, kv: str = "auto",
     ):
-        """Take the dtype, the device and the kind of cache (see `engine.runtime.Runtime`) of the answers.
+        """dtype, device, kv: of the engines that answered, see `engine.runtime.Runtime`.
 
-        exact: the rows of a pass do not depend on each other (on our kernels), so no difference is a tie.
-        ranks: the processes that share the target; all judge the same texts.
+        exact: the kernels are batch-invariant, so no difference is a tie. ranks: of a sharded target; all
+        score the same texts.
         """
         self.checkpoint, self.device, self.ranks = checkpoint, device, ranks
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
-        bounds = [ROUNDED_TIE.get(of, TIE[dtype]) for of in (mode, kv)]
-        self.share = 0.0 if exact else max(bounds)
+        bounds = [QUANTIZED_TOLERANCE.get(of, TOLERANCE[dtype]) for of in (mode, kv)]
+        self.tolerance = 0.0 if exact else max(bounds)
         self._target: Transformer | None = None
 
     @torch.no_grad()
     def difference(self, plain: Answer, other: Answer) -> Difference | None:
-        """Return the first difference of an answer to the plain one with the same seed, None if equal."""
-        place = first_difference(plain, other)
-        if place is None:
+        """Return the first difference from the plain answer with the same seed, None if equal."""
+        found = first_difference(plain, other)
+        if found is None:
             return None
-        turn, token = place
+        turn, token = found
         a, b = plain.turns[turn], other.turns[turn]
         ids = [t.ids[token] if token < len(t.ids) else -1 for t in (a, b)]
         where = plain.set, plain.question, other.method, plain.temperature, turn, token, *ids
-        if -1 in ids:  # one text ends and the other goes on: no rounding does that
+        if -1 in ids:  # one text ended early: not a rounding error
             return Difference(*where, gap=float("inf"), bound=0.0)
         logits = self._logits(a.prompt + a.ids[:token])
-        bound = self.share * float(logits.abs().max())
+        bound = self.tolerance * float(logits.abs().max())
         if plain.temperature:
             key = seed_keys([plain.seed], self.device)
             position = torch.tensor([[len(a.prompt) + token]], device=self.device)

@@ -1,4 +1,4 @@
-"""The methods under comparison, plain decoding and those of --speculate, and asking one a question."""
+"""The methods under comparison: plain decoding and those of --speculate."""
 from __future__ import annotations
 
 import argparse
@@ -46,7 +46,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     given = given_flags(o)
     taken = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
-    for name in dict.fromkeys((PLAIN, *methods)):  # the first gets flags that none takes, and refuses
+    for name in dict.fromkeys((PLAIN, *methods)):  # the first rejects flags that no method takes
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
         window = o.draft_window if grows(name) or not any(map(grows, methods)) else None
@@ -55,7 +55,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
 
 
 class Contender(NamedTuple):
-    """A method under comparison. identity: of all that its answers depend on, weights included."""
+    """A method under comparison. identity: of all that its answers depend on, including weights."""
 
     engine: Engine
     identity: str
@@ -64,7 +64,7 @@ class Contender(NamedTuple):
 def load_contenders(
     target: Target, draftings: dict[str, Drafting], max_seq_len: int | None
 ) -> dict[str, Contender]:
-    """Make an engine for each method, by its name, all on one target.
+    """Return an engine for each method, by name, all with one target.
 
     Raises InputError if the target cannot hold a conversation, or if a drafter cannot be made; ValueError if
     memory is short.
@@ -98,7 +98,7 @@ def ask(engine: Engine, question: dict, sampling: Sampling) -> list[Turn]:
     for text in question["turns"]:
         messages.append({"role": "user", "content": text})
         try:
-            ids = encode(engine.tokenizer, messages, max_seq_len=engine.max_seq_len)
+            ids = encode(engine.tokenizer, messages, max_lengths=engine.max_lengths)
         except PromptTooLong:
             break
         if len(ids) >= engine.max_seq_len:

@@ -1,4 +1,4 @@
-"""One run of evaluate.py: load the methods, ask the questions, judge the texts, write the table."""
+"""A run of evaluate.py: load the methods, ask the questions, compare the texts, write the table."""
 from __future__ import annotations
 
 import json
@@ -20,20 +20,20 @@ from engine.drafting import Drafting
 from engine.runtime import Runtime
 from engine.step import step_of
 from engine.target import load_target
-from evaluation.answers import PLAIN, Answer, Book, check_options, rotated
+from evaluation.answers import PLAIN, Answer, AnswerStore, check_options, rotated
 from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
-from evaluation.table import summarise, text_of
+from evaluation.table import format_table, summarize
 from kernels.tp import Ranks
 from sampling.noise import seed_of
 from sampling.options import Sampling
 
-FIGURES = 2  # version of the figures in a folder: one of another version is refused
+RECORD_VERSION = 2  # of the files in a folder; folders of other versions are rejected
 MAX_PRINTED_ERRORS = 10  # errors printed; differences.json has all of them
 
 
 class Evaluation:
-    """The methods, the questions, and the book of answers so far."""
+    """The methods, the questions, and the answers so far."""
 
     def __init__(
         self, o, runtime: Runtime, draftings: dict[str, Drafting], sets: dict[str, list[dict]],
@@ -41,16 +41,17 @@ class Evaluation:
     ):
         """Load the target and each method on it, as the options `o` of evaluate.py ask for.
 
-        ranks: the processes that share the target. Raises InputError, ValueError, OSError or RuntimeError.
+        ranks: of a sharded target. Raises InputError, ValueError, OSError or RuntimeError.
         """
         self.o, self.sets, self.log = o, sets, log
         for drafting in draftings.values():
             check_draft(o.checkpoint, drafting)
         o.checkpoint = converted_folder(o.checkpoint, log)
         longest = known_config(o.checkpoint, o.max_seq_len)["max_seq_len"]
-        o.max_seq_len = o.max_seq_len or min(2048, longest)  # not what memory allows: a run may go on later
+        # Independent of free memory, since a run may be resumed later.
+        o.max_seq_len = o.max_seq_len or min(2048, longest)
         options = {  # all that answers and figures depend on, beside methods and questions
-            "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
+            "figures": RECORD_VERSION, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
             "max_new_tokens": o.max_new_tokens, "max_seq_len": o.max_seq_len,
             "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv,
             "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
@@ -64,9 +65,9 @@ class Evaluation:
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
         weight, exact = target.model.embed.weight, step_of(target.model).batch_invariant
         self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
-        self.book = Book(Path(o.out), options)
-        if ranks:  # all have read the first one's files, and have the same questions left
-            ranks.check_equal(f"the answers so far, {sorted(map(repr, self.book.answers))}", weight.device)
+        self.store = AnswerStore(Path(o.out), options)
+        if ranks:  # all ranks must have the same questions left
+            ranks.check_equal(f"the answers so far, {sorted(map(repr, self.store.answers))}", weight.device)
 
     def answer(self) -> None:
         """Ask every question that a method has not answered yet."""
@@ -81,7 +82,7 @@ class Evaluation:
                 ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.o.seed))
         with tqdm(todo, desc="questions", unit="question", disable=not todo) as bar:
             for name, question, temperature, methods in bar:
-                self.book.forget(name, question, temperature)
+                self.store.forget(name, question, temperature)
                 for method in methods:
                     self._ask(name, question, method, temperature)
 
@@ -97,13 +98,13 @@ class Evaluation:
             )
         if turns:
             about = name, number, question["category"], method, temperature, sampling.seed
-            self.book.add(Answer(*about, digest(question["turns"], identity), turns))
+            self.store.add(Answer(*about, digest(question["turns"], identity), turns))
 
     def _rounds(self) -> Iterator[tuple[str, dict, float, list[str]]]:
         """Yield (set, question, temperature, methods in the order of this round).
 
-        The sets take turns, so that a run that is cut short has asked questions of all of them. In each set,
-        and at each temperature, the method that begins changes from question to question.
+        The sets take turns, so that an interrupted run has answers of all sets. The first method changes from
+        question to question.
         """
         for i in range(max(map(len, self.sets.values()))):
             for name, questions in self.sets.items():
@@ -111,7 +112,7 @@ class Evaluation:
                     yield name, questions[i], temperature, rotated(self.contenders, i)
 
     def _find(self, name: str, question: dict, method: str, temperature: float) -> Answer | None:
-        return self.book.find(name, question, method, temperature, self.contenders[method].identity)
+        return self.store.find(name, question, method, temperature, self.contenders[method].identity)
 
     def _answers(self) -> Iterator[Answer]:
         """Yield the answers of this run's methods to its questions; the folder may hold others."""
@@ -125,7 +126,7 @@ class Evaluation:
         plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
         pairs = ((plain.get((a.set, a.question, a.temperature)), a) for a in answers)
         differences = [d for d in (self.judge.difference(p, a) for p, a in pairs if p) if d]
-        rows = summarise(answers, [*self.sets], [*self.contenders], differences)
+        rows = summarize(answers, [*self.sets], [*self.contenders], differences)
         if not rows:
             self.log("no answers yet")
             return 0
@@ -139,13 +140,13 @@ class Evaluation:
 
     def _write_tables(self, rows: list[dict], differences: list[Difference], answered: int) -> None:
         """Write the tables and the differences; print the table. answered: number of questions."""
-        out, rest = self.book.folder, ""
+        out, rest = self.store.folder, ""
         if left := sum(map(len, self.sets.values())) - answered:
             rest = f"{counted(left, 'question')} without an answer: not asked yet, or too long.\n"
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]
-        write_text(out / "table.md", text_of(rows) + rest)
+        write_text(out / "table.md", format_table(rows) + rest)
         write_text(out / "table.json", json.dumps(rows, indent=1) + "\n")
         write_text(out / "differences.json", json.dumps(listed, indent=1) + "\n")
-        print(text_of(rows) + rest + f"all figures: {out / 'table.json'}")
+        print(format_table(rows) + rest + f"all figures: {out / 'table.json'}")

@@ -8,25 +8,24 @@ from collections.abc import Iterable, Sequence
 from evaluation.answers import MEAN, PLAIN, Answer
 from evaluation.lossless import Difference
 
-MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
+AVERAGED = ("tokens_per_second", "speedup", "speedup_total", "tau")
 MAX_NAME_CHARACTERS = 19  # characters of a method's or a set's name in the table
-BAR = 60  # columns of a bar at four times the speed of plain decoding
-HEADS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
+BAR_COLUMNS = 60  # of a bar at four times the speed of plain decoding
+COLUMNS = ["method", "set", "tokens/s", "speedup", "τ", "texts equal", "ties", "errors"]
 
 
-def summarise(
+def summarize(
     answers: Iterable[Answer], sets: list[str], methods: list[str], differences: Sequence[Difference]
 ) -> list[dict]:
     """Return the rows of the table, one per temperature, method and set.
 
-    The set `mean` follows the sets of a method: all of them weigh alike in it. Answers without a plain one
-    are left out.
+    The set `mean` follows the sets of a method, with equal weights. Answers without a plain one are left out.
 
-    `speedup`: median over the questions of (tokens per second / those of plain decoding), both after the
-    first token, so without the prompt's pass. `speedup_total`: of the complete set. `tau`: tokens per step of
-    the complete set, without each answer's first token. All three are None if no answer has a second token.
-    `seconds`, `prefill_seconds`: of the complete set; see `answers.Turn` for prompts that are known in part.
-    `equal`: number of the `questions` with the text of plain decoding; `ties` and `errors` count the others.
+    `speedup`: median over the questions of the ratio of tokens per second to plain decoding, without prefill.
+    `speedup_total`: of the complete set. `tau`: tokens per step of the complete set, without each answer's
+    first token. All three are None if no answer has a second token. `seconds`, `prefill_seconds`: of the
+    complete set. `equal`: number of `questions` with the text of plain decoding; the others are `ties` or
+    `errors`.
     """
     answers = sorted(answers, key=lambda a: a.temperature)
     plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
@@ -67,22 +66,22 @@ def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Differenc
 
 
 def _mean(rows: list[dict]) -> dict:
-    """Return the row of the mean set: means of speeds and tau over the sets, sums of all that is counted."""
+    """Return the row of the mean set: means of speeds and tau over the sets, sums of counts and seconds."""
     row = rows[0] | {"set": MEAN}
     for name in list(row)[3:]:  # after temperature, method, set
         known = [other[name] for other in rows if other[name] is not None]
-        row[name] = (statistics.fmean if name in MEANS else sum)(known) if known else None
+        row[name] = (statistics.fmean if name in AVERAGED else sum)(known) if known else None
     return row
 
 
-def text_of(rows: list[dict]) -> str:
-    """Write a table for each temperature, at most 100 characters wide: a line per method and set."""
+def format_table(rows: list[dict]) -> str:
+    """Format a table for each temperature, at most 100 characters wide: a line per method and set."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         of_it = [row for row in rows if row["temperature"] == temperature]
         if len({row["set"] for row in of_it}) == 2:  # one set is its own mean
             of_it = [row for row in of_it if row["set"] != MEAN]
-        table = [HEADS, *map(_cells, of_it)]
+        table = [COLUMNS, *map(_cells, of_it)]
         widths = [max(map(len, column)) for column in zip(*table)]
         table.insert(1, ["-" * width for width in widths])
         lines += [f"Temperature {temperature:g}: speedup is the median over the questions, prompts apart", ""]
@@ -91,14 +90,14 @@ def text_of(rows: list[dict]) -> str:
             lines.append("| " + " | ".join(aligned) + " |")
         for row in of_it:  # a bar for each method's mean, or its only set
             if row["set"] == of_it[-1]["set"] and row["speedup"]:
-                length = min(BAR, round(BAR / 4 * row["speedup"]))
+                length = min(BAR_COLUMNS, round(BAR_COLUMNS / 4 * row["speedup"]))
                 lines.append(f"{_cells(row)[0]:{MAX_NAME_CHARACTERS}} {'#' * length} {row['speedup']:.2f}×")
         lines.append("")
     return "\n".join(lines)
 
 
 def _cells(row: dict) -> list[str]:
-    """Return the cells of a row, in the order of HEADS."""
+    """Return the cells of a row, in the order of COLUMNS."""
     names = "plain" if row["method"] == PLAIN else row["method"], row["set"]
     figures = (row["tokens_per_second"], ""), (row["speedup"], "×"), (row["tau"], "")
     numbers = ["–" if value is None else f"{value:.2f}{unit}" for value, unit in figures]

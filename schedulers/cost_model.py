@@ -343,19 +343,17 @@ class Tuner:
         self._pending_trials.clear()
         self._drafts.clear()
 
-    def describe(self, counts: Iterable[int], noisy: bool) -> str:
+    def describe(self, counts: list[int], noisy: bool) -> str:
         """Describe the trees, and the relative cost of a step by number of requests, in one line."""
-        shape = self.shapes[noisy]
-        what = f"trees of up to {shape.nodes} nodes" if self.cuts else f"tree {shape.name}"
+        shape, why = self.shapes[noisy], "limited to what reduces latency"
+        what = f"trees of up to {shape.nodes} nodes, {why}" if self.cuts else f"tree {shape.name}, {why}"
         if not self._costs:
-            return f"{what}, limited to what reduces latency (not timed)"
+            return f"{what} (not timed)"
         size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, 0)
-        one, *more = ((self.costs(n, noisy).relative_cost_of(size), n) for n in counts)
-        draft, verify = self.costs(one[1], noisy).parts(size)
-        line = (f"just timed: a step with {size.nodes} nodes takes {one[0]:.2f} x a plain one, {draft:.2f} to"
-                f" draft and {verify:.2f} to verify")
-        others = "".join(f", {x:.2f} x with {n} requests" for x, n in more)
-        return f"{what}, limited to what reduces latency ({line}{others})"
+        (draft, verify), *more = (self.costs(n, noisy).parts(size) for n in counts)
+        others = (f", {1 + sum(parts):.2f} x with {n} requests" for parts, n in zip(more, counts[1:]))
+        return (f"{what} (just timed: a step with {size.nodes} nodes takes {1 + draft + verify:.2f} x a plain"
+                f" one, {draft:.2f} to draft and {verify:.2f} to verify{''.join(others)})")
 
 
 NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # where times may not count: ranks must choose alike

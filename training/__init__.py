@@ -1,4 +1,4 @@
-"""Training a draft head: the text, the target's states on it, the losses, the loop, the model card.
+"""Training of draft heads: text, target states, losses, loop, model card.
 
-`training.session` runs all of it for `train.py`.
+`training.session` runs it for `train.py`.
 """

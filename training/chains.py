@@ -88,8 +88,8 @@ def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int)
     """
     layer = head.layer
     inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
-    chains = ChainAttention(head, layer, inputs, batch.at)
-    drafts = [layer.finish(pick(residual, batch.at), chains.first())]
+    chains = ChainAttention(head, layer, inputs, batch.starts)
+    drafts = [layer.finish(pick(residual, batch.starts), chains.first())]
     for step in range(1, steps):  # each step reads the head's own output of the step before
         inputs, residual = layer.inputs(head.embed(batch.following(step)), drafts[-1])
         drafts.append(layer.finish(residual, chains.step(inputs, step)))
@@ -99,8 +99,8 @@ def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int)
 def eagle1_outputs(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
     """Predict the target's next feature, as EAGLE-1 does. feature [B, T, H]: after the final norm."""
     x = head.fc(torch.cat((head.embed(batch.tokens.roll(-1, 1)), feature), dim=-1))
-    chains = ChainAttention(head, head.layer, x, batch.at)
-    return _scored([head.layer.finish(pick(x, batch.at), chains.first())], batch)
+    chains = ChainAttention(head, head.layer, x, batch.starts)
+    return _scored([head.layer.finish(pick(x, batch.starts), chains.first())], batch)
 
 
 class BlockAttention(ChainAttention):
@@ -143,7 +143,7 @@ def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -
     x = head.embed(head.block_tokens(anchors))  # [B, C, block, H]
     sees = torch.ones(size, size, dtype=torch.bool, device=x.device)
     for layer in head.layers:
-        chains = BlockAttention(head, layer, context, batch.at, sees.tril() if head.args.causal else sees)
+        chains = BlockAttention(head, layer, context, batch.starts, sees.tril() if head.args.causal else sees)
         x = layer.finish(x, chains.block(layer.attn_norm(x), 1))
     rows = head.norm(head.drafting(x))
     return _scored([rows[:, :, i] for i in range(steps)], batch)
@@ -155,8 +155,8 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
     features: the target's [B, T, F].
     """
     text, following = head.fuse(features), head.embed(batch.tokens.roll(-1, 1))
-    mask = torch.full_like(batch.at, head.args.mask_id)
-    hidden = head.fuse(head.mask_hidden[None, None]).expand(*batch.at.shape, -1)
+    mask = torch.full_like(batch.starts, head.args.mask_id)
+    hidden = head.fuse(head.mask_hidden[None, None]).expand(*batch.starts.shape, -1)
     rows = [hidden[:, :count] for count in batch.chains[1:]]
     layers = [head.layer, *head.more_layers]
     for layer in layers:
@@ -165,13 +165,13 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
             entering = [layer.inputs(head.embed(mask[:, : row.shape[1]]), row) for row in rows]
         else:
             read, entering = text, [(row, row) for row in rows]
-        chains = ChainAttention(head, layer, read, batch.at)
+        chains = ChainAttention(head, layer, read, batch.starts)
         if layer is layers[-1]:  # of the text, what drafts
-            text = layer.finish(pick(text, batch.at), chains.first())
+            text = layer.finish(pick(text, batch.starts), chains.first())
         else:
             text = layer.finish(text, chains.text())
         rows = [layer.finish(row, chains.step(reads, step)) for step, (reads, row) in enumerate(entering, 1)]
-    wide = [F.pad(x, (0, 0, 0, batch.at.shape[1] - x.shape[1])) for x in (text, *rows)]
+    wide = [F.pad(x, (0, 0, 0, batch.starts.shape[1] - x.shape[1])) for x in (text, *rows)]
     return head.norm(_scored(wide, batch))
 
 

@@ -1,4 +1,4 @@
-"""Training text: rows of token ids with the assistant's answers marked, and the shards that hold them.
+"""Training text: rows of token ids in which the assistant's answers are marked, and their files (shards).
 
 A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}.
 ids[begin:end] is an answer of the target; a head learns to draft only these. `chat` identifies the first
@@ -20,7 +20,7 @@ from common.schema import Whole
 from common.writing import digest
 from tokens.tokenizer import common_prefix
 
-MIN_ANSWER_TOKENS = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
+MIN_ANSWER_TOKENS = 3  # the root (from the target), one for the head to read, one to predict
 
 
 class Line(BaseModel):
@@ -40,7 +40,7 @@ class Line(BaseModel):
     left_out: str = ""
 
     def fits(self, vocab_size: int) -> bool:
-        """Return whether this is no row, or its answers follow each other within ids of the target."""
+        """Return whether this has no row, or answers in order and ids of the target."""
         edges = [0, *(edge for answer in self.answers for edge in answer), len(self.ids)]
         return bool(self.left_out) or (
             bool(self.ids and self.answers) and max(self.ids) < vocab_size and edges == sorted(edges)
@@ -59,8 +59,8 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
     return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source, "chat": chat}
 
 
-def usable(row: dict, max_len: int) -> dict | None:
-    """Cut a row to `max_len` tokens and drop answers that are too short. Return None if none is left."""
+def trim(row: dict, max_len: int) -> dict | None:
+    """Cut a row to `max_len` tokens and drop answers that are too short. Return None if no answer is left."""
     answers = [[b, min(e, max_len)] for b, e in row["answers"]]
     answers = [[b, e] for b, e in answers if e - b >= MIN_ANSWER_TOKENS and b > 0]
     if not answers:
@@ -111,7 +111,7 @@ def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
 def training_rows(lines: list[Line], max_len: int) -> tuple[list[dict], Counter]:
     """Return the usable rows without exact repeats, and how often each reason left a conversation out."""
     given = (line.model_dump(include={"ids", "answers", "source", "chat"}) for line in lines)
-    rows = {digest(row["ids"]): row for row in (usable(row, max_len) for row in given) if row}
+    rows = {digest(row["ids"]): row for row in (trim(row, max_len) for row in given) if row}
     return list(rows.values()), Counter(line.left_out for line in lines if line.left_out)
 
 
@@ -125,7 +125,7 @@ def draft_vocabulary(rows: list[dict], size: int, vocab_size: int) -> Tensor:
     return torch.tensor(sorted(ranked))
 
 
-def unused(rows: list[dict], vocab_size: int) -> int:
-    """Return the last of the ids that the text holds least often."""
+def rarest_id(rows: list[dict], vocab_size: int) -> int:
+    """Return the id that is rarest in the text; of several, the last."""
     counts = torch.bincount(torch.tensor([t for row in rows for t in row["ids"]]), minlength=vocab_size)
     return int((counts == counts.min()).nonzero()[-1])

@@ -24,7 +24,7 @@ class TargetStates(NamedTuple):
 class Features:
     """The target's states on rows, cached in memory.
 
-    Each row is computed by itself, so that a resumed run reads the same features. cache_bytes: memory for
+    Rows are not batched, so that a resumed run reads the same features. cache_bytes: memory for
     the cache. dtype: of the cached states, read_dtype: of what `read` returns (both default to the target's).
     """
 
@@ -59,10 +59,9 @@ class Features:
 
 
 def training_copy(target: Transformer) -> Transformer:
-    """Return the target in float32 if this CPU multiplies that sooner, else the target.
+    """Return the target in float32 if this CPU multiplies float32 faster than bfloat16, else the target.
 
-    Processors whose bfloat16 products are slower than two products of floats are common: those without such
-    an instruction, and Intel's that have it but no tiles.
+    That holds for processors without bfloat16 instructions, and for Intel's with AVX512-BF16 but no AMX.
     """
     weight, has = target.embed.weight, isa.features()
     if weight.is_cuda or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.vendor() != isa.INTEL):

@@ -1,4 +1,4 @@
-"""The heads that training starts from: one entry a kind, new heads, and heads that begin as another one."""
+"""The kinds of heads that can be trained, and their initialization, also from another head (--start)."""
 from __future__ import annotations
 
 import math
@@ -18,9 +18,9 @@ from networks.p_eagle import PEagleHead
 from networks.weights import own_state
 from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Objective, PEagleObjective
 
-DRAFTS = 7  # tokens that a block drafts
-MARKOV_RANK = 128  # of a DSpark head
-RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
+BLOCK_DRAFTS = 7  # draft tokens of a block
+MARKOV_RANK = 128  # of a new DSpark head
+RIDGE = 1e-4  # relative to the mean square of a column; needed where a head has fewer tokens than columns
 
 
 class TrainedKind(NamedTuple):
@@ -46,18 +46,18 @@ TRAINED = {
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes of a head that a user may choose. None takes the usual ones, or those of --start."""
+    """Sizes of a head that users may set. None: the default, or that of --start."""
 
     num_layers: int | None = None
-    states: int | None = None  # of the target that it reads
-    drafts: int | None = None  # tokens that a block drafts
+    states: int | None = None  # hidden states of the target that it reads
+    drafts: int | None = None  # draft tokens of a block
     markov_rank: int | None = None
     mask_id: int = 0
-    longest: int = 0  # tokens of the longest text that it is trained on
+    longest: int = 0  # tokens of the longest row of the training text
 
 
 def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int, ...]:
-    """Return the layers whose states a head reads. count: layers of the target. Raises ValueError."""
+    """Return the layers whose input states a head reads. count: layers of the target. Raises ValueError."""
     if network is Eagle1Head:
         return (count,)
     if issubclass(network, Eagle3Head):
@@ -65,16 +65,16 @@ def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int
             raise ValueError(f"an EAGLE-3 head reads three states, the target has {count} layers")
         if states is None:
             low, middle, high = eagle3_aux_layers(count)
-            return low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
+            return low, max(middle, 3), max(high, 4)  # in a shallow target, the next distinct layers
     return spread_layers(count, states or min(5, max(1, count - 3)))
 
 
 def head_args(
     a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape, start: Head | None = None
 ) -> HeadArgs:
-    """Return the arguments of a head for a target of arguments `a`, those of `start` where it begins so.
+    """Return the arguments of a head for a target with arguments `a`, based on those of `start`, if any.
 
-    Raises ValueError on a shape that cannot be, or that takes away what `start` has.
+    Raises ValueError on an impossible shape, or one that drops a part of `start`.
     """
     network = class_of({"kind": kind, **(asdict(start.args) if start else {})})
     if start is None:
@@ -102,7 +102,7 @@ def head_args(
             args |= {"markov_rank": rank, "confidence": True, "confidence_reads_markov": True}
         args.setdefault("mask_id", shape.mask_id)
         if shape.drafts or not {"block", "drafts"} & args.keys():
-            drafts, from_anchor = shape.drafts or DRAFTS, args.get("from_anchor", network is DSparkHead)
+            drafts, from_anchor = shape.drafts or BLOCK_DRAFTS, args.get("from_anchor", network is DSparkHead)
             block = {"block": drafts + (not from_anchor), "from_anchor": from_anchor}
             args |= {"drafts": drafts} if network is PEagleHead else block
     made = network.Args(**args)
@@ -111,7 +111,7 @@ def head_args(
 
 
 def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
-    """Return the arguments of `start`, with further layers if asked for. Raises ValueError as `head_args`."""
+    """Return the arguments of `start`, with additional layers if asked for. Raises ValueError."""
     given = start.args
     layers = shape.num_layers or given.num_layers
     if type(start) is not network and not (isinstance(start, Eagle3Head) and network is PEagleHead):
@@ -127,91 +127,91 @@ def _args_of(start: Head, network: type[Head], shape: HeadShape) -> dict:
 
 
 def own_weights(head: Head) -> dict[str, Tensor]:
-    """Return the weights of a head that are its own, by name."""
+    """Return the weights that a head does not share with its target, by name."""
     return {name: tensor for name, tensor in own_state(head).items() if tensor.is_floating_point()}
 
 
 def new_head(
     target: Transformer, kind: str, draft_ids: Tensor, shape: HeadShape, seed: int, start: Head | None = None
 ) -> Head:
-    """Make a head in float32. Random except for what `start` has, else for what the target can lend.
+    """Make a head in float32, initialized from `start`, else from the target; the rest is random.
 
-    Without `start` lm_head begins as the target's rows, and the final norm as a third of the target's (the
-    full one makes an untrained head overconfident); `fc` passes the highest captured layer on. Each of these
-    was worth several points of held-out accuracy after the same short run. EAGLE-1: `fc` passes the feature
-    on. Beside `start` further parts begin in this way, and further layers add nothing yet. Raises ValueError
-    as `head_args`.
+    Without `start`, lm_head has the target's rows, and the final norm a third of the target's (the full one
+    makes an untrained head overconfident); `fc` copies the highest captured layer (EAGLE-1: the feature).
+    Each of these gained several points of held-out accuracy in equally short runs. With `start`, additional
+    layers add zero to the residual stream. Raises ValueError as `head_args`.
     """
     args = head_args(target.args, kind, len(draft_ids), shape, start)
     torch.manual_seed(seed)
     head = class_of({"kind": kind, **asdict(args)})(args)
-    taken = _taken(start, target, draft_ids.cpu()) if start else {}
-    adding = 0.0 if start else 0.02 / math.sqrt(2)  # of what is added to the residual stream
+    copied = _weights_of(start, target, draft_ids.cpu()) if start else {}
+    residual_std = 0.0 if start else 0.02 / math.sqrt(2)
     with torch.no_grad():
         for name, p in head.named_parameters():
-            if name in taken:
-                p.copy_(taken[name])
+            if name in copied:
+                p.copy_(copied[name])
             elif p.ndim == 2:
-                adds = name.endswith(("wo.weight", "w_down.weight"))
-                torch.nn.init.normal_(p, std=adding if adds else 0.02)
+                into_residual = name.endswith(("wo.weight", "w_down.weight"))
+                torch.nn.init.normal_(p, std=residual_std if into_residual else 0.02)
         if start is None:
             head.fc.weight.mul_(0.3)
             head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
             if args.own_lm_head:
                 head.lm_head.weight.copy_(target.lm_head_weight.float().cpu()[draft_ids.cpu()])
                 head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
-        _lend(head, target, taken)
+        _initialize_block_weights(head, target, copied)
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.weight.device)
-    head.use_target(target)  # frozen: not the head's own
+    head.use_target(target)  # shared and frozen
     return head
 
 
-def _taken(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str, Tensor]:
-    """Return the weights that a head of these draft ids takes from `start`.
+def _weights_of(start: Head, target: Transformer, draft_ids: Tensor) -> dict[str, Tensor]:
+    """Return the weights of `start` for a head with these draft ids.
 
-    lm_head rows of ids that `start` cannot draft are predicted; the Markov head's are zero.
+    For ids that `start` cannot draft, lm_head rows are predicted and rows of the Markov head are zero.
     """
-    taken = {name: tensor.float().cpu() for name, tensor in own_weights(start).items()}
-    held = start.draft_ids.cpu()
-    places = torch.searchsorted(held, draft_ids).clamp(max=len(held) - 1)
-    known = (held[places] == draft_ids)[:, None]
-    for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
+    copied = {name: tensor.float().cpu() for name, tensor in own_weights(start).items()}
+    start_ids = start.draft_ids.cpu()
+    index = torch.searchsorted(start_ids, draft_ids).clamp(max=len(start_ids) - 1)
+    known = (start_ids[index] == draft_ids)[:, None]
+    for name in {"lm_head.weight", "markov_out.weight"} & copied.keys():  # a row for each draft id
         others: Tensor | float = 0.0
         if name == "lm_head.weight":
-            others = _predicted(target.lm_head_weight.detach().float().cpu(), held, taken[name])[draft_ids]
-        taken[name] = torch.where(known, taken[name][places], others)
-    if "lm_head.weight" not in taken and len(draft_ids) < len(held):  # it had the target's
-        taken["lm_head.weight"] = target.lm_head_weight.detach().float().cpu()[draft_ids]
-    return taken
+            rows = target.lm_head_weight.detach().float().cpu()
+            others = _predict_lm_head(rows, start_ids, copied[name])[draft_ids]
+        copied[name] = torch.where(known, copied[name][index], others)
+    if "lm_head.weight" not in copied and len(draft_ids) < len(start_ids):  # it shared the target's
+        copied["lm_head.weight"] = target.lm_head_weight.detach().float().cpu()[draft_ids]
+    return copied
 
 
-def _lend(head: Head, target: Transformer, taken: Container[str]) -> None:
-    """Start what only block heads have, unless it was taken from another head.
+def _initialize_block_weights(head: Head, target: Transformer, copied: Container[str]) -> None:
+    """Initialize the weights that only block heads have, unless they were copied.
 
-    The Markov head reads the target's embedding on its principal axes and adds nothing yet.
+    The Markov head reads the target's embedding projected on its principal axes, and its output is zero.
     """
-    if isinstance(head, PEagleHead) and "mask_hidden" not in taken:
+    if isinstance(head, PEagleHead) and "mask_hidden" not in copied:
         torch.nn.init.normal_(head.mask_hidden, std=0.02)
-    if (rank := getattr(head.args, "markov_rank", 0)) and "markov_in.weight" not in taken:
+    if (rank := getattr(head.args, "markov_rank", 0)) and "markov_in.weight" not in copied:
         table = target.embed.weight.float().cpu()
         axes = torch.linalg.svd(table.T @ table)[0][:, :rank]
-        begun = torch.nn.functional.pad(table @ axes, (0, rank - axes.shape[1]))
-        head.markov_in.weight.copy_(begun / begun.std())
+        projected = torch.nn.functional.pad(table @ axes, (0, rank - axes.shape[1]))
+        head.markov_in.weight.copy_(projected / projected.std())
         head.markov_out.weight.zero_()
-    if getattr(head.args, "confidence", False) and "confidence.weight" not in taken:
+    if getattr(head.args, "confidence", False) and "confidence.weight" not in copied:
         head.confidence.weight.zero_()
         head.confidence.bias.zero_()
 
 
-def _predicted(rows: Tensor, held: Tensor, table: Tensor) -> Tensor:
+def _predict_lm_head(rows: Tensor, start_ids: Tensor, table: Tensor) -> Tensor:
     """Predict a head's lm_head row of every token [V, H] from the target's rows [V, Ht].
 
-    A linear map, fitted by least squares, turns the target's rows of the tokens that the head holds [m] into
-    the head's own table [m, H]. Untransformed rows would be read with states that are not the target's: most
-    of the head's choices would be tokens that it does not know.
+    A least-squares map from the target's rows of `start_ids` [m] to the head's own `table` [m, H]. Without
+    it the new rows would meet states that are not the target's, and most of the head's top-1 tokens would be
+    tokens that it does not know.
     """
-    known = rows[held].double()
+    known = rows[start_ids].double()
     square = known.T @ known
     ridge = RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
     return rows @ torch.linalg.solve(square + ridge, known.T @ table.double()).float()

@@ -20,18 +20,18 @@ from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates
 
-STEPS = 7  # draft steps that EAGLE-3 unrolls
-DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
-TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
-NOISE = 0.1  # half-width of the noise on EAGLE-1's features, by their root mean square (same section)
+TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
+STEP_DECAY = 0.8  # weight of draft step i is STEP_DECAY**i (SafeAILab/EAGLE traineagle3)
+TOKEN_LOSS_WEIGHT = 0.1  # of EAGLE-1's token loss, beside its regression (arXiv 2401.15077, section 4.2)
+NOISE_WIDTH = 0.1  # half-width of the noise on EAGLE-1's features, by their root mean square (same section)
 
 
 def row_loss(logits: Tensor, p: Tensor, lk: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses [n] of logits [n, V] where the target has probabilities p [n, V], float32.
+    """Return losses [n] of logits [n, V] for the target's probabilities p [n, V], their gradients by the
+    logits [n, V], and the acceptance rates under rejection sampling, sum_x min(p_x, q_x) [n]. All float32.
 
-    They are the cross-entropy with p, and by the share `lk` -log of how often a draft is accepted by
-    rejection sampling, sum_x min(p_x, q_x) (LK losses, arXiv 2602.23881). Returns too their gradients by the
-    logits [n, V], and sum_x min(p_x, q_x) [n].
+    A loss is the weighted mean of the cross-entropy with p (weight 1 - lk) and -log of the acceptance rate
+    (weight lk; LK losses, arXiv 2602.23881).
     """
     lse = logits.logsumexp(-1, keepdim=True)
     q = (logits - lse).exp_()
@@ -51,14 +51,14 @@ class DraftLoss(torch.autograd.Function):
     stays in the cache until its loss, its choices and its gradients are done. The gradients are computed with
     the loss, so `weight`, the weight of each row's loss, must be final.
 
-    x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[places[i]].
+    x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[index[i]].
     Returns the weighted sum [] and, without gradient, sum_x min(p_x, q_x) [M] and whether the first choice is
     the teacher's [M], 1.0 or 0.0.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, lm_head: Tensor, teacher: Tensor, places: Tensor, weight: Tensor, lk: float = 0.0
+        ctx, x: Tensor, lm_head: Tensor, teacher: Tensor, index: Tensor, weight: Tensor, lk: float = 0.0
     ):
         needs_x, needs_head = ctx.needs_input_grad[:2]
         M, x_dtype = x.shape[0], x.dtype
@@ -68,7 +68,7 @@ class DraftLoss(torch.autograd.Function):
         block = 128 if x.device.type == "cpu" else 4096
         for i in range(0, M, block):
             at = slice(i, i + block)
-            logits, p = F.linear(x[at], w).float(), teacher[places[at]].float().softmax(-1)
+            logits, p = F.linear(x[at], w).float(), teacher[index[at]].float().softmax(-1)
             right[at] = (logits.argmax(-1) == p.argmax(-1)).float()
             totals[at], slope, overlaps[at] = row_loss(logits, p, lk)
             if slopes is not None:
@@ -87,8 +87,8 @@ class DraftLoss(torch.autograd.Function):
 class Objective:
     """A head, its loss on a batch, and the head that is written at the end.
 
-    lk: share of that loss, see `row_loss`. start: the head that this one began as, if any. `aux_layers` are
-    the target's layers whose states the loss reads. Each kind has two methods:
+    lk: weight of that loss, see `row_loss`. start: the head that this one was initialized from, if any.
+    `aux_layers` are the target's layers whose states the loss reads. Each kind has two methods:
 
     learn_scale(states, real) sets `scale`, which divides features, from the target's states on some text;
     real [B, T]: False on padding.
@@ -101,7 +101,7 @@ class Objective:
 
     outputs = None  # one of `training.chains`
     decay = 1.0  # the weight of draft step i is decay**i
-    share = keep = 1.0  # of the chains that are trained on, see `Batch`
+    sampled = retention = 1.0  # of chains, see `Batch`
 
     def __init__(
         self, target: Transformer, head: Head, steps: int, *, lk: float = 0.0, start: Head | None = None,
@@ -118,9 +118,8 @@ class Objective:
 
     def batch(self, rows: list[dict], steps: int, seeds: list[int] | None = None) -> Batch:
         """Return rows as a batch on the device. seeds: of the chains drawn from each row; None takes all."""
-        return Batch(
-            rows, steps, self.in_draft, self.device, share=self.share, keep=self.keep, seeds=seeds
-        )
+        return Batch(rows, steps, self.in_draft, self.device, sampled=self.sampled,
+                     retention=self.retention, seeds=seeds)
 
     def autocast(self):
         """Return a context for bfloat16 products if the target is in bfloat16; the head is in float32."""
@@ -128,8 +127,8 @@ class Objective:
 
     def weights(self, batch: Batch, scored: list[int]) -> Tensor:
         """Return the weight of each prediction's loss [M]. scored: as for `loss`."""
-        share = torch.tensor([self.decay**i / max(1, n) for i, n in enumerate(scored)], device=self.device)
-        return share[batch.step]
+        by_step = torch.tensor([self.decay**i / max(1, n) for i, n in enumerate(scored)], device=self.device)
+        return by_step[batch.step]
 
     def hits(self, batch: Batch, right: Tensor) -> Tensor:
         """Sum what `DraftLoss` found right [M] by draft step [steps]."""
@@ -149,10 +148,10 @@ class Objective:
 class Eagle3Objective(Objective):
     """EAGLE-3 by training-time test: its distribution against the target's, over the draft vocabulary."""
 
-    outputs, decay = eagle3_outputs, DECAY
+    outputs, decay = eagle3_outputs, STEP_DECAY
 
     def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
-        super().__init__(target, head, head.args.drafts or steps or STEPS, **more)
+        super().__init__(target, head, head.args.drafts or steps or TTT_STEPS, **more)
         self.lm_head_weight = target.lm_head_weight[head.draft_ids]
 
     def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):
@@ -167,7 +166,7 @@ class Eagle3Objective(Objective):
                 reads = self.head.markov_reads(rows, batch.before())
             x = torch.cat((rows, reads.to(rows.dtype)), -1)
             lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
-        loss, accepted, right = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.lk)
+        loss, accepted, right = DraftLoss.apply(x, lm_head, teacher, batch.teacher_index, weight, self.lk)
         if getattr(args, "confidence", False):
             with self.autocast():
                 logits = self.head.confidence_logit(rows, batch.before())
@@ -179,7 +178,7 @@ class Eagle3Objective(Objective):
         """Set `scale` to the root mean square of every feature [F].
 
         A target's residual stream has channels tens of times larger than the rest. Adam moves all weights at
-        one pace, so `fc` learns badly from raw features. It is trained on features divided by this scale, and
+        one rate, so `fc` learns badly from raw features. It is trained on features divided by this scale, and
         `trained` folds the division into its weights. The first token, an attention sink, is left out.
         """
         if getattr(self.head, "fc_norms", None):
@@ -187,9 +186,9 @@ class Eagle3Objective(Objective):
         real = real.clone()
         real[:, 0] = False
         self.scale = states.features.float()[real].pow(2).mean(0).sqrt().clamp(min=1e-6)
-        begun = own_state(self.start) if self.start else ()
+        initialized = own_state(self.start) if self.start else ()
         for name, p, factor in self._scaled(self.head):
-            if name in begun:  # it is of a head that reads unscaled features
+            if name in initialized:  # it is of a head that reads unscaled features
                 p.data *= factor
 
     def trained(self):
@@ -214,13 +213,13 @@ class BlockObjective(Eagle3Objective):
     nothing else learns from it (arXiv 2607.05147, section 3).
     """
 
-    outputs, share = block_outputs, 0.5
+    outputs, sampled = block_outputs, 0.5
 
 
 class PEagleObjective(BlockObjective):
     """P-EAGLE: the same with fewer chains at each draft step."""
 
-    outputs, keep = p_eagle_outputs, 0.7
+    outputs, retention = p_eagle_outputs, 0.7
 
 
 class Eagle1Objective(Objective):
@@ -233,21 +232,22 @@ class Eagle1Objective(Objective):
         self.aux_layers = ()  # it reads the normed state alone
 
     def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):
-        """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS times the cross-entropy
-        with its next-token distribution, through its own lm_head (section 4.2).
+        """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS_WEIGHT times the
+        cross-entropy with its next-token distribution, through its own lm_head (section 4.2).
         """
         read = states.normed
         if torch.is_grad_enabled():  # no noise in validation
             read = read + self._noise(batch.rows, read, seeds)
         with self.autocast():
-            guess = self.run(self.head, batch, read)
+            predicted = self.run(self.head, batch, read)
         features, weight = batch.after(states.normed), self.weights(batch, scored)
         lm_head_weight = self.head.lm_head.weight
-        distance = F.smooth_l1_loss(guess.float(), features[batch.shifted].float(), reduction="none").mean(-1)
+        wanted = features[batch.teacher_index].float()
+        distance = F.smooth_l1_loss(predicted.float(), wanted, reduction="none").mean(-1)
         token_loss, _, right = DraftLoss.apply(
-            guess, lm_head_weight, F.linear(features, lm_head_weight), batch.shifted, weight
+            predicted, lm_head_weight, F.linear(features, lm_head_weight), batch.teacher_index, weight
         )
-        return (distance * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, right)
+        return (distance * weight).sum() + TOKEN_LOSS_WEIGHT * token_loss, self.hits(batch, right)
 
     def _noise(self, rows: list[dict], state: Tensor, seeds: list[int]) -> Tensor:
         """Return noise for state [B, T, H]. Each row's is the same beside any other rows."""
@@ -255,7 +255,7 @@ class Eagle1Objective(Objective):
         for i, (row, seed) in enumerate(zip(rows, seeds)):
             n, generator = len(row["ids"]), torch.Generator().manual_seed(seed)
             uniform = torch.rand(n, state.shape[-1], generator=generator) * 2 - 1
-            noise[i, :n] = uniform * NOISE * scale
+            noise[i, :n] = uniform * NOISE_WIDTH * scale
         return noise
 
     def learn_scale(self, states: TargetStates, real: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a data-parallel run, as torchrun starts them."""
+"""Data parallelism over the processes that torchrun starts."""
 from __future__ import annotations
 
 from datetime import timedelta
@@ -7,33 +7,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A process may wait long for another one that decodes its share of the text.
+# A rank may wait long for another one that decodes its shard of the text.
 RANK_TIMEOUT = timedelta(days=2)
 
 
-class Processes:
-    """Rank and number of the processes. With a single process every method does nothing."""
+class ProcessGroup:
+    """The ranks of a run. With a single rank every method does nothing."""
 
-    def __init__(self, rank: int = 0, count: int = 1):
-        self.rank, self.count = rank, count
+    def __init__(self, rank: int = 0, world_size: int = 1):
+        self.rank, self.world_size = rank, world_size
 
     @property
-    def first(self) -> bool:
-        """True if this process prints, logs and writes files."""
+    def is_main(self) -> bool:
+        """True on the rank that prints, logs and writes files."""
         return self.rank == 0
 
-    def share(self, work: list) -> list:
-        """Return the pieces of shared work that belong to this process."""
-        return work[self.rank :: self.count]
+    def shard(self, work: list) -> list:
+        """Return the items of `work` that belong to this rank."""
+        return work[self.rank :: self.world_size]
 
-    def wait(self) -> None:
-        """Wait until all processes have come here."""
-        if self.count > 1:
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
             dist.barrier()
 
-    def sum(self, tensors: list[Tensor]) -> None:
-        """Replace tensors of one dtype by their sums over all processes, in one exchange."""
-        if self.count == 1:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over all ranks, in one all-reduce."""
+        if self.world_size == 1:
             return
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)

@@ -1,4 +1,4 @@
-"""The outputs of a run that people read: its log, and the model card beside the head."""
+"""The log of a run, its progress bar, and the model card."""
 from __future__ import annotations
 
 import json
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from common.errors import counted
 from common.files import read_text
-from common.progress import live_bar
+from common.progress import progress_bar
 from common.writing import write_text, writing
 
 
@@ -24,39 +24,39 @@ def chain_tau(accuracy: list[float]) -> float:
 
 
 class TrainingLog:
-    """A live line, and WORK/log.jsonl in step with the saved state.
+    """A progress bar, and WORK/log.jsonl.
 
-    A run may be killed later than it was saved: entries after `step` are dropped. An entry of a step has
-    step, loss, accuracy, norm and lr, one of a validation step, epoch, held_out (accuracies) and maybe tau.
+    Entries after `step`, the step of the saved state, are dropped. Keys of a step: step, loss, accuracy,
+    norm, lr. Keys of a validation: step, epoch, held_out (accuracies), and tau if an answer was decoded.
     """
 
     def __init__(self, folder: Path, step: int, total: int):
         self.path = folder / "log.jsonl"
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
-        self.bar = live_bar(
+        self.bar = progress_bar(
             total=total, initial=step, desc="training",
             bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
         )
-        self.began, self.tokens = time.time(), 0
+        self.start_time, self.tokens = time.time(), 0
 
-    def move(self, tokens: int, progress: float) -> None:
-        """Move the live line by `tokens` tokens of this process, to `progress` (see `Trainer._progress`)."""
+    def advance(self, tokens: int, progress: float) -> None:
+        """Count `tokens` tokens of this rank, and move the bar to `progress` (see `Trainer._progress`)."""
         self.tokens += tokens
         self.bar.n = min(progress, self.bar.total)
-        speed = self.tokens / (time.time() - self.began)
+        speed = self.tokens / (time.time() - self.start_time)
         self.bar.set_postfix_str(f"{counted(self.tokens, 'token')}, {speed:.0f} tok/s", refresh=False)
         self.bar.update(0)
 
-    def step(self, entry: dict) -> None:
+    def add_step(self, entry: dict) -> None:
         """Add an optimizer step."""
-        line = f"loss {entry['loss']:.3f}, {_figures(entry['accuracy'], 2)}"
+        line = f"loss {entry['loss']:.3f}, {_format_accuracy(entry['accuracy'], 2)}"
         self.bar.set_description_str(line, refresh=False)
         self._write(entry)
 
-    def validation(self, entry: dict) -> None:
+    def add_validation(self, entry: dict) -> None:
         """Add and print a validation."""
-        tqdm.write(figures_of(entry), file=sys.stderr)
+        tqdm.write(describe_validation(entry), file=sys.stderr)
         self._write(entry)
 
     def _write(self, entry: dict) -> None:
@@ -65,15 +65,15 @@ class TrainingLog:
             file.write(json.dumps(entry) + "\n")
 
 
-def _figures(accuracy: list[float], digits: int) -> str:
-    """Name the accuracy by draft step, and the chain τ that follows from it, as docs/training.md does."""
+def _format_accuracy(accuracy: list[float], digits: int) -> str:
+    """Format the accuracy by draft step, and the chain τ that follows from it."""
     shares = " ".join(f"{a:.{digits}f}" for a in accuracy)
     return f"accuracy {shares}, chain τ {chain_tau(accuracy):.2f}"
 
 
-def figures_of(validation: dict) -> str:
-    """Name the figures of a validation in one line, with the τ of the real decoder if there is one."""
-    line = f"epoch {validation['epoch']}: held-out {_figures(validation['held_out'], 3)}"
+def describe_validation(validation: dict) -> str:
+    """Format a validation as one line."""
+    line = f"epoch {validation['epoch']}: held-out {_format_accuracy(validation['held_out'], 3)}"
     return line + (f", tree τ {validation['tau']:.2f}" if "tau" in validation else "")
 
 
@@ -96,9 +96,9 @@ def write_card(
     facts: about the head, its text and its training, a line each. command: that trained the head. speculate:
     the method that decodes with it.
     """
-    judged = [figures_of(e) for e in log if "held_out" in e][-1:]
+    validated = [describe_validation(e) for e in log if "held_out" in e][-1:]
     write_text(folder / "README.md", "\n".join([
-        f"# {title}", "", *(f"- {fact}" for fact in (*facts, *judged)), "",
+        f"# {title}", "", *(f"- {fact}" for fact in (*facts, *validated)), "",
         "## Training", "", "```", command, "```", "",
         "## Use", "", "TARGET is the converted target.", "", "```",
         f"python generate.py --checkpoint TARGET --speculate {speculate} --draft THIS_FOLDER --prompt ...",

@@ -1,6 +1,6 @@
 """One run of `train.py`: collect the text, train a head on it, write the head.
 
-Each step goes on where an earlier run of the same command stopped, also after a kill. WORK is OUT-work:
+The same command resumes a run that was stopped or killed. WORK is OUT-work:
 WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.jsonl its log.
 """
 from __future__ import annotations
@@ -11,7 +11,9 @@ import math
 import shlex
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,37 +34,38 @@ from networks.weights import own_state
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
+from training.estimate import describe
 from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
-from training.processes import Processes
+from training.processes import ProcessGroup
 from training.report import write_card
 from training.trainer import STATE, Plan, Trainer
-from training.validate import ANSWER_TOKENS, Validator
+from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
-TEXT_SHARE = 0.5  # of --minutes, for writing text
-LK = 0.5  # share of the acceptance loss with --loss lk, see `training.losses`
-DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
-CACHE_BYTES = 6 * 2**30  # of features in memory
-WRITTEN = CONFIG, WEIGHTS, "README.md"  # to OUT
+MAX_TEXT_FRACTION = 0.5  # of --minutes, for writing text
+LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
+DRAFT_VOCAB = 8192  # default size of the draft vocabulary
+FEATURE_CACHE_BYTES = 6 * 2**30
+OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
 class Session:
     """A run with the options `o` of `train.py`. command: the command line, for the model card.
 
-    From `collect` on `rows` are what the head learns from (see `training.data`), `held_out` those that judge
-    it, and `draft_ids` the ids that it drafts.
+    `collect` sets `rows`, the training set (see `training.data`), `held_out`, the validation set, and
+    `draft_ids`, the draft vocabulary.
     """
 
     def __init__(self, o: argparse.Namespace, command: list[str]):
-        """Check what the options name, without loading a model. Raises InputError."""
+        """Check the options and the files that they name, without loading a model. Raises InputError."""
         self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
                              " written; choose another folder or delete them")
         prompts = read_chats(o.prompts, note) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
-        self.prompts = [prompts[i] for i in order]  # validation has some of all
+        self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
         self.openings = read_openings(o.openings) if o.openings else ()
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         if o.start:
@@ -74,25 +77,27 @@ class Session:
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
             raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
                              f" the target has {most}")
-        self.admitted_at, self.step_times = time.monotonic(), 0.0  # seconds before training
+        self.start_time, self.seconds_before = time.monotonic(), 0.0  # of training
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
-    def run(self, processes: Processes, device: str) -> None:
+    def run(self, processes: ProcessGroup, device: str) -> None:
         """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
         o, self.processes, self.device = self.o, processes, device
         note(f"loading {o.checkpoint}")
+        if (count := o.synthesize + len(self.prompts)) and not o.minutes:
+            note(describe(self.config, count, o.max_new_tokens, o.epochs, device))
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.weight.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
         vocab_size = self.target.args.vocab_size
         self.start = load_head(o.start, self.target) if o.start else None
-        # A shape that cannot be is refused before anything slow is done.
+        # Reject an impossible shape before anything slow.
         head_args(self.target.args, o.kind, o.draft_vocab or vocab_size, self.shape, self.start)
         self.work.mkdir(parents=True, exist_ok=True)
         on_cpu = torch.device(device).type == "cpu"
         backend = choose_backend("cpu", log=note) if on_cpu else TORCH
         self.compiled = not on_cpu or backend is not TORCH
-        # Training needs unpacked weights, of a quantized target none of the layers: its states are decoded.
+        # Training needs unpacked weights. States of a quantized target are computed by its kernels instead.
         self.identity, self.decoding = identity(self.target), self.target
         self.quantized = bool(self.config.get("quantization", {}).get("mode"))
         if self.quantized:
@@ -105,13 +110,13 @@ class Session:
             return
         trainer = self.prepare()
         log = trainer.run()
-        if processes.first:
+        if processes.is_main:
             self.write(trainer, trainer.objective.trained(), log)
 
     # -- collect ---------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Write and read the text. Hold a part of it out, and choose the draft vocabulary."""
+        """Write and read the text, split it, and choose the draft vocabulary."""
         o, vocab_size = self.o, self.target.args.vocab_size
         self.held_out, self.rows = data.hold_out(self._rows())
         if not self.rows:
@@ -131,20 +136,20 @@ class Session:
         note(self.report)
 
     def _rows(self) -> list[dict]:
-        """Write the missing text and read all. Raises InputError if there are no usable answers."""
+        """Write the missing text and read it. Raises InputError if there are no usable answers."""
         o, args = self.o, self.target.args
         lines = data.read_shards(self.shards, args.vocab_size, self.identity)
         if self.prompts or o.synthesize:
             collector = self._collector()
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
-            # A run that goes on trains on the text that it has begun with.
-            share = 0.0 if (self.work / STATE).exists() else TEXT_SHARE
-            collector.write(self.began + 60 * share * o.minutes if o.minutes else math.inf)
-            self.step_times = time.monotonic() - self.admitted_at
+            # A resumed training keeps its text.
+            fraction = 0.0 if (self.work / STATE).exists() else MAX_TEXT_FRACTION
+            collector.write(self.start_time + 60 * fraction * o.minutes if o.minutes else math.inf)
+            self.seconds_before = time.monotonic() - self.start_time
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
-        for reason, count in left_out.most_common(9):  # a template may have another one for each
+        for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
             note(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
             raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
@@ -172,40 +177,42 @@ class Session:
     # -- train -----------------------------------------------------------------------------------------------
 
     def prepare(self) -> Trainer:
-        """Return the training of a new head on this text, or the one that an earlier run has begun."""
+        """Return a trainer of a new head, in the saved state of an earlier run if there is one."""
         note("preparing the head and the target's states")
         o, learning = self.o, training_copy(self.target)
         longest = max(len(row["ids"]) for row in self.rows)
-        mask_id = data.unused(self.rows + self.held_out, learning.args.vocab_size)
+        mask_id = data.rarest_id(self.rows + self.held_out, learning.args.vocab_size)
         shape = replace(self.shape, mask_id=mask_id, longest=longest)
         head = new_head(learning, o.kind, self.draft_ids, shape, o.seed, self.start)
-        # On a CPU the products are nearly all of the time, and compiling takes minutes.
+        # On a CPU, matrix products dominate and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
         objective = TRAINED[o.kind].objective(
-            learning, head, o.steps, lk=LK * (o.loss == "lk"), compiled=compiled, start=self.start
+            learning, head, o.steps, lk=LK_WEIGHT * (o.loss == "lk"), compiled=compiled, start=self.start
         )
         features = Features(
-            self.decoding if self.quantized else learning, objective.aux_layers, cache_bytes=CACHE_BYTES,
-            dtype=self.target.embed.weight.dtype, read_dtype=learning.embed.weight.dtype,
+            self.decoding if self.quantized else learning, objective.aux_layers,
+            cache_bytes=FEATURE_CACHE_BYTES, dtype=self.target.embed.weight.dtype,
+            read_dtype=learning.embed.weight.dtype,
         )
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
-            validator=self._validator(),
+            tau=self._tau(),
         )
-        before = torch.tensor(self.step_times * self.processes.first, device=objective.device)
-        self.processes.sum([before])  # all end at one step
+        before = torch.tensor(self.seconds_before * self.processes.is_main, device=objective.device)
+        self.processes.all_reduce([before])  # all end at one step
         trainer.before = float(before)
         if trainer.resume():
             note(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _validator(self) -> Validator | None:
-        """Return the validator on held-out prompts that leave room for an answer, if there are any."""
+    def _tau(self) -> Callable[[Head], float | None] | None:
+        """Return `acceptance_length` on held-out prompts that fit with an answer, None without any."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]
-        return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
+        stop_ids = self.config["stop_ids"]
+        return partial(acceptance_length, self.decoding, prompts, stop_ids) if prompts else None
 
     # -- result ----------------------------------------------------------------------------------------------
 
@@ -222,7 +229,7 @@ class Session:
             f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"
             f" {trainer.seconds / 60:.0f} minutes",
         ]
-        with staging(self.out, kept=lambda old: old.name not in WRITTEN) as folder:
+        with staging(self.out, kept=lambda old: old.name not in OUTPUT_FILES) as folder:
             fill(folder, {"format": FORMAT, "kind": o.kind} | asdict(head.args), plan, quiet=True)
             name = self.config.get("name", Path(o.checkpoint).name)
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -13,21 +14,21 @@ import torch
 from checkpoint.folder import identity
 from common.errors import InputError, library_errors
 from common.writing import atomic_path, digest
+from head import Head
 from sampling.noise import seed_of
 from training.batches import batches
 from training.features import Features
 from training.losses import Objective
-from training.processes import Processes
+from training.processes import ProcessGroup
 from training.report import TrainingLog
-from training.validate import Validator
 
 STATE = "state.pt"  # in WORK
 SCALE_ROWS = 16  # rows that the scale of the features is computed from
-WARMUP = 0.03  # share of the run while the learning rate rises
-CLIP = 0.5  # norm of the gradient
+WARMUP = 0.03  # fraction of the run in which the learning rate rises
+MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
-MICRO_BATCH_TOKENS = 8192  # padded tokens that are computed at once; gradients are accumulated
-SAVE_SECONDS = 300  # between two saved states
+MICRO_BATCH_TOKENS = 8192  # padded tokens of a forward pass; gradients are accumulated
+SAVE_INTERVAL = 300  # seconds
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,17 @@ def save_state(folder: Path, state: dict) -> None:
 class Trainer:
     """Trains `objective.head` on rows.
 
-    Neither MICRO_BATCH_TOKENS nor the number of processes changes the batches or their gradients, which are
-    sums over all of an optimizer step.
+    Batches and gradients, which are sums over an optimizer step, do not depend on MICRO_BATCH_TOKENS and the
+    number of ranks.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
-        work: Path, *, processes: Processes, validator: Validator | None = None,
+        work: Path, *, processes: ProcessGroup, tau: Callable[[Head], float | None] | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
-        self.processes, self.validator = processes, validator
+        self.processes, self.tau = processes, tau
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         fused = any(p.is_cuda for p in self.parameters.values())
         self.optimizer = torch.optim.AdamW(
@@ -82,7 +83,7 @@ class Trainer:
         self.step = self.epoch = self.in_epoch = 0
         self.seconds, self.before = 0.0, 0.0  # of the steps; of --minutes, before them
         self.updating = False
-        self.log: TrainingLog | None = None  # in the first process, while it runs
+        self.log: TrainingLog | None = None  # on rank 0, during `run`
         self._learn_scale()
 
     @torch.no_grad()
@@ -96,40 +97,40 @@ class Trainer:
 
     # -- one optimizer step ----------------------------------------------------------------------------------
 
-    def micro_batches(self, places: list[int]) -> list[list[int]]:
-        """Return this process's share of a batch, cut to MICRO_BATCH_TOKENS tokens."""
-        mine = self.processes.share(places)
+    def micro_batches(self, indices: list[int]) -> list[list[int]]:
+        """Return this rank's shard of a batch, split into parts of MICRO_BATCH_TOKENS tokens."""
+        mine = self.processes.shard(indices)
         return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], MICRO_BATCH_TOKENS)]
 
-    def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
-        """Set the gradients of one batch (rows at `places`), summed over the processes.
+    def gradients(self, indices: list[int], steps: int) -> tuple[float, list[float]]:
+        """Set the gradients of one batch (rows at `indices`), summed over the ranks.
 
         Returns (loss, accuracy of each step).
         """
         objective = self.objective
-        complete = objective.batch([self.rows[p] for p in places], steps, self._seeds(places))
+        complete = objective.batch([self.rows[p] for p in indices], steps, self._seeds(indices))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
-        micros = self.micro_batches(places)
+        micros = self.micro_batches(indices)
         for done, micro in enumerate(micros, 1):
             rows, seeds = [self.rows[p] for p in micro], self._seeds(micro)
-            batch = complete if micro == places else objective.batch(rows, steps, seeds)
+            batch = complete if micro == indices else objective.batch(rows, steps, seeds)
             micro_loss, micro_hits = objective.loss(batch, self.features.read(rows), complete.scored, seeds)
             micro_loss.backward()
             loss, hits = loss + micro_loss.detach(), hits + micro_hits
             if self.log:
-                self.log.move(sum(len(row["ids"]) for row in rows), self._progress() + done / len(micros))
+                self.log.advance(sum(len(row["ids"]) for row in rows), self._progress() + done / len(micros))
         for p in self.parameters.values():
-            if p.grad is None:  # a process without rows in this batch
+            if p.grad is None:  # a rank without rows in this batch
                 p.grad = torch.zeros_like(p)
-        self.processes.sum([loss, hits, *(p.grad for p in self.parameters.values())])
+        self.processes.all_reduce([loss, hits, *(p.grad for p in self.parameters.values())])
         return float(loss), (hits.cpu() / torch.tensor(complete.valid).clamp(min=1)).tolist()
 
-    def _seeds(self, places: list[int]) -> list[int]:
+    def _seeds(self, indices: list[int]) -> list[int]:
         """Return seeds of each row's noise and chains in this epoch."""
-        return [seed_of(self.plan.seed, self.epoch, p) for p in places]
+        return [seed_of(self.plan.seed, self.epoch, p) for p in indices]
 
     def update(self) -> float:
-        """Update the weights by the gradients. Return the learning rate."""
+        """Run the optimizer. Return the learning rate."""
         lr = self.plan.rate(self._progress(), self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -148,11 +149,11 @@ class Trainer:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> list[dict]:
-        """Train to the end of the plan. Return the entries of the log, [] but in the first process.
+        """Train to the end of the plan. Return the entries of the log on rank 0, else [].
 
         Raises InputError if the loss is not finite.
         """
-        self.log = TrainingLog(self.work, self.step, self.total) if self.processes.first else None
+        self.log = TrainingLog(self.work, self.step, self.total) if self.processes.is_main else None
         self.saved = time.time()
         try:
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
@@ -172,16 +173,16 @@ class Trainer:
     def _run_epoch(self) -> None:
         """Run the rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.objective.steps
-        counted = time.monotonic()
+        last = time.monotonic()
         while self.in_epoch < len(epoch) and self._progress() < self.total:
-            places = epoch[self.in_epoch]
-            loss, accuracy = self.gradients(places, steps)
+            indices = epoch[self.in_epoch]
+            loss, accuracy = self.gradients(indices, steps)
             now = time.monotonic()
-            # On the clock of the first process: all processes end at one step.
-            took = torch.tensor((now - counted) * self.processes.first, device=self.objective.device)
-            self.processes.sum([took])
-            self.seconds, counted = self.seconds + float(took), now
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
+            # The clock of rank 0 counts: all ranks end at the same step.
+            took = torch.tensor((now - last) * self.processes.is_main, device=self.objective.device)
+            self.processes.all_reduce([took])
+            self.seconds, last = self.seconds + float(took), now
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), MAX_GRADIENT_NORM))
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise InputError(f"the loss is {loss}, the norm of its gradient {norm} at step {self.step};"
                                  " train with a smaller --lr and another --out")
@@ -192,28 +193,28 @@ class Trainer:
             if self.log:
                 accuracy = [round(a, 4) for a in accuracy]
                 entry = {"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr}
-                self.log.step(entry)
-            if time.time() - self.saved > SAVE_SECONDS and self.in_epoch < len(epoch):
+                self.log.add_step(entry)
+            if time.time() - self.saved > SAVE_INTERVAL and self.in_epoch < len(epoch):
                 self.save()
 
     # -- validation ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _validate(self, epochs: int) -> None:
-        """Validate the first `epochs` epochs in the first process, while the others wait for it."""
+        """Validate after `epochs` epochs on rank 0, while the others wait."""
         if self.log:
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
-            if self.validator and (tau := self.validator.tau(self.objective.trained())):
+            if self.tau and (tau := self.tau(self.objective.trained())):
                 entry["tau"] = tau
-            self.log.validation(entry)
-        self.processes.wait()
+            self.log.add_validation(entry)
+        self.processes.barrier()
 
     def _held_out_accuracy(self) -> list[float]:
         """Return how often the head's first choice is the target's on held-out text, by draft step."""
         steps = self.objective.steps
         hits = valid = torch.zeros(steps, dtype=torch.float64)
-        for places in batches(self.held_out, min(MICRO_BATCH_TOKENS, self.plan.batch_tokens)):
-            rows = [self.held_out[p] for p in places]
+        for indices in batches(self.held_out, min(MICRO_BATCH_TOKENS, self.plan.batch_tokens)):
+            rows = [self.held_out[p] for p in indices]
             batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
             _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
             hits, valid = hits + batch_hits.cpu(), valid + torch.tensor(batch.valid)
@@ -232,8 +233,8 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Save everything that an exact resume needs, in the first process."""
-        if self.processes.first:
+        """Save on rank 0 what an exact resume needs."""
+        if self.processes.is_main:
             save_state(self.work, {
                 "head": {name: p.detach() for name, p in self.parameters.items()},
                 "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,

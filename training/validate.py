@@ -1,4 +1,4 @@
-"""The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
+"""The acceptance length of a head in training, from decoding held-out prompts."""
 from __future__ import annotations
 
 from drafters.block import block_drafter
@@ -10,12 +10,12 @@ from networks.weights import twin
 from sampling.options import Sampling
 from tree import PAPER_TREE, TreeShape
 
-ANSWER_TOKENS = 64  # of an answer
-DECODE_BATCH = 16  # answers that are decoded together
+ANSWER_TOKENS = 64
+MAX_BATCH = 16
 
 
-def drafter_of(head: Head, shape: TreeShape) -> Drafter:
-    """Return a drafter for a head, on a tree of this size as far as its vocabulary and its depth allow."""
+def make_drafter(head: Head, shape: TreeShape) -> Drafter:
+    """Return a drafter for a head. The tree is `shape`, cut to the head's vocabulary and draft steps."""
     drafter = block_drafter(head) or HeadDrafter
     width, depth = min(shape.width, head.args.draft_vocab_size), shape.depth
     if head.args.drafts:
@@ -23,26 +23,19 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
     return drafter(head, TreeShape(min(shape.nodes, width + depth * width**2 + 1), depth, width))
 
 
-class Validator:
-    """Decodes prompts (lists of ids) greedily with the current head. target: prepared for a backend."""
+def acceptance_length(
+    target: Transformer, prompts: list[list[int]], stop_ids: list[int], head: Head
+) -> float | None:
+    """Return the mean tokens per step, without prefill, of greedy answers to prompts (lists of ids).
 
-    def __init__(self, target: Transformer, prompts: list[list[int]], stop_ids: list[int]):
-        self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
-
-    def tau(self, head: Head) -> float | None:
-        """Return the acceptance length: mean tokens emitted per step, the passes over the prompts apart.
-
-        None if every answer ended with its first token.
-        """
-        engine = Engine(
-            self.target, drafter_of(self._twin(head), PAPER_TREE), batch=min(DECODE_BATCH, len(self.prompts)),
-            max_seq_len=max(map(len, self.prompts)) + ANSWER_TOKENS, stop_ids=self.stop_ids, compile=False,
-        )
-        requests = engine.generate(self.prompts, Sampling(ANSWER_TOKENS))
-        lengths = [n for request in requests for n in request.accept_lengths]
-        return sum(lengths) / len(lengths) if lengths else None
-
-    def _twin(self, head: Head) -> Head:
-        copy = twin(head, self.target, self.target.embed.weight.dtype)
-        self.target.backend.prepare(copy)
-        return copy
+    target: prepared for a backend. None if every answer ended with its first token.
+    """
+    copy = twin(head, target, target.embed.weight.dtype)
+    target.backend.prepare(copy)
+    engine = Engine(
+        target, make_drafter(copy, PAPER_TREE), batch=min(MAX_BATCH, len(prompts)), stop_ids=stop_ids,
+        max_seq_len=max(map(len, prompts)) + ANSWER_TOKENS, compile=False,
+    )
+    requests = engine.generate(prompts, Sampling(ANSWER_TOKENS))
+    lengths = [n for request in requests for n in request.accept_lengths]
+    return sum(lengths) / len(lengths) if lengths else None

@@ -4,7 +4,6 @@ import json
 
 import batches
 import bench
-import charts
 import hugging_face
 import pytest
 import torch
@@ -67,7 +66,7 @@ def test_batches():
     pytest.importorskip("transformers")
     how = "--transformers TARGET --batch 1 3 --least 2 --rounds 2 --tree 4,1,2"
     cells = run("batches", f"{TEXTS}/q.jsonl {how}")["cells"]
-    first, second = (batches.summarise(cells, batch) for batch in (1, 3))
+    first, second = (batches.summarize(cells, batch) for batch in (1, 3))
     assert first["texts equal"] == "4/4" and second["texts equal"] == "12/12"
     assert first["τ"] > 1 and second["÷ peer"] > 0
 
@@ -120,9 +119,3 @@ def test_record(place):
     assert plain["ids"] == drafted["ids"] and not any(by_head for *_, by_head in plain["pieces"])
     assert ", the same text" in (place / "record.svg").read_text()
 
-
-def test_charts(place, monkeypatch):
-    """They are drawn from the result files of the repository."""
-    monkeypatch.setattr(charts, "RESULTS", place)
-    charts.drafters()
-    assert (place / "drafters.csv").is_file() and (place / "drafters.png").is_file()

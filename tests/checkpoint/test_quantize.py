@@ -68,10 +68,12 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8", "fp8"))
-@pytest.mark.parametrize("dtype, temperature", (("fp32", 1.0), ("bf16", 0.0)))
-def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, capsys, text, mode, dtype, temperature):
-    """In int4 and w4a8 its layers are calibrated, its lm_head and the head are int8 and w8a8."""
+@pytest.mark.parametrize("mode, dtype, temperature", (
+    ("int8", "fp32", 1.0), ("w8a8", "bf16", 0.0), ("int4", "bf16", 1.0), ("w4a8", "fp32", 0.0),
+    ("fp8", "bf16", 0.0),
+))
+def test_drafted_text_is_plain_text(golden, tmp_path, capsys, text, mode, dtype, temperature):
+    """In int4 and w4a8 the layers are calibrated; lm_head and draft head are int8 and w8a8."""
     out, options = tmp_path / "q", (*GROUPED, "--calibrate", text) if mode in LM_HEAD_MODES else ()
     assert run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *options)[0] == 0
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])

@@ -58,7 +58,7 @@ def test_a_smaller_model_beside_the_target(folder, golden, tmp_path):
     found = Drafting("auto").resolve(folder, said.append)
     assert (found.method, found.draft) == ("lookup+draft-model", tmp_path / "smaller") and len(said) == 1
     assert load(folder, "auto", compile=False, say=said.append).engine.drafter.network is None
-    assert any(str(tmp_path / "smaller") in line and "alone" in line for line in said), said
+    assert any(str(tmp_path / "smaller") in line and "falling back to prompt" in line for line in said), said
 
 
 @pytest.mark.parametrize("file", ("config.json", "model.safetensors"))

@@ -44,7 +44,7 @@ def test_the_default_is_what_a_head_was_trained_on(golden, tmp_path):
 
 def test_a_window_as_long_as_the_text_changes_no_draft(models, drafter):
     whole, windowed = (
-        [draft[:3] for draft in drafts(engine_of(models[0], drafter, window), PROMPT, Sampling(30))]
+        [draft[:3] for draft in drafts(engine_of(models[0], drafter, window), PROMPT, Sampling(16))]
         for window in (0, 300)
     )
     assert whole == windowed and any(len(draft[2]) > 1 for draft in whole)

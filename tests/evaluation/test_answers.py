@@ -5,7 +5,7 @@ from helpers.refusals import refused
 from common.writing import digest
 from engine.drafting import Drafting
 from evaluate import parser
-from evaluation.answers import Answer, Book, Turn, read_sets
+from evaluation.answers import Answer, AnswerStore, Turn, read_sets
 from evaluation.methods import read_draftings
 from tree import TreeShape
 
@@ -19,12 +19,12 @@ def answer(question: dict, method: str) -> Answer:
 def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
     (tmp_path / ".options.json.1.partial").touch()  # of a run that was killed at its first write
     one, two = ({"question_id": i, "turns": [f"what is {i}?"]} for i in (1, 2))
-    book = Book(tmp_path, {"seed": 0})
+    store = AnswerStore(tmp_path, {"seed": 0})
     for question in (one, two):
         for method in ("none", "eagle3"):
-            book.add(answer(question, method))
-    again = Book(tmp_path, {"seed": 0})
-    assert again.answers == book.answers
+            store.add(answer(question, method))
+    again = AnswerStore(tmp_path, {"seed": 0})
+    assert again.answers == store.answers
     assert again.find("set", one, "eagle3", 0.0, "eagle3") == answer(one, "eagle3")
     assert not again.find("set", one, "eagle3", 0.0, "another head")
     assert not again.find("set", {**one, "turns": ["another question"]}, "eagle3", 0.0, "eagle3")

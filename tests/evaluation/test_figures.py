@@ -7,8 +7,8 @@ import torch
 from checkpoint.load import load_model
 from engine.engine import Engine
 from evaluation.answers import Answer, Turn
-from evaluation.lossless import ROUNDED_TIE, TIE, Judge, first_difference
-from evaluation.table import summarise, text_of
+from evaluation.lossless import QUANTIZED_TOLERANCE, TOLERANCE, Judge, first_difference
+from evaluation.table import format_table, summarize
 from sampling.options import Sampling
 
 
@@ -31,7 +31,7 @@ def test_the_table_is_the_arithmetic_of_the_answers():
             ("set", 9, "eagle3", [4], 0.5),  # the plain answer is missing
         )
     ]
-    rows = {(r["method"], r["set"]): r for r in summarise(answers, ["set", "other"], ["none", "eagle3"], [])}
+    rows = {(r["method"], r["set"]): r for r in summarize(answers, ["set", "other"], ["none", "eagle3"], [])}
     row, mean = rows["eagle3", "set"], rows["eagle3", "mean"]
     assert row["questions"] == row["equal"] == 3 and row["tau"] == pytest.approx(40 / 14)
     assert row["speedup"] == pytest.approx(4)  # the median of 2, 4 and 8
@@ -39,7 +39,7 @@ def test_the_table_is_the_arithmetic_of_the_answers():
     assert row["speedup_total"] == pytest.approx((40 / 1.75) / (40 / 6))
     assert mean["tau"] == pytest.approx((40 / 14 + 4) / 2) and mean["questions"] == 4
     assert row["seconds"] == 1.75 and row["prefill_seconds"] == 1.5
-    assert text_of([*rows.values()]).splitlines()[-3:] == [
+    assert format_table([*rows.values()]).splitlines()[-3:] == [
         "| eagle3 | mean  |    15.43 |   3.00× | 3.43 |         4/4 |    0 |      0 |",
         f"{'plain':19} {'#' * 15} 1.00×", f"{'eagle3':19} {'#' * 45} 3.00×",
     ]
@@ -64,10 +64,10 @@ def test_ties_and_errors(golden):
     differences = [judged(judge, [*ids[:3], token, *ids[4:]]) for token in range(256) if token != ids[3]]
     assert all((d.turn, d.token, d.plain) == (0, 3, ids[3]) and d.gap > 0 for d in differences)
     assert any(not d.tie for d in differences) and all(d.tie == (d.gap <= d.bound) for d in differences)
-    judge.share = 100.0
+    judge.tolerance = 100.0
     other = [*ids[:3], (ids[3] + 1) % 256, *ids[4:]]
     assert judged(judge, other).tie and not judged(judge, ids[:3]).tie
     exact = Judge(str(golden), torch.bfloat16, "cpu", exact=True)
-    assert exact.share == 0 and not judged(exact, other).tie  # on our kernels nothing is excused
-    shares = [Judge(str(golden), torch.float32, "cpu", kv=kv).share for kv in ("auto", "int8", "fp8")]
-    assert shares == [TIE[torch.float32], TIE[torch.float32], ROUNDED_TIE["fp8"]]  # int8: on our kernels only
+    assert exact.tolerance == 0 and not judged(exact, other).tie  # on our kernels nothing is excused
+    found = [Judge(str(golden), torch.float32, "cpu", kv=kv).tolerance for kv in ("auto", "int8", "fp8")]
+    assert found == [TOLERANCE[torch.float32]] * 2 + [QUANTIZED_TOLERANCE["fp8"]]  # int8: on our kernels only

@@ -10,7 +10,7 @@ from model import KVCache
 from networks.p_eagle import PEagleHead
 from networks.weights import twin
 from training.heads import TRAINED, HeadShape, new_head
-from training.losses import DECAY, TOKEN_LOSS, DraftLoss
+from training.losses import STEP_DECAY, TOKEN_LOSS_WEIGHT, DraftLoss
 
 
 def test_losses_are_summed_with_their_shares():
@@ -115,11 +115,12 @@ def test_losses_are_the_drafters_rows(models, models1, name):
                 accepted = torch.minimum(p, logits.softmax(-1)).sum()
                 losses[i] = losses[i] + (1 - lk) * entropy - lk * accepted.log()
                 if kind == "eagle":
-                    losses[i] = losses[i] + F.smooth_l1_loss(h, state[j + 1]) - (1 - TOKEN_LOSS) * entropy
+                    regression = F.smooth_l1_loss(h, state[j + 1])
+                    losses[i] = losses[i] + regression - (1 - TOKEN_LOSS_WEIGHT) * entropy
                 if getattr(args, "confidence", False):
                     confidence = head.confidence_logit(h, before)
                     losses[i] = losses[i] + F.binary_cross_entropy_with_logits(confidence, accepted)
-    expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
+    expected = sum(STEP_DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     assert batch.scored == scored and hits.tolist() == right and batch.valid == valid
     # Both answers of the last row, nothing between them.

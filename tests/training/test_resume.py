@@ -19,7 +19,7 @@ from training import session, trainer, writing
 
 pytestmark = pytest.mark.slow
 # train.py that saves its state after every step.
-SAVING = "import sys, train; from training import trainer; trainer.SAVE_SECONDS = 0; sys.exit(train.main())"
+SAVING = "import sys, train; from training import trainer; trainer.SAVE_INTERVAL = 0; sys.exit(train.main())"
 
 
 def weights(folder: Path) -> dict:

@@ -18,7 +18,7 @@ from sampling.options import Sampling
 from training import data
 from training.features import without_layers
 from training.heads import TRAINED, HeadShape, new_head
-from training.validate import drafter_of
+from training.validate import make_drafter
 from tree import TreeShape
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_heads_learn_are_written_and_decode(golden, trained, kind):
         (loss, right, *_), (control, guessed, *_) = (loss_on(x, rows=rows) for x in objectives)
     assert head.args.draft_window == max(len(row["ids"]) for row in read)
     assert loss < 0.95 * control and right.sum() >= guessed.sum()
-    drafter, prompt = drafter_of(head, TreeShape(16, 3, 4)), list(b"u:question 3\na:")
+    drafter, prompt = make_drafter(head, TreeShape(16, 3, 4)), list(b"u:question 3\na:")
     texts = [
         Engine(target, x, compile=False, max_seq_len=200).generate([prompt], Sampling(60))[0].ids
         for x in (None, drafter)

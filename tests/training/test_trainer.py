@@ -7,7 +7,7 @@ from common.errors import InputError
 from training.batches import batches
 from training.features import Features
 from training.heads import TRAINED, HeadShape, new_head
-from training.processes import Processes
+from training.processes import ProcessGroup
 from training.trainer import STATE, Plan, Trainer, save_state
 
 
@@ -15,8 +15,8 @@ def trainer(target, tmp_path, kind: str = "eagle3", number: int = 0, count: int 
     """Of one process of `count`, whose sums are its own."""
     shape = HeadShape(drafts=3 if kind == "p-eagle" else None)
     objective = TRAINED[kind].objective(target, new_head(target, kind, torch.arange(320), shape, 0), 3)
-    plan, processes = Plan(epochs=1, batch_tokens=64, **plan), Processes(number, count)
-    processes.sum = lambda tensors: None
+    plan, processes = Plan(epochs=1, batch_tokens=64, **plan), ProcessGroup(number, count)
+    processes.all_reduce = lambda tensors: None
     features = Features(target, objective.aux_layers)
     return Trainer(objective, features, ROWS, ROWS, plan, tmp_path, processes=processes)
 

@@ -9,12 +9,12 @@ from sampling.options import Sampling
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.processes import Processes
+from training.processes import ProcessGroup
 from training.writing import Collector
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
-    "stop_ids": [ord("\n")], "processes": Processes(),
+    "stop_ids": [ord("\n")], "processes": ProcessGroup(),
 }
 
 

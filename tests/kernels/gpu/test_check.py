@@ -3,7 +3,7 @@ import pkgutil
 
 import pytest
 import torch
-from shapes import random_models
+from helpers.drafters import small_models
 
 from engine import check as checking
 from engine.draft import HeadDrafter
@@ -29,9 +29,9 @@ def runner(device, backend, monkeypatch):
         monkeypatch.setattr(attention, "gpu_of", lambda device: gpu_of(device)._replace(multiprocessors=1))
         monkeypatch.setattr(sampling, "thresholds", lowest)
     monkeypatch.setattr(checking, "MAX_CONTEXT", 66)
-    target, head = random_models("tiny/3", torch.float32, device, None)
-    quantize_linears(head, Scheme("int8", 0, None))
-    backend.prepare(target, head)
+    target, head = small_models(64, 32)
+    quantize_linears(head.to(device), Scheme("int8", 0, None))
+    backend.prepare(target.to(device), head)
     drafter = HeadDrafter(head, TreeShape(5, 1, 3))
     yield Engine(target, drafter, batch=2, max_seq_len=150, compile=False, chunks=(16,)).runner
     fallback.disabled.clear()
