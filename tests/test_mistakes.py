@@ -36,7 +36,7 @@ MISTAKES = (
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
     (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; use the head in TARGET with"),
     (DECODING, "--speculate draft-model", "--speculate draft-model: name a smaller converted model of the"),
-    (DECODING, "--speculate lookup --tree 8,2,4", "--speculate lookup: has no use for --tree; leave it out"),
+    (DECODING, "--speculate lookup --tree 8,2,4", "--speculate lookup: does not take --tree; leave it out"),
     (DECODING, "--speculate eagle --draft TARGET/eagle3",
      "TARGET/eagle3: is of kind eagle3, expected eagle; name another folder; --speculate eagle3"),
     (DECODING, "--kv int8 --no-kernels", "--kv int8: only our CPU kernels have an int8 cache"),
