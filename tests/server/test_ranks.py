@@ -43,7 +43,7 @@ def test_answers_are_those_of_one_process(golden, tmp_path):
         assert bad.status_code == 400 and answers(server) == want and answers(server) == want
         server.end()
         printed = server.printed()
-    assert "2 ranks: each holds" in printed and printed.count("ready ") == 1 and "error: " not in printed
+    assert "2 ranks: each has" in printed and printed.count("ready ") == 1 and "error: " not in printed
     assert "going down: requests that run are ended first" in printed
 
 

@@ -132,7 +132,7 @@ def test_control_tokens_that_strip_white_space(kind, pre, arch, name, left, righ
         assert (len(ids) == 3) is strips and ids[0] == 97
 
 
-MAX_SPLIT_TOKEN = (
+JOINED = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|e' + 'nd|>' }}{% endfor %}<|assistant|>"
 )
@@ -141,7 +141,7 @@ MAX_SPLIT_TOKEN = (
 @pytest.mark.parametrize("given", ["template", "added"])
 def test_markers_that_a_template_joins_from_parts(given, tmp_path):
     tokens = ("<|user|>", 1), ("<|assistant|>", 1), ("<|end|>", 1), ("<|other|>", 1), ("STOP", 3)
-    tok = tiny(tmp_path, "gpt2", *tokens, eos_token_id=260, **{given: MAX_SPLIT_TOKEN})
+    tok = tiny(tmp_path, "gpt2", *tokens, eos_token_id=260, **{given: JOINED})
     ids = tok.chat([{"role": "user", "content": "a<|user|>b<|other|>"}])
     assert ids[:2] == [256, ord("a")] and ids[-2:] == [258, 257] and ids.count(256) == 1
     assert "<|other|>" not in tok.control and 258 in tok.stop_ids
