@@ -108,6 +108,8 @@ ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
 # What reads a folder whose config has a `quantization_config`.
 PUBLISHED = "checkpoint.published:dequantized"
+# What keeps the matrices of a target at the precision in which its source stores them.
+AS_STORED = "checkpoint.as_stored:as_stored"
 # Readers of published heads by kind: (source, kind, target, options) -> ReadHead.
 HEAD_READERS = {
     **dict.fromkeys(("eagle", "eagle3", "p-eagle"), "checkpoint.eagle_layouts:read_eagle"),

@@ -68,10 +68,11 @@ def convert(
     out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND, one of
     `extensions.HEADS`. target: the converted folder of the model that a head belongs to; needed for
     a head, which is checked to fit. dtype: keep, bf16, fp16, fp32 or PyTorch's name for it; keep is the dtype
-    of most of the source's numbers, bf16 if quantized. options: settings that a head's files may leave open.
-    template: for a target without chat template, the one to add; see `tokens.convert: find_template`. force:
-    replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
-    allow_nonfinite: accept nan and infinite weights, with a warning.
+    of most of the source's numbers, and leaves quantized matrices of a target as they are stored. options:
+    settings that a head's files may leave open. template: for a target without chat template, the one to add;
+    see `tokens.convert: find_template`. force: replace `out` if it is one of our folders of the same kind;
+    folders inside it, such as heads, are kept. allow_nonfinite: accept nan and infinite weights, with a
+    warning.
 
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
@@ -89,6 +90,8 @@ def convert(
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
+        if cast_to is None and any(entry.grouped for entry in source.tensors.values()):
+            parts[""] = extensions.load(extensions.AS_STORED)(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)
 

@@ -17,7 +17,8 @@ from extensions import HEADS
 def check_exact(folder: str | Path, config: dict) -> None:
     """Raise InputError if a folder of this config.json is quantised. Experts may be, as their files are."""
     if config.get("quantization", {}).get("mode"):
-        raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
+        raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation,"
+                         " or convert a quantized source with --dtype bf16")
 
 
 def how_to_convert(folder: Path, kind: str | None) -> str:

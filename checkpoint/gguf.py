@@ -17,8 +17,10 @@ from torch import Tensor
 
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
-from checkpoint.source import Entry, Source, unique_ids
+from checkpoint.gguf_types import TYPES, read_scales, read_values
+from checkpoint.source import Entry, Grouped, Source, unique_ids
 from common.errors import InputError
+from kernels.stored import pack_values
 from tokens.gguf_tokenizer import rebuild
 
 BLOCK = 1 << 17  # numbers per dequantised block: it stays in a processor's cache, and malloc keeps its memory
@@ -230,7 +232,7 @@ def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
 
 
 def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
-    """One tensor, or one matrix (or bias) of a stack. Quantised types become bf16, which is precise enough.
+    """One tensor, or one matrix (or bias) of a stack. Quantized types are read as bf16, or as stored.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
     expert: which matrix of a stack.
@@ -241,19 +243,26 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
     shape, unit = tensor.shape, interleaved or 1
     step = max(BLOCK // math.prod(shape[1:]) // unit, 1) * unit
 
-    def read(rows: slice) -> Tensor:
-        block = tensor.numbers(rows).to(dtype)
-        if interleaved:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
-            block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
-        return block
+    def in_halves(block: Tensor) -> Tensor:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
+        if not interleaved:
+            return block
+        return block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
 
-    def read_all() -> Tensor:
+    def by_blocks(read: Callable[[slice], Tensor]) -> Tensor:
+        """Read some rows at a time."""
         if len(shape) == 1:
             return read(slice(None))
-        result = torch.empty(shape, dtype=dtype)
+        result = None
         for start in range(0, shape[0], step):
-            rows = slice(start, start + step)
-            result[rows] = read(rows)
+            block = in_halves(read(rows := slice(start, start + step)))
+            result = block.new_empty(shape[0], *block.shape[1:]) if result is None else result
+            result[rows] = block
         return result
 
-    return Entry(shape, dtype, read_all)
+    grouped = None
+    if known := len(shape) == 2 and TYPES.get(tensor.type.name):
+        grouped = Grouped(
+            known.kind,
+            lambda to: by_blocks(lambda rows: pack_values(to, read_values(tensor.type, tensor.data[rows]))),
+            lambda: tuple(x if x is None else in_halves(x) for x in read_scales(tensor.type, tensor.data)))
+    return Entry(shape, dtype, lambda: by_blocks(lambda rows: tensor.numbers(rows).to(dtype)), grouped)

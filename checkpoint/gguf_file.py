@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint.gguf_types import FAST, TYPES, read_scales, read_values
 from common.errors import library_errors
 from common.files import check_file
+from kernels.stored import numbers
 
 # NumPy's type of each kind of value in the metadata. Kinds 8 and 9 are texts and arrays.
 NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
@@ -36,40 +38,11 @@ class GGUFTensor:
         """Return rows in float32."""
         from gguf.quants import dequantize
 
-        if self.type.name in DECODERS:
-            size, decode = DECODERS[self.type.name]
-            return decode(torch.tensor(self.data[rows]).view(-1, size)).view(-1, self.shape[-1])
+        if self.type.name in FAST:
+            data, kind = self.data[rows], TYPES[self.type.name].kind
+            return numbers(kind, read_values(self.type, data), *read_scales(self.type, data))
         # A float32 tensor of the file itself is read-only, which PyTorch does not support.
         return torch.from_numpy(np.require(dequantize(self.data[rows], self.type), requirements="W"))
-
-
-LOW, HIGH = 0x0F0F0F0F, 0x30303030  # of the four bytes of a word
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    """Return the values [n, 8, 32] of blocks [n, 144] of type Q4_K, in half the time of the package gguf."""
-    scale, least = blocks[:, :4].contiguous().view(torch.float16).float().unbind(1)
-    low, middle, high = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
-    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), 1) * scale[:, None]
-    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), 1) * least[:, None]
-    words = blocks[:, 16:].unflatten(1, (4, 32)).contiguous().view(torch.int32)
-    q = torch.stack((words & LOW, words >> 4 & LOW), 2).view(torch.uint8).flatten(1, 2)
-    return q.float().mul_(scales[..., None]).sub_(minima[..., None])
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    """Return the values [n, 16, 16] of blocks [n, 210] of type Q6_K."""
-    first, last = blocks[:, :128].contiguous().view(torch.int32).unflatten(1, (2, 2, 8)).unbind(2)
-    two = blocks[:, 128:192].contiguous().view(torch.int32).unflatten(1, (2, 8))
-    scale = blocks[:, 208:].contiguous().view(torch.float16).float()
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * scale
-    q = torch.stack((first & LOW | two << 4 & HIGH, last & LOW | two << 2 & HIGH,
-                     first >> 4 & LOW | two & HIGH, last >> 4 & LOW | two >> 2 & HIGH), 2)
-    q = q.view(torch.uint8).flatten().view(-1, 16, 16)
-    return q.float().sub_(32).mul_(scales[..., None])
-
-
-DECODERS = {"Q4_K": (144, _q4_k), "Q6_K": (210, _q6_k)}  # bytes of a block, of 256 numbers
 
 
 class _Cursor:

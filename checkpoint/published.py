@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint.source import QUANTIZATION, Entry
+from checkpoint.source import QUANTIZATION, Entry, Grouped
+from common.cli import note
 from common.errors import InputError, library_errors
 from kernels.quantized import e2m1
+from kernels.stored import GROUPS, Kind, pack_values
 
 PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a quantized layer
     f"weight_{part}" for part in
@@ -66,15 +68,17 @@ def _gptq(layer: Parts, bits: int, missing: int) -> Codes:
     scale = layer["scales"].read().float().t()
     q = unpack(layer["qweight"].read().t(), bits)
     zeros = unpack(layer["qzeros"].read(), bits).t().float() + missing
-    return Codes(q, scale, scale * zeros, _groups(layer.get("g_idx"), scale))
+    if bits == 8:
+        q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
+    return Codes(q, scale, scale * zeros, _groups(layer.get("g_idx"), scale.shape[1]))
 
 
-def _groups(entry: Entry | None, scale: Tensor) -> Tensor | None:
-    """Return the group of each input; None if groups are runs of equal size."""
+def _groups(entry: Entry | None, count: int) -> Tensor | None:
+    """Return the group of each input; None if groups are runs of equal size. count: of groups."""
     groups = None if entry is None else entry.read().long()
     if groups is None or int(groups.min()) < 0:  # -1: not written yet
         return None
-    runs = torch.arange(len(groups)) // -(-len(groups) // scale.shape[1])
+    runs = torch.arange(len(groups)) // -(-len(groups) // count)
     return None if torch.equal(groups, runs) else groups
 
 
@@ -93,7 +97,7 @@ def _integers(layer: Parts, rows: int, columns: int) -> Codes:
     if "weight_packed" in layer:
         packed = layer["weight_packed"].read()
         bits = 32 * packed.shape[1] // columns
-        offset = 1 << bits - 1
+        offset = 0 if bits == 4 and zeros else 1 << bits - 1
         q = (unpack(packed, bits)[:, :columns].int() - offset).to(torch.int8)
     else:
         q = layer["weight"].read()
@@ -103,7 +107,7 @@ def _integers(layer: Parts, rows: int, columns: int) -> Codes:
             zeros = unpack(zeros.t(), bits)[:, :rows].t().float() - offset
         zeros = zeros.view(-1, scale.shape[1])
     minimum = None if zeros is None else scale * zeros
-    return Codes(q, scale, minimum, _groups(layer.get("weight_g_idx"), scale))
+    return Codes(q, scale, minimum, _groups(layer.get("weight_g_idx"), scale.shape[1]))
 
 
 def _float4(layer: Parts) -> Codes:
@@ -128,21 +132,52 @@ def _float8(layer: Parts, block: tuple[int, int]) -> Tensor:
     return weight.mul_(scale)
 
 
-def _reader(said: dict, layer: Parts) -> tuple[tuple[int, ...], Callable[[], Codes | Tensor]]:
-    """Return the shape of a quantized layer's weight, and what reads it."""
+class Layer(NamedTuple):
+    """A quantized layer: its weight's shape, what reads it and, for integers, their bits and groups."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Codes | Tensor]
+    bits: int = 0
+    groups: int = 0
+    minima: bool = False
+
+    def grouped(self) -> Grouped | None:
+        """Return the weight as `kernels.stored` holds it; None if no kind does."""
+        size = self.shape[1] // self.groups if self.groups else 0
+        group = next((n for n in reversed(GROUPS) if size and size % n == 0), 0)
+        if not group or size * self.groups != self.shape[1]:
+            return None
+
+        def scales() -> tuple[Tensor, None]:
+            _, scale, minimum, _ = self.read()
+            return torch.cat([x.repeat_interleave(size // group, 1) for x in (scale, minimum)
+                              if x is not None], 1), None
+
+        kind = Kind("q4" if self.bits <= 4 and group > 16 else "q8", group, 0, self.minima)
+        return Grouped(kind, lambda to: pack_values(to, self.read().q), scales)
+
+
+def _layer(said: dict, layer: Parts) -> Layer:
+    """Return what the parts of a quantized layer are."""
     method, packed, weight = said["quant_method"], layer.get("weight_packed"), layer.get("weight")
+    scale = layer.get("scales") or layer.get("weight_scale")
+    order = layer.get("g_idx") or layer.get("weight_g_idx")
     if words := layer.get("qweight"):
-        rows, columns = words.shape
+        (rows, columns), groups = words.shape, scale.shape[0]
         if method == "awq":
-            return (columns * 8, rows), partial(_awq, layer)
-        missing = int(said.get("checkpoint_format") != "gptq_v2")
-        return (columns, rows * 32 // said["bits"]), partial(_gptq, layer, said["bits"], missing)
+            return Layer((columns * 8, rows), partial(_awq, layer), 4, groups, True)
+        missing, bits = int(said.get("checkpoint_format") != "gptq_v2"), said["bits"]
+        shape, read = (columns, rows * 32 // bits), partial(_gptq, layer, bits, missing)
+        return Layer(shape, read, bits, 0 if _groups(order, groups) is not None else groups, True)
+    groups = scale.shape[-1] if scale and len(scale.shape) > 1 else 1
     if packed and packed.dtype == torch.uint8:
-        return (packed.shape[0], 2 * packed.shape[1]), partial(_float4, layer)
+        return Layer((packed.shape[0], 2 * packed.shape[1]), partial(_float4, layer), 8, groups)
     if packed or weight.dtype == torch.int8:
         shape = tuple(layer["weight_shape"].read().tolist()) if packed else weight.shape
-        return shape, partial(_integers, layer, *shape)
-    return weight.shape, partial(_float8, layer, said.get("weight_block_size") or FP8_BLOCK)
+        bits = 32 * packed.shape[1] // shape[1] if packed else 8
+        groups = 0 if _groups(order, groups) is not None else groups
+        return Layer(shape, partial(_integers, layer, *shape), bits, groups, "weight_zero_point" in layer)
+    return Layer(weight.shape, partial(_float8, layer, said.get("weight_block_size") or FP8_BLOCK))
 
 
 # Keys of the config of each method, and the values of them that we read. Others change what tensors mean.
@@ -161,8 +196,8 @@ METHODS = {
 def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[dict, dict[str, Entry]]:
     """Return a folder's config and tensors with the weights of quantized layers in the place of their parts.
 
-    They are bfloat16. A method that is not known is left as it is. Raises InputError on a variant of one that
-    we would read wrongly.
+    They are read as bfloat16 or, see `Entry.grouped`, as they are stored. A method that is not known is left
+    as it is. Raises InputError on a variant of one that we would read wrongly.
     """
     key = next(key for key in QUANTIZATION if config.get(key))
     said = config[key]
@@ -172,7 +207,7 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
         if said.get(name) not in (None, *known):
             raise InputError(f"{path}: {key}: {name} {json.dumps(said[name])[:60]} is not supported; expected"
                              f" {' or '.join(map(json.dumps, known))}")
-    found, layers = {}, {}
+    found, layers, count, dense = {}, {}, 0, 0
     for name, entry in tensors.items():
         prefix, _, leaf = name.rpartition(".")
         if leaf in PARTS:
@@ -185,12 +220,23 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
             found[name] = layer["weight"]
             continue
         with library_errors(f"{path}: {prefix}: not a layer of {method}"):
-            shape, read = _reader(said | {"quant_method": method}, layer)
+            whole = _layer(said | {"quant_method": method}, layer)
+            grouped = whole.grouped()
 
-        def numbers(name=name, read=read) -> Tensor:
+        def checked(read: Callable, *given, name=name):
             with library_errors(f"{path}: tensor {name}: its parts do not fit each other"):
-                found = read()
-                return (found if isinstance(found, Tensor) else found.numbers()).bfloat16()
+                return read(*given)
 
-        found[name] = Entry(shape, torch.bfloat16, numbers)
+        def numbers(read=whole.read) -> Tensor:
+            found = read()
+            return (found if isinstance(found, Tensor) else found.numbers()).bfloat16()
+
+        if grouped:
+            kind, weight, scales = grouped
+            grouped = Grouped(kind, partial(checked, weight), partial(checked, scales))
+        count, dense = count + 1, dense + (not grouped)
+        found[name] = Entry(whole.shape, torch.bfloat16, partial(checked, numbers), grouped)
+    if dense:
+        note(f"{path}: {dense} of {count} quantized layers become bfloat16: they are fp8, or their groups of"
+             " inputs are no runs of 16, 32, 64 or 128")
     return {k: v for k, v in config.items() if k != key}, found

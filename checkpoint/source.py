@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,17 @@ QUANTIZATION = "quantization_config", "compression_config"
 DAMAGED = "truncated? Download it again"
 
 
+class Grouped(NamedTuple):
+    """A matrix as its file stores it, see `kernels.stored`.
+
+    kind: a `Kind`. weight(to), scales(): its integers as another kind stores them, its scales and codes.
+    """
+
+    kind: Any
+    weight: Callable[[Any], Tensor]
+    scales: Callable[[], tuple[Tensor, Tensor | None]]
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a source, read by `read()`. dtype: None if it is stored in a type unknown here."""
@@ -47,6 +59,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     read: Callable[[], Tensor]
+    grouped: Grouped | None = None
 
     def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
         """Return the tensor that `change` makes of this one. shape: its shape, if it is another."""

@@ -22,7 +22,7 @@ from tokens.tokenizer import common_prefix
 # errors are a tenth of it.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 # Modes that round activations, and fp8 caches: small differences may lead to the next quantized value.
-QUANTIZED_TOLERANCE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5}
+QUANTIZED_TOLERANCE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5, "stored": 2**-5}
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,11 @@ class Packed(nn.Module):
         quantized = isinstance(weight, Quantized)
         mode = weight.mode if quantized else None
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
-        self.scale = _constant(pack_scale(backend, weight.scale, gated)) if quantized else None
+        self.scale = None
+        if quantized:
+            packed = pack_records(backend, weight, gated) if weight.kind else pack_scale(
+                backend, weight.scale, gated)
+            self.scale = _constant(packed)
         self.bias = None
         if bias is not None:
             self.bias = _constant(pack_scale(backend, bias.detach().float()[..., None], gated))
@@ -429,7 +433,7 @@ def supports_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torc
         parts = module.router, module.w_gate_up, module.w_down
         return all(supports_module(part, dtype, device) for part in parts)
     if isinstance(module, Quantized):
-        words = module.mode != "w8a8" or module.inputs % 4 == 0
+        words = module.mode not in ("w8a8", "q8") or module.inputs % 4 == 0
         return module.mode != "fp8" and words and supports_row_size(module.inputs, dtype, device)
     weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
     fits = isinstance(weight, Tensor) and weight.dtype == dtype
@@ -460,7 +464,7 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
     [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. In w8a8, 128
     is added for instruction sets that multiply unsigned values.
     """
-    layout = backend.layout
+    layout, mode = backend.layout, {"q4": "w4a8", "q8": "w8a8"}.get(mode, mode)
     words = {
         None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "w4a8": layout.nibbles_per_word
     }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
@@ -475,6 +479,22 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
 def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
     """Pack scales [N, groups] -> [blocks, groups, c]."""
     return _pack(backend, backend.ops.pack, scale, 1, gated, 0).flatten(2)
+
+
+def pack_records(backend, weight: Quantized, gated: bool) -> Tensor:
+    """Pack the scales of a stored layer -> [blocks, units, 1 or 2, bytes], as csrc/kernels.h: Records."""
+    count = 1 + weight.kind.minima
+
+    def packed(x: Tensor) -> list[Tensor]:  # [N, count * n] -> count of [blocks, n, columns]
+        return [pack_scale(backend, part.contiguous(), gated) for part in x.chunk(count, -1)]
+
+    scales = torch.stack(packed(weight.scale), 2).view(torch.uint8)  # [blocks, units, count, columns * 4]
+    if not weight.kind.unit:
+        return scales
+    units = weight.inputs // weight.kind.unit
+    codes = torch.stack([x.unflatten(1, (units, -1)) for x in packed(weight.codes)], 3)
+    codes = codes.flatten(2).view(torch.uint8).unflatten(2, (count, -1))
+    return torch.cat((scales.flatten(2), codes.flatten(2)), 2).unflatten(2, (count, -1))
 
 
 def _pack(backend, operator: Callable, weight: Tensor, words: int, gated: bool, *flip: int) -> Tensor:

@@ -9,6 +9,7 @@ w4a8   int4 weights; inputs are rounded to int8 too, with one scale per group of
 fp8    e4m3, one scale per output; inputs are rounded to fp8 too, with one scale per token
 mxfp4  of experts whose files have it: e2m1, stored like int4; one scale per 32 inputs, a power of two (e8m0:
        a byte, the exponent + 127)
+q4, q8 of published quantized files, see `kernels.stored`; inputs are rounded to int8 in the weight's groups
 """
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ from torch import Tensor
 
 from common.errors import first_line
 from common.schema import Flag, InvalidValue, schema_of
+from kernels.stored import STORED, Kind, numbers, values
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
+AS_STORED = "stored"  # the mode of a scheme whose layers have kinds of their own, see `kernels.stored`
 MXFP4, MXFP4_GROUP = "mxfp4", 32  # of experts only, read from files, never rounded to
 # The mode of the lm_head and of draft heads, which are more sensitive, if not the mode of the layers.
 LM_HEAD_MODES = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
 GROUPS = (32, 64, 128)
 
+ROUNDS_INPUTS = ("w8a8", "w4a8", *STORED)  # to int8
 W8A8_GROUP = 64  # inputs that share a scale
 FP8_MAX = 448.0  # the largest e4m3 number
 # int4: candidates for the q of a group's extreme value, which is clamped to -8..7.
@@ -44,13 +48,15 @@ class Scheme:
     """The quantization of a module's layers, `quantization` in a config.json.
 
     mode: None if only experts are quantized. group: in int4 and w4a8, the inputs that share a scale. lm_head:
-    its mode; None: not quantized. experts: the mode of experts, if it differs.
+    its mode; None: not quantized. experts: the mode of experts, if it differs. kinds: of layers as they are
+    stored, by their names; others are not quantized.
     """
 
-    mode: Literal[MODES] | None
+    mode: Literal[(*MODES, AS_STORED)] | None
     group: Literal[(0, *GROUPS)]
     lm_head: Literal[MODES] | Flag | None
     experts: Literal[MXFP4] | None = None
+    kinds: dict[str, str] | None = None
 
     @classmethod
     def from_config(cls, quantization: dict) -> Scheme:
@@ -59,7 +65,15 @@ class Scheme:
         In older folders, lm_head is true, which means the mode of the layers, or false.
         """
         schema_of(cls).check(quantization, "quantization")
-        mode, group, lm_head, experts = (quantization.get(f.name) for f in fields(cls))
+        mode, group, lm_head, experts, kinds = (quantization.get(f.name) for f in fields(cls))
+        if mode == AS_STORED:
+            for name, kind in (kinds or {}).items():
+                try:
+                    Kind.parse(kind)
+                except (ValueError, TypeError):
+                    key = f"quantization.kinds.{name}"
+                    raise InvalidValue(key, kind, "a kind as q4-32-256-min") from None
+            return cls(mode, 0, None, experts, kinds or {})
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
         if mode is None and (lm_head or not experts):
@@ -73,10 +87,13 @@ class Scheme:
 
     def to_config(self) -> dict:
         """Return the entry of a config.json."""
-        return {name: value for name, value in asdict(self).items() if value is not None or name != "experts"}
+        return {name: value for name, value in asdict(self).items()
+                if value is not None or name not in ("experts", "kinds")}
 
-    def mode_of(self, name: str, is_experts: bool = False) -> tuple[str | None, int]:
-        """Return mode and group of a quantized layer."""
+    def mode_of(self, name: str, is_experts: bool = False) -> tuple:
+        """Return mode and group of a quantized layer, as it is stored its `Kind`."""
+        if self.kinds and name in self.kinds:
+            return Kind.parse(self.kinds[name])
         if is_experts and self.experts:
             return self.experts, MXFP4_GROUP
         mode = self.lm_head if name == "lm_head" else self.mode
@@ -209,11 +226,17 @@ class Quantized(nn.Module):
 
     restore: Callable[[Quantized, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
-    def __init__(self, shape: tuple[int, ...], mode: str, group: int):
+    def __init__(self, shape: tuple[int, ...], mode: str, group: int, *more):
         super().__init__()
         (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
-        if group and self.inputs % group:
+        self.kind = Kind(mode, group, *more) if mode in STORED else None
+        if group and self.inputs % max(group, 0, *more[:1]):
             raise InvalidValue("group", group, f"a divisor of {self.inputs} inputs")
+        if self.kind:
+            for name, (size, dtype) in self.kind.sizes(self.inputs).items():
+                tensor = torch.empty(*shape[:-1], size, dtype=dtype)
+                setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+            return
         if group:
             sizes = self.inputs // 2, self.inputs // group
             dtypes = torch.uint8, torch.uint8 if mode == MXFP4 else torch.bfloat16
@@ -227,11 +250,16 @@ class Quantized(nn.Module):
 
     def round_inputs(self, x: Tensor) -> Tensor:
         """Round x to int8 if this mode does."""
-        return round_inputs(x, self.group or W8A8_GROUP) if self.mode in ("w8a8", "w4a8") else x
+        return round_inputs(x, self.group or W8A8_GROUP) if self.mode in ROUNDS_INPUTS else x
 
     def dequantize(self, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
         """Return the weight [..., N, K], or of a stack [E, N, K] the matrices of experts `index` [...]."""
         weight, scale = self.weight, self.scale
+        if self.kind:
+            codes = self.codes if self.kind.unit else None
+            stored = (x if x is None or index is None else x[index] for x in (weight, scale, codes))
+            weight, *scales = stored
+            return numbers(self.kind, values(self.kind, weight), *scales).to(dtype)
         if index is not None:  # indexing does not support fp8, so its bytes are indexed
             weight, scale = weight.view(torch.uint8)[index].view(weight.dtype), scale[index]
         if self.restore is not None:
@@ -249,8 +277,10 @@ class QuantizedLinear(Quantized):
 
     fused: Callable | None = None
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
-        super().__init__((outputs, inputs), mode, group)
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0, *more
+    ):
+        super().__init__((outputs, inputs), mode, group, *more)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     @classmethod
@@ -322,7 +352,15 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
     Raises ValueError if a group does not divide a layer's inputs.
     """
     linear = linear_names(module, scheme.lm_head is not None) if scheme.mode else []
-    for name in linear + [name for name, p in module.named_parameters() if p.ndim == 3]:
+    stacks = [name for name, p in module.named_parameters() if p.ndim == 3]
+    if scheme.kinds is not None:
+        found = [*linear_names(module, True), *stacks]
+        if unknown := [name for name in scheme.kinds if name not in found]:
+            kind = scheme.kinds[unknown[0]]
+            raise InvalidValue(f"quantization.kinds.{unknown[0]}", kind, "the name of a layer")
+        linear = list(scheme.kinds)
+        stacks = [name for name in stacks if scheme.experts and name not in scheme.kinds]
+    for name in linear + stacks:
         owner, attribute = _owner(module, name)
         old = getattr(owner, attribute)
         try:

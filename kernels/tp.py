@@ -234,6 +234,9 @@ class Shard:
 
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
+        if scheme and scheme.kinds:
+            raise InputError(f"{ranks} ranks: weights as their source stores them cannot be sharded; convert"
+                             " the source with --dtype bf16")
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
             "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",

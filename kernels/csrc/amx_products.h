@@ -153,10 +153,10 @@ template <template <class> class Weights, int HALVES>
 }
 
 // `rounded_product` on AMX, with the same bits, as integer sums are exact.
-template <class Columns, int HALVES>
+template <class Columns, int HALVES, class S>
 [[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tile_rows, int rows, const Weight& w,
                                              int64_t b, Prefetcher next, float* sums) {
-  constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
+  constexpr bool SCALED = !std::is_same_v<S, Unscaled>;
   constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
   alignas(64) int32_t of_group[2 * ALL];
@@ -165,17 +165,16 @@ template <class Columns, int HALVES>
   const int64_t steps = how.group / how.per_word, row_stride = how.tile_words();
   const uint32_t* from = x.words_of(tile, K, how);
   const char* p = w.block(b);
+  S of_columns(w, b);
   const auto scale_group = [&](int64_t g) {
     const int32_t* summed = of_group + g % 2 * ALL;
-    const float* of_rows = &x.scales[at + g * tile_rows];
-    Floats of_columns[VECTORS];
-    for (int v = 0; FOUR_BITS && v < VECTORS; v++)
-      of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);
+    const float *of_rows = &x.scales[at + g * tile_rows], *totals = &x.totals[at + g * tile_rows];
+    if constexpr (SCALED) of_columns.next();
     for (int r = 0; r < rows; r++)
       for (int v = 0; v < VECTORS; v++) {
         const int i = r * BLOCK + v * LANES;
-        const Floats of_row = broadcast(of_rows[r]), scale = FOUR_BITS ? of_row * of_columns[v] : of_row;
-        store(sums + i, fma(to_floats(load<Ints>(summed + i)), scale, g ? load<Floats>(sums + i) : Floats{}));
+        const Floats before = g ? load<Floats>(sums + i) : Floats{};
+        store(sums + i, of_columns.add(load<Ints>(summed + i), broadcast(of_rows[r]), totals[r], v, before));
       }
   };
   for (int64_t g = 0; g < groups; g++, from += (tile_rows - 1) * row_stride) {
@@ -190,7 +189,7 @@ template <class Columns, int HALVES>
     if (g) scale_group(g - 1);
   }
   scale_group(groups - 1);
-  if constexpr (!FOUR_BITS) scale_columns(w, b, rows, sums);
+  if constexpr (!SCALED) scale_columns(w, b, rows, sums);
 }
 
 }  // namespace eagle

@@ -23,15 +23,24 @@
 
 namespace eagle {
 
+// The layout of scales. NONE: a float per column for all inputs. BF16: one per column and group. FLOATS: the scales of
+// a group, then its minima, if any. CODES: these for `unit` groups together, then int8 factors of each group.
+struct Records {
+  enum Kind { NONE, BF16, FLOATS, CODES } kind = NONE;
+  bool minima = false;
+  int64_t unit = 1;
+};
+
 // A weight as packed by kernels/packed.py: pack: [blocks, steps, columns]. Quantized weights have scales [blocks,
 // groups, columns]: float32 and one group (int8, w8a8), bfloat16 per group of inputs (int4, w4a8), or an exponent in
-// a byte (mxfp4). bias [blocks, columns], if any, is added to products first.
+// a byte (mxfp4), or `Records` (w8a8, w4a8). bias [blocks, columns], if any, is added to products first.
 struct Weight {
   enum Format { WHOLE, INT8, INT4, MXFP4, W8A8, W4A8 } format;
   const char* data;
   const void* scales;
   int64_t blocks, steps, groups, size;  // size: bytes of a block
   const float* bias = nullptr;
+  Records records = {};  // of w8a8 and w4a8, how the scales of a group are stored
 
   const char* block(int64_t b) const { return data + b * size; }
   bool rounds() const { return format == W8A8 || format == W4A8; }  // x is rounded to int8

@@ -31,12 +31,15 @@ constexpr std::integral_constant<int64_t, N> constant;
 // The rounding of x for a weight: `group` inputs share a scale, a word has `per_word` inputs, and `added` was added
 // to the weight's values (0 on AMX).
 struct Rounding {
-  static constexpr int64_t MIN_GROUP = 32, MAX_GROUP = 128;  // of `group`, as in quantized.py
+  static constexpr int64_t MIN_GROUP = 16, MAX_GROUP = 128;  // of `group`, as in stored.py
   int64_t group, per_word;
   int32_t added;
 
   static Rounding of(const Weight& w) {
-    if (w.format == Weight::W8A8) return {64, BYTES_PER_WORD, WEIGHT_OFFSET};
+    if (w.format == Weight::W8A8) {
+      const int64_t group = w.records.kind ? w.steps / w.groups * BYTES_PER_WORD : 64;
+      return {group, BYTES_PER_WORD, WEIGHT_OFFSET};
+    }
     return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, TILE_ROWS ? 0 : 8};
   }
   int64_t groups(int64_t K) const { return (K + group - 1) / group; }
@@ -49,19 +52,21 @@ struct Portion { int64_t first, rows, block; };
 using Portions = std::vector<Portion>;
 
 // Rows of x rounded to int8, in tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
-// [groups, rows, words of a group], padded with zeros. Every group of inputs has a scale and an offset [groups, loop
-// rows]. The offset, -sum(inputs) * `added`, cancels the value that was added to the weights.
+// [groups, rows, words of a group], padded with zeros. Every group of inputs has a scale, an offset and a total [groups,
+// loop rows]. The offset, -sum(inputs) * `added`, cancels the value that was added to the weights. The total,
+// sum(inputs) * scale, is multiplied by the weights' minima.
 struct Rounded {
   static constexpr int64_t MAX_ROWS = TILE_ROWS ? TILE_ROWS : ROWS;  // of a tile
   std::vector<uint32_t> words;
-  std::vector<float> scales;
+  std::vector<float> scales, totals;
   std::vector<int32_t> offsets;
 
   // Allocate memory for M rows of at most K values.
   Rounded(int64_t M, int64_t K)
-      : words(tiles_of(M, MAX_ROWS) * MAX_ROWS * std::max(Rounding{64, BYTES_PER_WORD, 0}.words(K),
+      : words(tiles_of(M, MAX_ROWS) * MAX_ROWS * std::max(Rounding{Rounding::MIN_GROUP, BYTES_PER_WORD, 0}.words(K),
                                                   Rounding{Rounding::MIN_GROUP, NIBBLES_PER_WORD, 0}.words(K))),
         scales(tiles_of(M, MAX_ROWS) * MAX_ROWS * ((K + Rounding::MIN_GROUP - 1) / Rounding::MIN_GROUP)),
+        totals(scales.size()),
         offsets(scales.size()) {}
 
   uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * MAX_ROWS * how.words(K)]; }
@@ -93,7 +98,8 @@ struct Rounded {
             if (per_word == 4) store_bytes(q + i, x);
             else store_shorts(q + 2 * i, (Words)x);
           });
-          offsets[index] = -how.added * sum_of_lanes(sum);
+          const int32_t total = sum_of_lanes(sum);
+          offsets[index] = -how.added * total, totals[index] = scales[index] * float(total);
           if constexpr (TILE_ROWS) {
             std::memcpy(to + (g * tile_rows + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
           } else {
@@ -103,6 +109,8 @@ struct Rounded {
         };
         // Three times as fast with sizes known at compile time.
         if (size == 64 && how.per_word == BYTES_PER_WORD) round(constant<64>, constant<BYTES_PER_WORD>);
+        else if (size == 32 && how.per_word == NIBBLES_PER_WORD) round(constant<32>, constant<NIBBLES_PER_WORD>);
+        else if (size == 16 && how.per_word == BYTES_PER_WORD) round(constant<16>, constant<BYTES_PER_WORD>);
         else round(size, how.per_word);
       }
     });
@@ -188,6 +196,76 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
 }
 #endif
 
+// Reads the column scales of a block, group after group.
+template <class Columns, Records::Kind KIND, bool MINIMA>
+class Scales {
+ public:
+  Floats scale[VECTORS], minimum[VECTORS];
+
+  Scales(const Weight& w, int64_t b) : unit(w.records.unit) {
+    constexpr int64_t FLOAT = KIND == Records::BF16 ? 2 : 4;
+    const int64_t of_unit = (1 + MINIMA) * BLOCK * (FLOAT + (KIND == Records::CODES ? unit : 0));
+    at = static_cast<const char*>(w.scales) + b * (w.groups / unit) * of_unit;
+  }
+  void next() {
+    if constexpr (KIND == Records::BF16) {
+      for (int v = 0; v < VECTORS; v++, at += 2 * LANES) scale[v] = Bf16::get(reinterpret_cast<const uint16_t*>(at));
+    } else if constexpr (KIND == Records::FLOATS) {
+      read(scale);
+      if constexpr (MINIMA) read(minimum);
+    } else {
+      if (left == 0) {
+        read(units);
+        if constexpr (MINIMA) read(of_minima);
+        left = unit;
+      }
+      left--;
+      multiply(units, scale);
+      if constexpr (MINIMA) multiply(of_minima, minimum);
+    }
+    // Nibbles are 8 less than the integers that minima belong to.
+    if constexpr (MINIMA && std::is_same_v<Columns, Nibbles>)
+      for (int v = 0; v < VECTORS; v++) minimum[v] = fma(scale[v], broadcast(-8.0f), minimum[v]);
+  }
+  // `before` plus the integer sums of a group. of_row, total: the row's scale and total.
+  Floats add(Ints sum, Floats of_row, float total, int v, Floats before) const {
+    const Floats added = fma(to_floats(sum), of_row * scale[v], before);
+    return MINIMA ? fma(broadcast(-total), minimum[v], added) : added;
+  }
+
+ private:
+  void read(Floats* to) {
+    for (int v = 0; v < VECTORS; v++, at += sizeof(Floats)) to[v] = load<Floats>(at);
+  }
+  void multiply(const Floats* by, Floats* to) {
+    for (int v = 0; v < VECTORS; v++, at += LANES) to[v] = by[v] * floats_of_bytes(at);
+  }
+
+  const int64_t unit;
+  const char* at;
+  int64_t left = 0;
+  Floats units[VECTORS], of_minima[VECTORS];
+};
+
+struct Unscaled {  // until the end
+  Unscaled(const Weight&, int64_t) {}
+  static Floats add(Ints sum, Floats of_row, float, int, Floats before) { return fma(to_floats(sum), of_row, before); }
+};
+
+// Call run with the `Scales` of a weight.
+template <class Columns, class Run>
+inline void dispatch_records(const Records& records, const Run& run) {
+  if constexpr (std::is_same_v<Columns, Nibbles>)
+    if (records.kind == Records::BF16) return run(std::type_identity<Scales<Columns, Records::BF16, false>>());
+  if constexpr (!std::is_same_v<Columns, Nibbles>)
+    if (records.kind == Records::NONE) return run(std::type_identity<Unscaled>());
+  const bool codes = records.kind == Records::CODES;
+  if (codes && records.minima) return run(std::type_identity<Scales<Columns, Records::CODES, true>>());
+  if (codes) return run(std::type_identity<Scales<Columns, Records::CODES, false>>());
+  if (records.minima) return run(std::type_identity<Scales<Columns, Records::FLOATS, true>>());
+  return run(std::type_identity<Scales<Columns, Records::FLOATS, false>>());
+}
+
 // Multiply sums [rows, BLOCK] by the column scales of block b (one group).
 inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
   const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
@@ -195,17 +273,19 @@ inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
     store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
 }
 
-// `block_product` for a tile of rounded rows. Sums within a group are exact; groups are added in order.
-template <class Columns, int R>
+// `block_product` for a tile of rounded rows. Sums within a group are exact; groups are added in order. S: `Scales`.
+template <class Columns, int R, class S>
 [[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Prefetcher next,
                                        float* sums) {
-  constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
+  constexpr bool SCALED = !std::is_same_v<S, Unscaled>;
   const Rounding how = Rounding::of(w);
   const char* p = w.block(b);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), steps = how.group / how.per_word;
   const uint32_t* value = x.words_of(tile, K, how);
-  const float* scales = &x.scales[x.group_of(tile, K, how)];
-  const int32_t* offsets = &x.offsets[x.group_of(tile, K, how)];
+  const int64_t at = x.group_of(tile, K, how);
+  const float *scales = &x.scales[at], *totals = &x.totals[at];
+  const int32_t* offsets = &x.offsets[at];
+  S of_columns(w, b);
   for (int64_t g = 0; g < groups; g++) {
     Ints sum[R][VECTORS];
 #pragma GCC unroll 12
@@ -216,24 +296,21 @@ template <class Columns, int R>
     if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, next, sum);
 #endif
 #ifdef SHORT_SUMS
-    if constexpr (FOUR_BITS) sum_in_shorts<R>(p, end, value, next, sum);
+    if constexpr (std::is_same_v<Columns, Nibbles>) sum_in_shorts<R>(p, end, value, next, sum);
 #endif
     sum_steps<Columns, R>(p, end, value, next, sum);
-    Floats of_columns[VECTORS];
-    for (int v = 0; FOUR_BITS && v < VECTORS; v++)
-      of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);
+    if constexpr (SCALED) of_columns.next();
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       const Floats of_row = broadcast(scales[g * R + r]);
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         float* to = sums + r * BLOCK + v * LANES;
-        const Floats scale = FOUR_BITS ? of_row * of_columns[v] : of_row;
-        store(to, fma(to_floats(sum[r][v]), scale, g ? load<Floats>(to) : Floats{}));
+        store(to, of_columns.add(sum[r][v], of_row, totals[g * R + r], v, g ? load<Floats>(to) : Floats{}));
       }
     }
   }
-  if constexpr (!FOUR_BITS) scale_columns(w, b, R, sums);
+  if constexpr (!SCALED) scale_columns(w, b, R, sums);
 }
 
 }  // namespace eagle

@@ -424,7 +424,8 @@ def reorder(module: Quantized) -> None:
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a quantized layer compute in one kernel, unless it is fp8."""
-    if isinstance(module, QuantizedLinear) and module.fused is None and module.mode != "fp8":
+    """Let a quantized layer compute in one kernel, unless it is fp8 or as its source stores it."""
+    other = isinstance(module, QuantizedLinear) and (module.kind or module.mode == "fp8")
+    if isinstance(module, QuantizedLinear) and module.fused is None and not other:
         module.fused = fused_product
         reorder(module)

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
 from checkpoint.convert import convert
+from checkpoint.gguf_types import TYPES, read_scales, read_values
 from checkpoint.load import load_model, read_config
+from kernels.stored import Kind, numbers, pack_values, regroup, values
 
 
 def test_quantised(tmp_path, target, monkeypatch):
@@ -29,7 +31,7 @@ def test_quantised(tmp_path, target, monkeypatch):
 
     write_gguf(files[0], {n: t for n, t in state.items() if "layers.5" not in n}, kind="Q8_0", extra=extra)
     write_gguf(files[1], {n: t for n, t in state.items() if "layers.5" in n}, kind="Q8_0", extra=extra)
-    out = convert(files[0], tmp_path / "out", quiet=True)
+    out = convert(files[0], tmp_path / "out", dtype="bf16", quiet=True)
     written = read_config(out)
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 4.0} and written["max_seq_len"] == 512
     state, exact = (load_file(folder / "model.safetensors") for folder in (out, target))
@@ -45,9 +47,28 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> n
     """Blocks of random bits, whose float16 scales are 2^-7."""
     size, in_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(rows).integers(0, 256, (rows, columns // size, in_bytes), np.uint8)
-    for at in {"Q4_K": (0, 2), "Q6_K": (in_bytes - 2,)}.get(kind.name, (0,)):
+    last = in_bytes - 2
+    for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (last - 2, last),
+               "Q3_K": (last,), "Q6_K": (last,)}.get(kind.name, (0,)):
         blocks[..., at : at + 2] = 0, 0x20
+    if kind.name == "MXFP4":
+        blocks[..., 0] = 120
     return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_as_it_is_stored(name):
+    kind, (own, *_) = gguf.GGMLQuantizationType[name], TYPES[name]
+    blocks = random_blocks(kind, 6, 512)
+    q, (scale, codes) = read_values(kind, blocks), read_scales(kind, blocks)
+    tensors = pack_values(own, q), scale, codes
+    for tensor, (size, _) in zip(tensors, own.sizes(512).values()):
+        assert tensor.shape == (6, size)
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+    assert torch.equal(numbers(own, values(own, tensors[0]), scale, codes), expected)
+    wider = own.joined(Kind("q8", 16))
+    again = regroup(own, wider, scale, codes)
+    assert torch.equal(numbers(wider, values(wider, pack_values(wider, q)), *again), expected)
 
 
 def test_types_side_by_side(tmp_path):
@@ -70,13 +91,22 @@ def test_types_side_by_side(tmp_path):
         stored[name] = random_blocks(kind, rows, 512 if "ffn_down" in name else 256)
         w.add_tensor(name, stored[name], raw_dtype=kind)
     w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
-    state = load_file(convert(file, tmp_path / "out", quiet=True) / "model.safetensors")
+    state = load_file(convert(file, tmp_path / "out", dtype="bf16", quiet=True) / "model.safetensors")
     expected = {name: torch.from_numpy(gguf.quants.dequantize(stored[name], kind)).bfloat16()
                 for name, kind in types.items()}
     q, k, v = (expected[f"blk.0.attn_{x}.weight"] for x in "qkv")
     assert torch.equal(state["layers.0.wqkv.weight"], torch.cat((q, k, v)))
     assert torch.equal(state["layers.0.mlp.w_down.weight"], expected["blk.0.ffn_down.weight"])
     assert torch.equal(state["embed.weight"], expected["token_embd.weight"])
+    stored, config = load_model(convert(file, tmp_path / "stored", quiet=True))
+    assert config["quantization"]["kinds"] == {
+        "layers.0.wqkv": "q8-32-0-min", "layers.0.wo": "q4-32-256-min", "layers.0.mlp.w_gate_up": "q8-32-0",
+        "layers.0.mlp.w_down": "q8-16-256", "lm_head": "q8-32-0"}
+    exact = load_model(tmp_path / "out")[0]
+    exact.lm_head = exact.embed
+    for name in config["quantization"]["kinds"]:
+        weight = stored.get_submodule(name).dequantize(torch.bfloat16)
+        assert torch.equal(weight, exact.get_submodule(name).weight), name
 
 
 def gguf_experts(stacks: dict) -> dict:

@@ -5,6 +5,7 @@ import torch
 from families.gpt_oss import GptOssArgs, GptOssBlock
 from kernels import isa
 from kernels.quantized import QuantizedLinear
+from kernels.stored import Kind
 from model import KVCache, Linear, PassInputs, gated_activation
 
 # `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
@@ -38,11 +39,26 @@ def random_layer(mode: str | None, group: int, inputs: int, outputs: int, dtype:
         layer = Linear(inputs, outputs).requires_grad_(False)
         layer.weight.data, layer.bias.data = weight, bias
         return layer.to(dtype)
+    if mode.startswith("q"):
+        return stored_layer(Kind.parse(mode), weight, bias)
     if mode != "mxfp4":
         return QuantizedLinear.from_weight(weight, mode, group, bias)
     layer = QuantizedLinear(inputs, outputs, True, mode, group)
     layer.weight.data = weight[:, ::2].mul(99).to(torch.int8).view(torch.uint8)
     layer.scale.data, layer.bias.data = weight[:, ::32].mul(2).add(123).to(torch.uint8), bias
+    return layer
+
+
+def stored_layer(kind: Kind, weight, bias):
+    """A layer as files store it, of random bits."""
+    layer = QuantizedLinear(weight.shape[1], len(weight), True, *kind)
+    bits = weight.mul(1e4).to(torch.int32).to(torch.uint8)
+    layer.weight.data = bits[:, : layer.weight.shape[1]].contiguous().view(layer.weight.dtype)
+    largest = (8 if kind.mode == "q4" else 128) * (64 if kind.unit else 1)
+    layer.scale.data = weight[:, : layer.scale.shape[1]].div(largest).contiguous()
+    if kind.unit:
+        layer.codes.data = bits[:, : layer.codes.shape[1]].contiguous().view(torch.int8) % 64
+    layer.bias.data = bias
     return layer
 
 

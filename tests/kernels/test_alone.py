@@ -28,6 +28,8 @@ CASES = [("clang++", name) for name in isa.available()]
 CASES += [(CROSS, name) for name in isa.SETS if name.startswith("neon") and name != "neonbf16"]
 FORMATS = None, "int8", "int4", "mxfp4", "w8a8", "w4a8"  # as csrc/kernels.h: Weight::Format
 GROUPED = "int4", "mxfp4", "w4a8"
+# Kinds of `kernels.stored` and their formats.
+STORED = {"q4-32-256-min": "w4a8", "q4-32-0": "w4a8", "q8-16-256": "w8a8", "q8-32-0-min": "w8a8"}
 
 
 class Driver:
@@ -59,18 +61,22 @@ class Driver:
 
 def check_products(driver: Driver, rows: int) -> None:
     for dtype in DTYPES:
-        for mode in FORMATS:
-            odd = 100 if mode in (None, "w8a8") else 192
-            for activation, inputs in ((None, 96), ("silu", 96), (None, odd)):
+        for mode in (*FORMATS, *STORED):
+            least = 256 if "256" in str(mode) else 96
+            odd = 100 if mode in (None, "w8a8") else 2 * least
+            for activation, inputs in ((None, least), ("silu", least), (None, odd)):
                 layer = random_layer(mode, 32 if mode in GROUPED else 0, inputs, 90, dtype)
                 x, onto = draws(1)(rows, inputs, dtype=dtype), draws(2)(rows, 90, dtype=dtype)
                 x[0, :64], onto = 0, onto[:, : 45 if activation else 90].contiguous()
                 expected = product(layer, x, activation)
                 packed = PackedLinear(driver.backend, layer, dtype, activation)
                 numbers, scale, bias = packed.operands
-                groups = scale.shape[1] if mode in GROUPED else 1
-                sizes = *numbers.shape[:2], groups, numbers[0].nbytes, inputs, packed.columns, rows
-                about = 0, int(dtype == torch.bfloat16), FORMATS.index(mode), *sizes
+                groups, records = scale.shape[1] if mode in GROUPED else 1, (int(mode == "w4a8"), 0, 1)
+                if mode in STORED:  # as csrc/kernels.h: Records
+                    groups, unit = inputs // layer.kind.group, (layer.kind.unit or layer.kind.group)
+                    records = 3 if layer.kind.unit else 2, layer.kind.minima, unit // layer.kind.group
+                sizes = *numbers.shape[:2], groups, numbers[0].nbytes, *records, inputs, packed.columns, rows
+                about = 0, int(dtype == torch.bfloat16), FORMATS.index(STORED.get(mode, mode)), *sizes
                 whole = [*about, packed.mode, 0, numbers, scale, bias, x, onto]
                 exact = [*about, SAME, FLOAT32, numbers, scale, bias, x, None]
                 raw = bytearray(driver.answers(whole, *([] if activation else [exact])))
@@ -79,7 +85,7 @@ def check_products(driver: Driver, rows: int) -> None:
                 if not activation:
                     found = torch.frombuffer(raw[onto.nbytes :], dtype=torch.float32).view_as(onto)
                     close(found, expected, torch.float32)
-                    if mode in ("w8a8", "w4a8"):  # sums are exact: the same bits on every instruction set
+                    if mode in ("w8a8", "w4a8", *STORED):  # exact: the same bits on all instruction sets
                         same(found, PackedLinear(CpuStep.load(), layer, dtype).logits(x))
 
 

@@ -36,6 +36,7 @@ void linear(int64_t item) {
   Weight w{};
   w.format = Weight::Format(number());
   w.blocks = number(), w.steps = number(), w.groups = number(), w.size = number();
+  w.records.kind = Records::Kind(number()), w.records.minima = number(), w.records.unit = number();
   const int64_t K = number(), N = number(), M = number(), gate = number(), size = number() ? 4 : item;
   Bytes data = bytes(), scales = bytes(), bias = bytes(), x = bytes(), residual = bytes();
   w.data = of<char>(data), w.scales = of<char>(scales), w.bias = of<float>(bias);

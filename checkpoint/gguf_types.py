@@ -1,0 +1,132 @@
+"""GGUF's types of quantized matrices that one of `kernels.stored`'s kinds holds exactly.
+
+A type's integers are what the package gguf makes of its blocks with scales of 1 and minima of 0; the layouts
+are those of ggml's ggml-common.h.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.stored import Kind
+
+Found = tuple[Tensor, Tensor | None]  # scales [n, 1 or 2], minima after scales, and codes [n, 1 or 2, groups]
+ONE, ZERO = b"\x00\x3c", b"\x00\x00"  # in float16
+LOW, HIGH = 0x0F0F0F0F, 0x30303030  # of the four bytes of a word
+
+
+class GGUFType(NamedTuple):
+    """A type. head, tail: the first and last bytes of a block with scales of 1. scales(blocks): theirs."""
+
+    kind: Kind
+    scales: Callable[[Tensor], Found]
+    head: bytes = b""
+    tail: bytes = b""
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """Return the float16 at this byte of blocks [n, bytes] -> [n] float32."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()[:, 0]
+
+
+def _first(blocks: Tensor) -> Found:
+    return _half(blocks, 0)[:, None], None
+
+
+def _affine(blocks: Tensor) -> Found:  # w = scale * q + minimum
+    return torch.stack((_half(blocks, 0), -_half(blocks, 2)), 1), None
+
+
+def _exponent(blocks: Tensor) -> Found:
+    return torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128), None
+
+
+def _six_bits(blocks: Tensor) -> Found:  # of Q4_K and Q5_K
+    low, middle, high = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
+    codes = torch.stack((torch.cat((low & 63, high & 15 | low >> 6 << 4), 1),
+                         torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), 1)), 1)
+    return torch.stack((_half(blocks, 0), _half(blocks, 2)), 1), codes.view(torch.int8)
+
+
+def _q2_k(blocks: Tensor) -> Found:
+    codes = torch.stack((blocks[:, :16] & 15, blocks[:, :16] >> 4), 1)
+    return torch.stack((_half(blocks, 80), _half(blocks, 82)), 1), codes.view(torch.int8)
+
+
+def _q3_k(blocks: Tensor) -> Found:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    codes = torch.cat((low & 15, low >> 4), 1) | torch.cat([high >> at & 3 for at in (0, 2, 4, 6)], 1) << 4
+    return _half(blocks, 108)[:, None], (codes.view(torch.int8) - 32)[:, None]
+
+
+def _q6_k(blocks: Tensor) -> Found:
+    return _half(blocks, 208)[:, None], blocks[:, 192:208].view(torch.int8)[:, None]
+
+
+def _iq4_xs(blocks: Tensor) -> Found:
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), 2).flatten(1)
+    high = torch.stack([blocks[:, 2:4] >> at & 3 for at in (0, 2, 4, 6)], 2).flatten(1)
+    return _half(blocks, 0)[:, None], ((low | high << 4).view(torch.int8) - 32)[:, None]
+
+
+K_HEAD = ONE + ZERO + bytes([1] * 4 + [0] * 4 + [1] * 4)
+TYPES = {
+    "Q4_0": GGUFType(Kind("q4", 32), _first, ONE),
+    "Q4_1": GGUFType(Kind("q4", 32, 0, True), _affine, ONE + ZERO),
+    "Q5_0": GGUFType(Kind("q8", 32), _first, ONE),
+    "Q5_1": GGUFType(Kind("q8", 32, 0, True), _affine, ONE + ZERO),
+    "Q8_0": GGUFType(Kind("q8", 32), _first, ONE),
+    "IQ4_NL": GGUFType(Kind("q8", 32), _first, ONE),
+    "MXFP4": GGUFType(Kind("q8", 32), _exponent, bytes([128])),
+    "Q2_K": GGUFType(Kind("q8", 16, 256, True), _q2_k, bytes([1] * 16), ONE + ZERO),
+    "Q3_K": GGUFType(Kind("q8", 16, 256), _q3_k, tail=bytes([0x11] * 8 + [0xAA] * 4) + ONE),
+    "Q4_K": GGUFType(Kind("q4", 32, 256, True), _six_bits, K_HEAD),
+    "Q5_K": GGUFType(Kind("q8", 32, 256, True), _six_bits, K_HEAD),
+    "Q6_K": GGUFType(Kind("q8", 16, 256), _q6_k, tail=bytes([1] * 16) + ONE),
+    "IQ4_XS": GGUFType(Kind("q8", 32, 256), _iq4_xs, ONE + bytes([0xAA] * 2 + [0x11] * 4)),
+}
+
+
+def _q4_k_values(blocks: Tensor) -> Tensor:
+    words = blocks[:, 16:].unflatten(1, (4, 32)).contiguous().view(torch.int32)
+    return torch.stack((words & LOW, words >> 4 & LOW), 2).view(torch.uint8).flatten(1)
+
+
+def _q6_k_values(blocks: Tensor) -> Tensor:
+    first, last = blocks[:, :128].contiguous().view(torch.int32).unflatten(1, (2, 2, 8)).unbind(2)
+    two = blocks[:, 128:192].contiguous().view(torch.int32).unflatten(1, (2, 8))
+    q = torch.stack((first & LOW | two << 4 & HIGH, last & LOW | two << 2 & HIGH,
+                     first >> 4 & LOW | two & HIGH, last >> 4 & LOW | two >> 2 & HIGH), 2)
+    return q.view(torch.int8).flatten(1) - 32
+
+
+FAST = {"Q4_K": _q4_k_values, "Q6_K": _q6_k_values}  # in a fraction of the time
+
+
+def read_values(kind, data: np.ndarray) -> Tensor:
+    """Return the integers [N, K] int8 of rows [N, bytes] of a type in `TYPES`. kind: gguf's type."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    blocks = np.array(data).reshape(-1, GGML_QUANT_SIZES[kind][1])
+    if kind.name in FAST:
+        return FAST[kind.name](torch.from_numpy(blocks)).view(len(data), -1).view(torch.int8)
+    head, tail = (np.frombuffer(x, np.uint8) for x in (TYPES[kind.name].head, TYPES[kind.name].tail))
+    blocks[:, : len(head)] = head
+    blocks[:, blocks.shape[1] - len(tail) :] = tail
+    return torch.from_numpy(dequantize(blocks, kind)).to(torch.int8).view(len(data), -1)
+
+
+def read_scales(kind, data: np.ndarray) -> tuple[Tensor, Tensor | None]:
+    """Return the scales and codes of rows [N, bytes] of a type in `TYPES`, as layers hold them."""
+    from gguf import GGML_QUANT_SIZES
+
+    blocks = torch.tensor(data).view(-1, GGML_QUANT_SIZES[kind][1])
+    scale, codes = TYPES[kind.name].scales(blocks)
+    rows = len(data), -1
+    return (scale.unflatten(0, rows).transpose(1, 2).flatten(1),
+            None if codes is None else codes.unflatten(0, rows).transpose(1, 2).flatten(1))

@@ -1,0 +1,102 @@
+"""Weights at the precision in which published files store them: integers of 4 or 8 bits in groups of inputs.
+
+w = scale * q - minimum, with a scale and maybe a minimum for each output and group. q4: q is 0..15, or -8..7
+without minima, two in a byte, even inputs in the low bits; q8: q is -128..127. Scales are float32. Those of
+K-quants are small integers (`codes`) times a unit that several groups share.
+"""
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STORED = ("q4", "q8")
+GROUPS = 16, 32, 64, 128
+
+
+class Kind(NamedTuple):
+    """How a layer stores its weight. unit: the inputs that share a unit; 0: scales have no codes."""
+
+    mode: str
+    group: int
+    unit: int = 0
+    minima: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Kind:
+        """Read the text in a config.json, as q4-32-256-min. Raises ValueError."""
+        mode, *rest = text.split("-")
+        minima = rest[-1:] == ["min"]
+        kind = cls(mode, *map(int, rest[: len(rest) - minima]), minima)
+        groups = GROUPS[1:] if mode == "q4" else GROUPS
+        if mode not in STORED or kind.group not in groups or kind.unit not in (0, 256):
+            raise ValueError(text)
+        return kind
+
+    def __str__(self) -> str:
+        return f"{self.mode}-{self.group}-{self.unit}{'-min' * self.minima}"
+
+    def sizes(self, inputs: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the columns and types of the tensors of a weight [..., inputs]; minima follow scales."""
+        count, four = 1 + self.minima, self.mode == "q4"
+        sizes = {"weight": (inputs // 2, torch.uint8) if four else (inputs, torch.int8),
+                 "scale": (count * inputs // (self.unit or self.group), torch.float32)}
+        return sizes | ({"codes": (count * inputs // self.group, torch.int8)} if self.unit else {})
+
+    def joined(self, other: Kind) -> Kind:
+        """Return the kind that holds weights of both exactly."""
+        if self == other:
+            return self
+        unit = self.unit if self.unit == other.unit else 0
+        group = math.gcd(self.group, other.group)
+        # Four bits without minima are -8..7, with minima 0..15.
+        return Kind("q4" if self.mode == other.mode == "q4" and self.minima == other.minima else "q8",
+                    group, unit, self.minima or other.minima)
+
+
+def values(kind: Kind, weight: Tensor) -> Tensor:
+    """Return q [..., K] of a stored weight, int8."""
+    if kind.mode == "q8":
+        return weight
+    q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).view(torch.int8)
+    return q if kind.minima else q - 8
+
+
+def pack_values(kind: Kind, q: Tensor) -> Tensor:
+    """Invert `values`. q: int8 or, if it is not negative, uint8."""
+    if kind.mode == "q8":
+        return q.view(torch.int8)
+    pairs = (q if kind.minima else q + 8).contiguous().view(torch.int16)  # the second in the high byte
+    return (pairs | pairs >> 4).to(torch.uint8)
+
+
+def of_groups(kind: Kind, scale: Tensor, codes: Tensor | None) -> Tensor:
+    """Return the scales, and the minima if there are any, of all groups [..., 1 or 2, groups] float32."""
+    each = scale.unflatten(-1, (1 + kind.minima, -1))
+    if codes is None:
+        return each
+    return (codes.float().unflatten(-1, (*each.shape[-2:], -1)) * each[..., None]).flatten(-2)
+
+
+def numbers(kind: Kind, q: Tensor, scale: Tensor, codes: Tensor | None) -> Tensor:
+    """Return the weight [..., K] float32 of values q [..., K]."""
+    each = of_groups(kind, scale, codes)
+    weight = q.float().unflatten(-1, (each.shape[-1], -1)).mul_(each[..., 0, :, None])
+    return (weight.sub_(each[..., 1, :, None]) if kind.minima else weight).flatten(-2)
+
+
+def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the scales and codes of one kind as another that holds it, see `Kind.joined`."""
+
+    def spread(x: Tensor, times: int) -> Tensor:
+        """[..., 1 or 2, n] -> [..., to's count * n * times], with minima of 0 if only `to` has them."""
+        x = x.repeat_interleave(times, -1)
+        return (F.pad(x, (0, 0, 0, 1)) if to.minima > kind.minima else x).flatten(-2)
+
+    if not to.unit:
+        return spread(of_groups(kind, scale, codes), kind.group // to.group), None
+    count = 1 + kind.minima, -1
+    return spread(scale.unflatten(-1, count), 1), spread(codes.unflatten(-1, count), kind.group // to.group)
