@@ -60,7 +60,7 @@ METHOD_FLAGS = {
 # Checks of those flags; "auto"; the heads that plain decoding does not use; two drafters on one tree; static
 # trees from a file.
 CHECK_METHOD_FLAGS, CHOOSE_DRAFTER, UNUSED_HEADS = (
-    "drafters.options:check", "drafters.auto:choose", "drafters.auto:name_unused")
+    "drafters.options:check", "drafters.auto:choose", "drafters.auto:log_unused_heads")
 JOIN, TREE_FILES, STATIC_HEAD = (
     "drafters.mixed:Mixed", "drafters.static:read_paths", "drafters.static:StaticHeadDrafter")
 # Fields of a target's config.json that a dense LLaMA or Qwen leaves out: the class of target that has them.

@@ -1,9 +1,7 @@
 """Drafting with a smaller model of the same vocabulary (SpS).
 
-Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318.
-Its most likely continuations make the tree, the dynamic one of EAGLE-2 or, of width 1, a chain. With coupled
-drafting it draws with the target's own noise, so that both draw the same token wherever their distributions
-allow.
+Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318. It drafts the dynamic tree of EAGLE-2 or, with
+width 1, a chain. With coupled drafting it samples with the target's noise, which maximizes agreement.
 """
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from tree import TreeShape, pick
 
 
 class DraftModel(NetworkDrafter):
-    """A second target, `model`, that has read the text and the root.
+    """A second target, `model`, that reads the committed tokens and the root.
 
     Arguments and errors are those of `NetworkDrafter`.
     """
@@ -34,7 +32,7 @@ class DraftModel(NetworkDrafter):
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
-        if model.is_recurrent:  # its passes over drafted tokens would move the state on
+        if model.is_recurrent:  # passes over drafted tokens would advance its state
             raise ValueError("--draft: a model with gated delta nets cannot draft for another one yet")
         self.model = model
 
@@ -51,13 +49,13 @@ class DraftModel(NetworkDrafter):
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Read up to W rows that end with the root; the last step committed the last n_new of them."""
+        """Read up to W tokens that end with the root; the last n_new are new."""
         positions, visible = catch_up_tokens(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, last_unread(state, h.shape[1]))
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
-        # Its tokens are accepted more often than those of a head, and their children nearly as often.
+        # Its acceptance is higher than a head's, and falls less with depth.
         return costs.expand(scores, self.shape.width, child_gain=0.8, above=level + 1)
 
     def _forward(
@@ -67,38 +65,38 @@ class DraftModel(NetworkDrafter):
 
 
 def build(setup: Setup) -> DraftModel:
-    """Load the converted model that --draft names.
+    """Load the converted model of --draft.
 
-    Raises InputError if it has another vocabulary or is too short, ValueError if the tree does not fit.
+    Raises InputError for another vocabulary or a too short context, ValueError for an unfit tree.
     """
     folder, target, drafting = setup.folder, setup.target, setup.drafting
     if not isinstance(setup.tree, TreeShape):
-        raise InputError("--speculate draft-model: takes --tree auto, paper or nodes,depth,width only")
+        raise InputError("--speculate draft-model: --tree must be auto, paper or nodes,depth,width")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
-    # Of two models with the same ids, one may have more rows after them.
+    # Padding of the vocabulary may differ.
     if own["vocab_size"] != vocab_size and (target.ranks or not setup.tokenizer):
         raise InputError(f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {vocab_size}")
     if own["max_seq_len"] < setup.max_seq_len:
-        raise InputError(f"{folder}: reads {own['max_seq_len']} tokens, there is room for"
-                         f" {setup.max_seq_len}; --max-seq-len {own['max_seq_len']} is what both read")
+        raise InputError(f"{folder}: has a context of {own['max_seq_len']} tokens, less than"
+                         f" {setup.max_seq_len}; use --max-seq-len {own['max_seq_len']}")
     if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
         if tokenizer is None or not same_ids(tokenizer, setup.tokenizer):
-            raise InputError(f"{folder}: has no tokenizer, or one that gives other ids than the target's")
+            raise InputError(f"{folder}: has no tokenizer, or one with other ids than the target's")
         if tokenizer.vocab_size > min(own["vocab_size"], vocab_size):
             raise InputError(f"{folder}: has {own['vocab_size']} rows in its embedding, the target"
                              f" {vocab_size};"
                              f" their tokenizer has {tokenizer.vocab_size} ids")
     weight, ranks = target.embed.weight, target.ranks and target.ranks.for_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
-    fit_vocabulary(model, vocab_size)
+    resize_vocabulary(model, vocab_size)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)
     return DraftModel(model, setup.tree, drafting.coupled)
 
 
-def fit_vocabulary(model: Transformer, size: int) -> None:
-    """Give a model this many rows: those of its padding are cut, or the last row is repeated."""
+def resize_vocabulary(model: Transformer, size: int) -> None:
+    """Resize the vocabulary of a model: cut padding, or repeat the last row."""
     rows = torch.arange(size).clamp(max=model.args.vocab_size - 1)
     for layer in filter(None, (model.embed, model.lm_head) if size != model.args.vocab_size else ()):
         for tensor in layer.parameters():
@@ -109,6 +107,6 @@ def fit_vocabulary(model: Transformer, size: int) -> None:
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether every id stands for the same bytes, or the same control token, in both."""
+    """Return whether every id has the same bytes, or the same control token, in both."""
     sizes = one.vocab_size == other.vocab_size and one.control == other.control
     return sizes and all(one.piece(i) == other.piece(i) for i in range(one.vocab_size))

@@ -1,14 +1,13 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): the target drafts its own n-grams while it verifies.
 
-A window of columns stands after the root, row below row: row r holds tokens guessed r steps ago of what comes
-after the row above. Each step the target predicts what follows the newest row. A column is then an n-gram
-that the target would write, and goes into a pool, by its first token. The pool's n-grams for the root are
-drafted.
+A lookahead window has N-1 rows of W columns. The target predicts the successors of the newest row at each
+step. Each column is then an n-gram of the target, which goes into a pool keyed by its first token. The pool's
+n-grams of the root are drafted.
 
-The window is part of the draft tree: cell (r, c) stands below (r-1, c), and row 0 is a path below the root.
-So its tokens are verified as all others are. Two things differ from what is published: there the window's
-rows are filled one by one in as many steps, here all at once with random tokens of the prompt; and there a
-step emits at most N-1 tokens, here a whole n-gram and the target's own token.
+The window is part of the draft tree: the parent of cell (r, c) is (r-1, c), and row 0 is a path below the
+root. So its tokens are verified like others. Two differences from the published algorithm: the window starts
+with random tokens of the prompt instead of filling one row per step, and a step emits up to a whole n-gram
+and a token of the target, instead of N-1 tokens.
 """
 from __future__ import annotations
 
@@ -16,24 +15,24 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.static import PathTree, StaticDrafter, constants
+from drafters.static import PathTree, StaticDrafter, register_constants
 from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
 from tree import Tree
 
-MAX_NODES = 1024  # of a tree: masks grow with the square
+MAX_NODES = 1024  # of a tree; masks grow quadratically
 EMPTY = -1
 
 
 class Lookahead(StaticDrafter):
-    """Propose the n-grams that the target predicted before.
+    """Draft n-grams that the target predicted before.
 
-    columns: W of the window. level: N, tokens of an n-gram. guesses: G, n-grams kept of each first token, the
-    latest. The tree has G*(N-1) + (N-1)*W nodes.
+    columns: W, of the window. level: N, tokens of an n-gram. guesses: G, n-grams in the pool per first token.
+    The tree has G*(N-1) + (N-1)*W nodes.
     """
 
-    indivisible = True  # `observe` reads what the target predicts at its nodes
+    indivisible = True  # `observe` reads the target's predictions at all nodes
     buffers_by_slot = ("window", "pool")
 
     def __init__(self, vocab_size: int, columns: int = 7, level: int = 5, guesses: int = 7):
@@ -46,7 +45,7 @@ class Lookahead(StaticDrafter):
         # Where each drafted node's token stands in the n-grams followed by the window; nodes of the last row.
         source, place = {path: i for i, path in enumerate(ngrams + cells)}, shape.paths.index
         newest = [place(path) + 1 for path in cells[-columns:]]
-        constants(self, source=[source[path] for path in shape.paths], newest=newest)
+        register_constants(self, source=[source[path] for path in shape.paths], newest=newest)
 
     def memory(self, batch: int, slots: int, dtype: torch.dtype) -> int:
         return batch * self.vocab_size * self.guesses * self.ngram_rows * torch.int32.itemsize
@@ -54,7 +53,7 @@ class Lookahead(StaticDrafter):
     def allocate(self, batch: int, *sizes) -> None:
         rows, G = self.ngram_rows, self.guesses
         pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # latest last
-        constants(self, window=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
+        register_constants(self, window=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
         super().allocate(batch, *sizes)
 
     def reset(self, slot: int, prompt: list[int]) -> None:
@@ -69,12 +68,12 @@ class Lookahead(StaticDrafter):
         root = state.root
         ngrams = self.pool[torch.arange(len(root), device=root.device), root[:, 0]].long()  # [B, G, N-1]
         tokens = torch.cat((ngrams.flatten(1), self.window.flatten(1)), 1)[:, self.source]
-        # An empty entry repeats the root: a wrong draft token is only rejected.
-        return self.static.of(torch.cat((root, torch.where(tokens == EMPTY, root, tokens)), 1))
+        # An empty entry repeats the root, which is rejected.
+        return self.static.with_tokens(torch.cat((root, torch.where(tokens == EMPTY, root, tokens)), 1))
 
     def observe(self, step: Step, state: State, logits: Tensor) -> None:
-        """Add the columns to the pool, one after the other as two may begin alike; move the window a row up.
-        """
+        """Add the columns to the pool and shift the window by a row. Columns may share a first token, so they
+        are added one by one."""
         predicted = step.draw(logits, None)[:, self.newest]
         firsts = torch.cat((state.root, self.window[:, 0, 1:]), 1)
         batch = torch.arange(len(firsts), device=firsts.device)
@@ -83,7 +82,8 @@ class Lookahead(StaticDrafter):
         for c in range(self.columns):
             known, new = self.pool[batch, firsts[:, c]], ngrams[:, None, :, c]  # [B, G, N-1], [B, 1, N-1]
             same = (known == new).all(-1)
-            removed = torch.where(same.any(-1), same.long().argmax(-1), 0)[:, None]  # itself, else the oldest
+            # Remove the same n-gram, else the oldest.
+            removed = torch.where(same.any(-1), same.long().argmax(-1), 0)[:, None]
             kept = (order + (order >= removed)).clamp(max=self.guesses - 1)
             moved = known.gather(1, kept[..., None].expand_as(known))
             learned = torch.where((order == self.guesses - 1)[:, None], new, moved)
@@ -94,7 +94,7 @@ class Lookahead(StaticDrafter):
 def build(setup: Setup) -> Lookahead:
     """Build the drafter of these flags. Raises InputError if the tree is too large or joined with another."""
     if setup.method != setup.drafting.method:
-        raise InputError(f"--speculate {setup.drafting.method}: lookahead cannot be combined; name it alone")
+        raise InputError(f"--speculate {setup.drafting.method}: lookahead cannot be combined; use it alone")
     columns, level, guesses = sizes = [setup.drafting.flags[f] for f in ("window", "level", "guess-set")]
     if (nodes := (level - 1) * (columns + guesses)) > MAX_NODES:
         raise InputError(f"--window {columns} --level {level} --guess-set {guesses}: {nodes:,} nodes, at"

@@ -1,13 +1,12 @@
 """Medusa (Cai et al., arXiv 2401.10774) and Hydra (Ankner et al., arXiv 2402.05109): heads and drafter.
 
-Heads read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is
-for the token k+1 places after the root. Medusa's guesses do not read each other (tensors and formulas:
-FasterDecoding/Medusa medusa_model.py). Hydra's read the tokens drafted before (zankner/Hydra
-prefix_mlp_head.py and mlp_head.py).
+Heads read z, the target's last hidden state after the final norm, at the last committed token. Head k (from
+0) predicts the token k+1 positions after the root. Medusa's heads are independent (FasterDecoding/Medusa
+medusa_model.py). Hydra's are conditioned on the tokens drafted before (zankner/Hydra prefix_mlp_head.py,
+mlp_head.py).
 
-The tree is static. `--tree paper` is the tree of the published figures; the default on a CPU is smaller.
-Hydra's published code pads short paths with their last token, and greedy acceptance may choose a path by its
-padding. Here nothing is padded.
+The tree is static. `--tree paper` is the published tree; the default on a CPU is smaller. Hydra's published
+code pads short paths with their last token, and may accept padding. Nothing is padded here.
 """
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.schema import Flag, whole
-from drafters.static import PathTree, StaticHeadDrafter, likely_tree
+from drafters.static import PathTree, StaticHeadDrafter, expected_tree
 from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
@@ -37,21 +36,21 @@ PUBLISHED_LEVELS = 4  # of `published_tree`
 class MultiTokenArgs(HeadArgs):
     """Shape of Medusa or Hydra heads; sizes of attention and MLP are those of Hydra++'s layer."""
 
-    guesses: whole(1, 64) = 4  # K
-    blocks: whole(1, 64) = 1  # residual blocks of each guess; Hydra's first block narrows
-    repeated: Flag = False  # all blocks (Hydra: all but the first) are one, applied again and again
-    lm_head_each: Flag = False  # else all guesses share one: own (`own_lm_head`) or the target's
+    guesses: whole(1, 64) = 4  # K, the number of heads
+    blocks: whole(1, 64) = 1  # residual blocks of a head; Hydra's first one narrows to H
+    repeated: Flag = False  # blocks (Hydra: all but the first) share weights
+    lm_head_each: Flag = False  # else heads share one: own (`own_lm_head`) or the target's
     lm_head_bias: Flag = False
     prefix: Flag = False  # Hydra++
 
     @property
     def drafts(self) -> int:
-        """The number of tokens that are guessed: levels of a tree below the root."""
+        """The number of draft tokens: levels of a tree below the root."""
         return self.guesses
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(linear(x)), the sum on a learned projection of x where the width changes."""
+    """x + silu(linear(x)), with a learned projection of x where the width changes."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -63,26 +62,26 @@ class ResidualBlock(nn.Module):
 
 
 class Stack(nn.ModuleList):
-    """The residual blocks of one guess. The first narrows its input to H, if that is wider."""
+    """The residual blocks of one head. The first one narrows wider inputs to H."""
 
     def __init__(self, args: MultiTokenArgs, inputs: int):
         narrowing = int(inputs != args.hidden_size)
         rest = args.blocks - narrowing
         sizes = [inputs] * narrowing + [args.hidden_size] * (min(rest, 1) if args.repeated else rest)
         super().__init__(ResidualBlock(size, args.hidden_size) for size in sizes)
-        self.again = rest - 1 if args.repeated else 0  # times that the last one is applied once more
+        self.repeats = rest - 1 if args.repeated else 0  # further applications of the last block
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., inputs] -> the guess's output [..., H]."""
+        """x [..., inputs] -> [..., H]."""
         for block in self:
             x = block(x)
-        for _ in range(self.again):
+        for _ in range(self.repeats):
             x = self[-1](x)
         return x
 
 
 class MultiTokenHeads(Head):
-    """The base of Medusa and Hydra heads: `guess` drafts from what `forward` returns."""
+    """Base class of Medusa and Hydra heads: `head_logits` reads what `forward` returns."""
 
     Args = MultiTokenArgs
     reads_normed = True
@@ -101,10 +100,10 @@ class MultiTokenHeads(Head):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
-        """States z [B, T, H] -> p [B, T, H], z itself without Hydra++'s layer."""
+        """Hidden states z [B, T, H] -> p [B, T, H], which is z without Hydra++'s layer."""
         return feature
 
-    def guess(self, p: Tensor, paths: Tensor) -> Tensor:
+    def head_logits(self, p: Tensor, paths: Tensor) -> Tensor:
         """Return float32 logits of the tokens after paths [B, R, k + 1], the root first: [B, R or 1, Vd].
 
         p [B, 1, H]: see `forward`.
@@ -115,21 +114,21 @@ class MultiTokenHeads(Head):
 
 
 class MedusaHeads(MultiTokenHeads):
-    """K stacks of residual blocks side by side."""
+    """K independent stacks of residual blocks."""
 
     def __init__(self, args: MultiTokenArgs):
         super().__init__(args)
         self.stacks = nn.ModuleList(Stack(args, args.hidden_size) for _ in range(args.guesses))
 
     def stack_input(self, p: Tensor, paths: Tensor) -> Tensor:
-        """Return what stack k reads [B, 1, H]: a guess does not depend on the tokens before it."""
+        """Return the input of stack k [B, 1, H], which does not depend on drafted tokens."""
         return p
 
 
 class HydraHeads(MultiTokenHeads):
-    """Guess k reads p, the root and k drafted tokens.
+    """Head k reads p, the root and k drafted tokens.
 
-    p is z; Hydra++ has a layer that makes p of all z so far.
+    p is z; in Hydra++ a layer computes p from all z so far.
     """
 
     def __init__(self, args: MultiTokenArgs):
@@ -148,12 +147,12 @@ class HydraHeads(MultiTokenHeads):
         return self.prefix_norm(self.prefix_layer(feature, caches[0], shared))
 
     def stack_input(self, p: Tensor, paths: Tensor) -> Tensor:
-        """Return what stack k reads [B, R, (k + 2) * H]."""
+        """Return the input of stack k [B, R, (k + 2) * H]."""
         return torch.cat((p.expand(-1, paths.shape[1], -1), self.embed(paths).flatten(-2)), -1)
 
 
 class MultiToken(StaticHeadDrafter):
-    """Drafts a static tree level after level with `MultiTokenHeads`."""
+    """Draft a static tree level by level with `MultiTokenHeads`."""
 
     def propose(
         self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
@@ -162,13 +161,13 @@ class MultiToken(StaticHeadDrafter):
         paths, tokens = state.root[..., None], [state.root]
         scores = [torch.zeros_like(p[..., 0], dtype=torch.float32)]
         for i, level in enumerate(self.static.levels):
-            if i:  # expand nodes of the level above
-                paths = torch.cat((paths[:, level.came_from], tokens[-1][:, level.rows, None]), -1)
+            if i:  # expand nodes of the previous level
+                paths = torch.cat((paths[:, level.parent_rows], tokens[-1][:, level.rows, None]), -1)
             shift = None if noise is None else noise[:, i, None]
-            found = step.rank(head.guess(p, paths), shift, self.shape.width, self._ids)
-            for kept, x in zip((scores, tokens), found):
-                kept.append(x.expand(-1, paths.shape[1], -1).flatten(1)[:, level.nodes])
-        return self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1))
+            ranked = step.rank(head.head_logits(p, paths), shift, self.shape.width, self._ids)
+            for levels, x in zip((scores, tokens), ranked):
+                levels.append(x.expand(-1, paths.shape[1], -1).flatten(1)[:, level.nodes])
+        return self.static.with_tokens(torch.cat(tokens, 1), torch.cat(scores, 1))
 
 
 def published_tree() -> PathTree:
@@ -181,9 +180,9 @@ def published_tree() -> PathTree:
 
 
 def build(setup: Setup) -> MultiToken:
-    """Load the heads for a static tree: that of --tree FILE, the published one, or one of the default's size.
+    """Load the heads for a static tree: --tree FILE, the published one, or one of the default size.
 
-    Raises InputError if the heads do not fit, ValueError if the tree does not.
+    Raises InputError for unfit heads, ValueError for an unfit tree.
     """
     tree, usual = setup.drafting.tree, setup.default_tree
     if not (tree in (None, "paper") or isinstance(tree, PathTree)):
@@ -192,4 +191,4 @@ def build(setup: Setup) -> MultiToken:
     head = setup.load_head()
     if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
         tree = published_tree()
-    return MultiToken(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.drafting.coupled)
+    return MultiToken(head, tree or expected_tree(usual.nodes, head.args.guesses), setup.drafting.coupled)

@@ -1,7 +1,7 @@
-"""Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
+"""Two drafters on one tree: join their trees and keep the nodes with the highest scores.
 
-`--speculate lookup+eagle3`: matches in the text beside a head's draft tokens. A score is the logarithm of how
-often a node is accepted: a head takes its softmax for that, lookup the length of a match.
+`--speculate lookup+eagle3` joins prompt lookup and a head. A score is the logarithm of the acceptance
+probability: the softmax of a head, or a table by match length of prompt lookup.
 """
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.static import AnyTree
+from drafters.static import TreeSize
 from engine.draft import Drafter
 from engine.state import State
 from engine.step import Step
 from tree import Tree, TreeShape, best_below
 
-MIN_SCORE = math.log(0.2)  # of a tree without a network, below which it is left out on a CPU
+MIN_SCORE = math.log(0.2)  # a tree without a network below it is not joined on a CPU
 
 
 def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
-    """The `nodes` most probable nodes of two trees with one root, fewer with `costs`, as a tree.
+    """Join two trees with one root, and keep the best `nodes` nodes, or fewer with `costs`.
 
-    A path that both have counts once, with the better score. levels: the most levels below the root. A child
-    never outscores its parent; of equals the parent comes first, and stays with its child.
+    A common path is kept once, with the better score. levels: the maximum below the root. A child never
+    outscores its parent; on a tie the parent comes first.
     """
     first = one.tokens.shape[1]
-    # Which nodes of the other stand where a node of the one stands [B, T2, T1].
-    alike = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
-    same = torch.zeros_like(alike)
+    # [B, T2, T1]: nodes with equal token and depth.
+    equal = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
+    same = torch.zeros_like(equal)
     same[:, 0, 0] = True
     roots = (one.depth == 0)[:, None] | (other.depth == 0)[..., None]
     for _ in range(levels):
-        above = same.gather(1, other.parent[..., None].expand_as(same))
-        above = above.gather(2, one.parent[:, None].expand_as(same))
-        same = same | (alike & above & ~roots)
+        same_parent = same.gather(1, other.parent[..., None].expand_as(same))
+        same_parent = same_parent.gather(2, one.parent[:, None].expand_as(same))
+        same = same | (equal & same_parent & ~roots)
     known, match = same.any(-1), same.long().argmax(-1)
     lowest = float("-inf")
     better = torch.where(same, other.scores[..., None], lowest).amax(1)
@@ -46,16 +46,16 @@ def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
     return best_below(one.tokens[:, 0], *below, nodes, levels, costs)
 
 
-def is_likely(tree: Tree) -> bool:
-    """Return whether a drafted node is accepted more often than once in five times."""
+def has_likely_node(tree: Tree) -> bool:
+    """Return whether a draft token has a score above MIN_SCORE."""
     return bool((tree.scores[:, 1:] > MIN_SCORE).any())
 
 
 class Mixed(Drafter):
-    """Two drafters on one tree of `nodes` nodes, the root included.
+    """Two drafters on one tree of `nodes` nodes, root included.
 
-    If one of them grows its trees with a head, the joint ones are as large as its own would be, and the
-    engine may choose among them as if the head were alone.
+    If one grows trees with a head, the joined tree has the size of the head's tree, and the scheduler may
+    size it as that of the head.
     """
 
     reads_costs = True
@@ -64,10 +64,10 @@ class Mixed(Drafter):
         parts = (one, other)
         grown = next((part for part in parts if part.grows), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
-        # A path of all nodes is the longest. But a network draws with noise at every level of its own tree.
-        drawn = max((part.shape.max_commit for part in parts if part.network is not None), default=0)
-        levels = max(min(max(part.shape.max_commit for part in parts), nodes), drawn) - 1
-        super().__init__(AnyTree(nodes, levels))
+        # The longest path has all nodes. But a network needs noise for every level of its own tree.
+        network_levels = max((part.shape.max_commit for part in parts if part.network is not None), default=0)
+        levels = max(min(max(part.shape.max_commit for part in parts), nodes), network_levels) - 1
+        super().__init__(TreeSize(nodes, levels))
         self.parts = nn.ModuleList(parts)
         self.method = "+".join(part.method for part in parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
@@ -82,11 +82,11 @@ class Mixed(Drafter):
 
     @property
     def headless(self) -> Drafter | None:
-        """What drafts while the head is off, None if both draft with a network."""
+        """The drafter without a network, which drafts while the head is off; None if both have one."""
         return next((part for part in self.parts if part.network is None), None)
 
     def with_tree(self, shape: TreeShape) -> Mixed:
-        """Return the same drafters, with another tree of the one that grows trees."""
+        """Return a copy with another tree size of the drafter that grows trees."""
         grown = self.resizable_part
         return Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
 
@@ -97,7 +97,7 @@ class Mixed(Drafter):
 
     @property
     def extra_slots(self) -> int:
-        # A head's own tokens stand behind the tokens of the longest commit.
+        # A head's own tokens follow those of the longest commit.
         return max(self.shape.nodes, *(p.extra_slots_after(self.shape.max_commit) for p in self.parts))
 
     def allocate(self, *sizes) -> None:
@@ -131,12 +131,12 @@ class Mixed(Drafter):
         self, step: Step, state: State, slots: Tensor, noise: Tensor | None, costs=None
     ) -> Tree:
         trees, levels, temperature = [], 0, state.temperature.clamp(0, 1)[:, None]
-        # A tree without a network may be left out, once that of the network is known.
+        # The drafter with a network comes first; the other tree may then be skipped.
         for part in sorted(self.parts, key=lambda part: part.network is None):
             resizable = part is self.resizable_part
             tree = step.draft(part, state, slots, noise, costs if resizable else None)
-            if trees and costs is not None and part.network is None and not is_likely(tree):
-                continue  # joining costs more than it gains
+            if trees and costs is not None and part.network is None and not has_likely_node(tree):
+                continue  # joining would cost more than it gains
             trees.append(tree._replace(scores=tree.scores * (1 + (part.sampled - 1) * temperature)))
             levels = tree.levels if resizable else levels
         if len(trees) < 2:

@@ -9,17 +9,17 @@ from extensions import METHOD_FLAGS, METHODS, Method, MethodFlag
 
 
 def grows(name: str) -> bool:
-    """Return whether a method, or one of two, has a head that grows trees of any size."""
+    """Return whether a method, or one of two joined ones, grows trees of any size."""
     return any(method.grows for method in methods_of(name).values())
 
 
 def flags_of(name: str) -> dict[str, MethodFlag]:
-    """Return the flags of a method, or of two."""
+    """Return the flags of a method, or of two joined ones."""
     return {flag: about for flag, about in METHOD_FLAGS.items() if about.method in methods_of(name)}
 
 
 def check(drafting: Drafting, methods: dict[str, Method]) -> dict:
-    """Return the flags of the methods, those that are not given by their defaults. Raises InputError."""
+    """Return the flags of the methods, with defaults. Raises InputError."""
     window, name = drafting.window, drafting.method
     if window is not None and (type(window) is not int or window < 0):
         raise InputError(f"--draft-window {window!r}: must be at least 1 token, or 0 for all")

@@ -1,4 +1,4 @@
-"""Static trees: their shapes, their tensors, and the EAGLE-1 drafter, which drafts one with a draft head."""
+"""Static trees: shapes, tensors, and the EAGLE-1 drafter."""
 from __future__ import annotations
 
 import math
@@ -21,24 +21,24 @@ from tree import Tree, link
 
 
 @dataclass(frozen=True)
-class AnyTree:
-    """Size of trees whose form changes from step to step and that are not grown, such as joint ones.
+class TreeSize:
+    """Size of trees without a fixed form, such as joined ones.
 
-    It has `nodes` T, root included, on at most `levels` levels below the root.
+    They have `nodes` T, root included, on at most `levels` levels below the root.
     """
 
     nodes: int
     levels: int
-    width: None = None  # it has none
+    width: None = None
 
     @property
     def max_commit(self) -> int:
-        """W, the most tokens one step can commit: the root and a full path."""
+        """W, the maximum number of tokens that a step commits: the root and a full path."""
         return self.levels + 1
 
     @property
     def extra_slots(self) -> int:
-        """As `TreeShape.extra_slots`."""
+        """See `TreeShape.extra_slots`."""
         return max(self.nodes, self.max_commit)
 
     @property
@@ -46,30 +46,26 @@ class AnyTree:
         """The name in records."""
         return f"{self.nodes} nodes"
 
-    def limited(self, nodes: int, levels: int) -> AnyTree:
+    def limited(self, nodes: int, levels: int) -> TreeSize:
         """Return the shape of a tree with fewer nodes."""
         return replace(self, nodes=nodes)
 
 
 class Level(NamedTuple):
-    """One level of a `PathTree`.
+    """One level of a `PathTree`. Its rows are the expanded nodes of the previous level, in order."""
 
-    Its rows are the nodes of the level above that are expanded, in order.
-    """
-
-    nodes: list[int]  # each drafted node's index in its rows' ranked children: row * width + rank
-    rows: list[int]  # which of the nodes drafted by the level above are expanded
-    came_from: list[int]  # and the row each of those was drafted by
-    sees: list[list[bool]]  # [rows, all rows so far] which drafted rows each row attends to, itself included
+    nodes: list[int]  # indices of the drafted nodes in the rows' ranked children: row * width + rank
+    rows: list[int]  # indices of the expanded nodes in the previous level's drafted nodes
+    parent_rows: list[int]  # the previous level's rows that drafted them
+    visible: list[list[bool]]  # [rows, all rows so far]: the rows that each row attends to, itself included
 
 
 @dataclass(frozen=True)
 class PathTree:
     """A static tree of EAGLE-1 or Medusa.
 
-    `paths` are ranks below the root: (0, 2) is the third child of the first child.
-    Nodes are in the order of depth, then of ranks, the root first. Raises ValueError on a path without its
-    parent, a repeated path or one that is no list of ranks.
+    paths: ranks below the root; (0, 2) is the third child of the first child. Nodes are sorted by depth, then
+    by ranks, root first. Raises ValueError on a path without its parent, a repeated path, or invalid ranks.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -81,7 +77,7 @@ class PathTree:
         for path in self.paths:
             ranks = all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path)
             if not path or not ranks:
-                raise ValueError(f"tree: path {list(path)} is no list of ranks (0, 1, ...)")
+                raise ValueError(f"tree: path {list(path)} is not a list of ranks (0, 1, ...)")
             if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"tree: path {list(path)} has no parent {list(path[:-1])}")
         if len(known) != len(self.paths):
@@ -95,17 +91,17 @@ class PathTree:
 
     @property
     def width(self) -> int:
-        """The number of ranked children of a row that are candidates."""
+        """The number of children of a row that are ranked."""
         return 1 + max(max(p) for p in self.paths)
 
     @property
     def max_commit(self) -> int:
-        """W, the most tokens one step can commit: the root and a full path."""
+        """W, the maximum number of tokens that a step commits: the root and a full path."""
         return 1 + len(self.paths[-1])
 
     @property
     def extra_slots(self) -> int:
-        """As `TreeShape.extra_slots`."""
+        """See `TreeShape.extra_slots`."""
         return max(self.nodes, self.max_commit + sum(len(level.rows) for level in self.levels))
 
     @property
@@ -113,69 +109,68 @@ class PathTree:
         """The name in records."""
         return f"{self.nodes} nodes"
 
-    def limited(self, nodes: int, levels: int) -> AnyTree:
+    def limited(self, nodes: int, levels: int) -> TreeSize:
         """Return the shape of a tree with fewer nodes."""
-        return AnyTree(nodes, self.max_commit - 1)
+        return TreeSize(nodes, self.max_commit - 1)
 
     @property
     def parent(self) -> list[int]:
-        """Index of each node's parent [T]; the root's is 0, itself."""
+        """Index of each node's parent [T]; the root's is 0."""
         index = {(): 0} | {p: i for i, p in enumerate(self.paths, 1)}
         return [0] + [index[p[:-1]] for p in self.paths]
 
     @cached_property
     def levels(self) -> list[Level]:
-        """The levels below the root, first level first."""
+        """The levels below the root."""
         inner = {p[:-1] for p in self.paths}
-        result, above, parents, drafted = [], [], [], []  # drafted: all rows, in the order of their slots
+        result, previous, parents, drafted = [], [], [], []  # drafted: all rows, in the order of their slots
         for depth in range(1, self.max_commit):
             level = [p for p in self.paths if len(p) == depth]
-            expanded = [p for p in above if p in inner]
+            expanded = [p for p in previous if p in inner]
             rows = expanded or [()]  # the root's row is the catch-up's
             drafted += expanded
             result.append(Level(
-                [rows.index(p[:-1]) * self.width + p[-1] for p in level], [above.index(p) for p in expanded],
+                [rows.index(p[:-1]) * self.width + p[-1] for p in level],
+                [previous.index(p) for p in expanded],
                 [parents.index(p[:-1]) for p in expanded],
                 [[p[: len(q)] == q for q in drafted] for p in expanded],
             ))
-            above, parents = level, rows
+            previous, parents = level, rows
         return result
 
 
-def chains(lengths: tuple[int, ...]) -> PathTree:
-    """A tree of chains side by side. Raises ValueError on a length below 1."""
+def chain_tree(lengths: tuple[int, ...]) -> PathTree:
+    """Return a tree of chains below the root. Raises ValueError on a length below 1."""
     if not lengths or min(lengths) < 1:
         raise ValueError(f"tree: chains of {list(lengths)} tokens; each needs at least one")
     return PathTree(tuple((c,) + (0,) * i for c, length in enumerate(lengths) for i in range(length)))
 
 
-def likely_tree(nodes: int, levels: int) -> PathTree:
-    """Return a static tree of the nodes that are accepted most often, root included.
+def expected_tree(nodes: int, levels: int) -> PathTree:
+    """Return the static tree of the nodes with the highest acceptance, root included.
 
-    Assumed: the best child is right six times in ten at the first level and a tenth less often a level
-    further down; the n-th best is right 0.25/n as often as the best. Raises ValueError if there is nothing to
-    draft.
+    Assumed acceptance of the top-1 child: 60 % at the first level, 10 % less at each further level. That of
+    the child of rank n: 0.25/n of it. Raises ValueError if there is nothing to draft.
     """
     if nodes < 2 or levels < 1:
         raise ValueError(f"tree: {nodes} nodes on {levels} levels draft nothing")
 
-    def share(path: tuple[int, ...]) -> float:
+    def acceptance(path: tuple[int, ...]) -> float:
         return math.prod(0.6 * 0.9**depth * (0.25 / rank if rank else 1) for depth, rank in enumerate(path))
 
     paths: list[tuple[int, ...]] = []
-    open_ends = [(0,)]  # of every node taken, the next sibling and the first child
+    candidates = [(0,)]  # the next sibling and the first child of every chosen node
     while len(paths) < nodes - 1:
-        best = max(open_ends, key=share)
-        open_ends.remove(best)
+        best = max(candidates, key=acceptance)
+        candidates.remove(best)
         paths.append(best)
-        open_ends.append((*best[:-1], best[-1] + 1))
+        candidates.append((*best[:-1], best[-1] + 1))
         if len(best) < levels:
-            open_ends.append((*best, 0))
+            candidates.append((*best, 0))
     return PathTree(tuple(paths))
 
 
-# EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on
-# average.
+# EAGLE-1's tree of 25 drafted nodes (mc_sim_7b_63 in SafeAILab/EAGLE choices.py).
 EAGLE1_TREE = PathTree((
     (0,), (1,), (2,), (3,),
     (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
@@ -187,8 +182,8 @@ EAGLE1_TREE = PathTree((
 # -- tensors of a static tree --------------------------------------------------------------------------------
 
 
-def constants(module: nn.Module, **values) -> None:
-    """Register lists or tensors as buffers of a module: they move to a device with it and are not saved."""
+def register_constants(module: nn.Module, **values) -> None:
+    """Register lists or tensors as non-persistent buffers of a module."""
     for name, value in values.items():
         module.register_buffer(name, torch.as_tensor(value), persistent=False)
 
@@ -198,35 +193,35 @@ class StaticLevel(nn.Module):
 
     def __init__(self, level: Level):
         super().__init__()
-        constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
-        for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
-            constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
+        register_constants(self, visible=torch.tensor(level.visible, dtype=torch.bool))
+        for name in ("nodes", "rows", "parent_rows"):  # may be empty, so the dtype is given
+            register_constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
 
 
 class StaticTree(nn.Module):
-    """A tree whose shape is fixed: only its tokens change."""
+    """The tensors of a tree of fixed shape."""
 
     def __init__(self, shape: PathTree):
         super().__init__()
         parent = torch.tensor(shape.parent)
         depth, ancestors = link(parent[None], shape.max_commit - 1)
-        constants(self, parent=parent, depth=depth[0], ancestors=ancestors[0])
+        register_constants(self, parent=parent, depth=depth[0], ancestors=ancestors[0])
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
-    def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
+    def with_tokens(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
         """Return the tree with these tokens [B, T], root first.
 
-        scores [B, T]: the log-probability of each node given its parent, if the drafter has one.
+        scores [B, T]: log-probabilities given the parent, if the drafter has them.
         """
         B = tokens.shape[0]
         ancestors = self.ancestors.expand(B, -1, -1)
-        # Selected, not multiplied: a score may be -inf.
+        # torch.where, as a score may be -inf.
         paths = None if scores is None else torch.where(self.ancestors, scores[:, None], 0).sum(-1)
         return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
 
 
 class StaticDrafter(Drafter):
-    """The base of drafters without a network that always draft the same tree."""
+    """Base class of drafters without a network that draft a static tree."""
 
     def __init__(self, shape: PathTree):
         super().__init__(shape)
@@ -234,9 +229,9 @@ class StaticDrafter(Drafter):
 
 
 class StaticHeadDrafter(HeadDrafter):
-    """A drafter with a head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
+    """A head that drafts a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
 
-    The expanded ranks are fixed: every index is known beforehand and kept on the device.
+    All indices are constants on the device.
     """
 
     grows = reads_costs = False
@@ -252,23 +247,23 @@ class StaticHeadDrafter(HeadDrafter):
         h = self.catch_up(step, state, slots)
         tokens, scores, used = [state.root], [], 0
         for i, level in enumerate(self.static.levels):
-            if i:  # expand nodes of the level above
+            if i:  # expand nodes of the previous level
                 count = len(level.rows)
                 own = state.length[:, None] + used + torch.arange(count, device=slots.device)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
-                visible = step.mask(slots, state.length, level.sees.expand(B, -1, -1))
-                expanded, feature = tokens[-1][:, level.rows], h[:, level.came_from]
+                visible = step.mask(slots, state.length, level.visible.expand(B, -1, -1))
+                expanded, feature = tokens[-1][:, level.rows], h[:, level.parent_rows]
                 h = self._forward(expanded, feature, positions, own, visible)
                 used += count
             level_scores, ranked = (x.flatten(1) for x in self._best(step, h, noise, i, k))
             tokens.append(ranked[:, level.nodes])  # of [B, rows * k]
             scores.append(level_scores[:, level.nodes])
-        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent
-        return self.static.of(torch.cat(tokens, dim=1), scores)
+        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # each given its parent
+        return self.static.with_tokens(torch.cat(tokens, dim=1), scores)
 
 
 def read_paths(file: str) -> PathTree:
-    """Read a JSON file with the paths of a tree, as --tree names it. Raises InputError."""
+    """Read the JSON file of --tree FILE. Raises InputError."""
     try:
         return PathTree(tuple(map(tuple, parse_json(read_text(file), file))))
     except (ValueError, TypeError) as e:
@@ -277,8 +272,7 @@ def read_paths(file: str) -> PathTree:
 
 
 def build(setup: Setup) -> HeadDrafter:
-    """Build the EAGLE-1 drafter. Raises InputError if the head does not fit, ValueError if the tree does not.
-    """
+    """Build the EAGLE-1 drafter. Raises InputError for an unfit head, ValueError for an unfit tree."""
     if setup.drafting.tree is not None:
         return engine.draft.build(setup)
     return StaticHeadDrafter(setup.load_head(), EAGLE1_TREE, setup.drafting.coupled)

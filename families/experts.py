@@ -14,7 +14,7 @@ from model import MLP, Linear, ModelArgs, TargetBlock, Transformer, gated_activa
 
 @dataclass(frozen=True)
 class MixtureArgs(ModelArgs):
-    """The shape of a target with experts; `intermediate_size` is that of one expert."""
+    """The shape of a target with experts; `intermediate_size` is of one expert."""
 
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP
     experts_per_token: whole(0, 10_000) = 0  # A
@@ -27,7 +27,7 @@ class MixtureArgs(ModelArgs):
 
 
 class Experts(nn.Module):
-    """A mixture of E experts. Each token uses A of them. All shapes are static.
+    """A mixture of E experts, A per token. All shapes are static.
 
     fused: computes `mix` in a backend's kernels.
     """
@@ -38,7 +38,7 @@ class Experts(nn.Module):
     def __init__(self, args: MixtureArgs):
         super().__init__()
         E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
-        self.used, self.renormalise = args.experts_per_token, args.renormalise_experts
+        self.used, self.renormalize = args.experts_per_token, args.renormalise_experts
         self.activation, self.gate = args.activation, gated_activation(args.activation)
         self.router = Linear(H, E, bias=args.biases)
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
@@ -65,18 +65,18 @@ class Experts(nn.Module):
         return y if bias is None else y + bias[chosen]
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Compute `MLP.forward`."""
+        """See `MLP.forward`."""
         tokens = x.flatten(0, -2)  # [R, H]
         weight, chosen = self.router(tokens).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
-        if self.renormalise:
+        if self.renormalize:
             weight = weight / weight.sum(-1, keepdim=True)
         out = (self.fused or Experts.mix)(self, tokens, weight.to(x.dtype), chosen).view_as(x)
         return out if residual is None else residual + out
 
     def mix(self, tokens: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         """Sum the outputs of experts `chosen` [R, A] for tokens [R, H] by weight [R, A] -> [R, H]."""
-        # Few tokens, as in plain decoding, read the weights of their experts only. Many tokens choose nearly
-        # all experts, so every expert computes every token.
+        # With few tokens, read only the weights of their experts. Many tokens choose nearly all experts, so
+        # every expert computes every token.
         by_token = chosen.numel() < self.router.out_features
         experts = chosen if by_token else None
         both = self._product(tokens, self.w_gate_up, self.gate_up_bias, experts)
@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
 
 class MixtureBlock(TargetBlock):
-    """A layer with experts, or with one MLP where `num_experts` is 0."""
+    """A layer with experts, or with a dense MLP if `num_experts` is 0."""
 
     def make_mlp(self, args: MixtureArgs) -> nn.Module:
         return Experts(args) if args.num_experts else MLP(args)

@@ -1,4 +1,4 @@
-"""Gemma 3: output norms, zero-centred norms, scaled embeddings, and a local RoPE base."""
+"""Gemma 3: output norms, zero-centered norms, scaled embeddings, and a local RoPE base."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.schema import number
-from families.norms import ZeroCentredNorm
+from families.norms import ZeroCenteredNorm
 from model import ModelArgs, TargetBlock, Transformer
 
 
@@ -16,15 +16,15 @@ from model import ModelArgs, TargetBlock, Transformer
 class Gemma3Args(ModelArgs):
     """The shape of a Gemma 3 target."""
 
-    local_rope_base: number(above=1, high=1e15) | None = None  # of layers with a window, if it is another
-    query_scalar: number(above=0, high=1e6) | None = None  # scores are over its square root; None: head_dim
+    local_rope_base: number(above=1, high=1e15) | None = None  # of sliding-window layers, if different
+    query_scalar: number(above=0, high=1e6) | None = None  # scores / its square root; None: head_dim
     scaled_embedding: Literal[True] = True  # embeddings are multiplied by the square root of H
     zero_centred: Literal[True] = True  # norms multiply by 1 + weight
-    output_norms: Literal[True] = True  # outputs of attention and of the MLP are normed, too
+    output_norms: Literal[True] = True  # outputs of attention and of the MLP are normed
 
     def __post_init__(self):
         super().__post_init__()
-        # Scores have the square of this factor.
+        # Scores are scaled by the square of this factor.
         scale = (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.25
         object.__setattr__(self, "rope_factor", self.rope_factor * scale)
 
@@ -37,7 +37,7 @@ class Gemma3Args(ModelArgs):
         return torch.tensor(self.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
     def inverse_frequencies(self, length: int = 0) -> Tensor:
-        """Return [hd/2] float32, or with a `local_rope_base` [2, hd/2], its own second."""
+        """Return [hd/2] float32; with a `local_rope_base` [2, hd/2], the local ones second."""
         usual = super().inverse_frequencies(length)
         if self.local_rope_base is None:
             return usual
@@ -48,7 +48,7 @@ class Gemma3Args(ModelArgs):
 class Gemma3Block(TargetBlock):
     """A layer of Gemma 3."""
 
-    Norm = ZeroCentredNorm
+    Norm = ZeroCenteredNorm
 
     def __init__(self, args: Gemma3Args, layer: int = 0):
         super().__init__(args, layer)

@@ -15,9 +15,9 @@ from model import MLP, Linear
 
 @dataclass(frozen=True)
 class GptOssArgs(MixtureArgs):
-    """The shape of a gpt-oss target. With `biases` the attention's output has one, too."""
+    """The shape of a gpt-oss target. With `biases`, `wo` has a bias too."""
 
-    sinks: Flag = False  # each query head has a score of its own in the softmax, with no value
+    sinks: Flag = False  # a learned softmax score per query head, without a value (attention sinks)
 
 
 class GptOssBlock(MixtureBlock):
@@ -36,13 +36,13 @@ class GptOssBlock(MixtureBlock):
         return mlp
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """As `Block.attention`: a sink is the bias of one more slot, with a key and a value of zeros."""
+        """See `Block.attention`. A sink is the bias of an extra slot with key and value 0."""
         if self.sinks is None:
             return super().attention(q, k, v, bias)
         h, rows = q.shape[1:3]
         if bias is None:
             bias = torch.full((rows, rows), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-        scores = self.sinks.view(h, -1)  # [h, query heads of each]
+        scores = self.sinks.view(h, -1)  # [h, query heads per key/value head]
         sinks = scores.repeat_interleave(rows // scores.shape[1], 1).to(bias.dtype)[..., None]
         bias = torch.cat((bias.expand(*q.shape[:-1], -1), sinks.expand(*q.shape[:-1], 1)), dim=-1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))

@@ -9,7 +9,7 @@ from torch import Tensor
 from model import RMSNorm
 
 
-class ZeroCentredNorm(RMSNorm):
+class ZeroCenteredNorm(RMSNorm):
     """RMSNorm that scales by 1 + weight, in float32."""
 
     def __init__(self, size: int, eps: float):

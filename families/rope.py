@@ -17,7 +17,7 @@ from common.schema import Flag, number
 from model import Factor, Length, ModelArgs
 
 Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]
-FIELDS = {  # of `rope_scaling` by its type
+FIELDS = {  # of `rope_scaling`, by type
     "linear": {"factor": Factor},
     "yarn": {
         "factor": Factor, "original_max_position_embeddings": Length,
@@ -47,7 +47,7 @@ def _yarn(scaling: dict, args: ModelArgs, freq: Tensor) -> Tensor:
     """Divide slow pairs by `factor`, keep fast ones, and blend those between."""
     factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
 
-    def pair(turns: float) -> float:  # the pair that turns this often within the original context
+    def pair(turns: float) -> float:  # the pair with this number of turns in the original context
         return args.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(args.rope_base))
 
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
@@ -76,6 +76,6 @@ def attention_factor(args: ModelArgs) -> float:
 
 
 def short_length(args: ModelArgs) -> float:
-    """Return the longest sequence that longrope's short divisors are for; infinity without longrope."""
+    """Return the maximum length of longrope's short divisors; infinity without longrope."""
     scaling = args.rope_scaling
     return scaling["original_max_position_embeddings"] if "long_divisors" in scaling else math.inf

@@ -42,7 +42,7 @@ class CpuStep(Step):
 
     batch_invariant, static_shapes = True, False
     caches = {"auto": packed.CpuCaches, "int8": packed.Int8Caches}
-    # A head reads all its weights at each level; w8a8 costs no acceptance (docs/quantising.md).
+    # A head reads all its weights at each level; w8a8 costs no acceptance (docs/quantizing.md).
     quantized_at_load = {torch.bfloat16: "w8a8"}
     loaded: dict[str, CpuStep] = {}  # by instruction set
 
@@ -138,9 +138,9 @@ class CpuStep(Step):
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
         return Tree(*self.ops.join(*fields, nodes, *costs or packed.NO_COSTS))
 
-    def follow(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        tables = matcher.chain, matcher.ahead, matcher.first, matcher.further
-        return self.ops.follow(tokens, length, count, *tables, matcher.shortest)
+    def lookup(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        tables = matcher.chain, matcher.ahead, matcher.first_scores, matcher.later_scores
+        return self.ops.lookup(tokens, length, count, *tables, matcher.min_match)
 
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None

@@ -208,7 +208,7 @@ class PackedExperts(nn.Module):
         experts.w_gate_up = None  # frees its memory before the next is packed
         self.w_down = Packed(backend, experts.w_down, experts.down_bias, dtype)
         # See csrc/operators.cpp: mixture_of.
-        self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalise) << 56
+        self.bits = self.router.columns << 24 | experts.used << 40 | int(experts.renormalize) << 56
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """As `MLP.forward`."""

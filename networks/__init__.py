@@ -1,1 +1,1 @@
-"""The draft heads, and targets with delta nets, as modules. Definitions only."""
+"""Networks of draft heads beyond EAGLE."""

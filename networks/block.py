@@ -1,4 +1,4 @@
-"""The heads that draft a whole block in one pass: DFlash, DSpark, and JetSpec's variant. Definitions only.
+"""Heads that draft a block in one pass: DFlash, DSpark, JetSpec. Definitions only.
 
 DFlash: arXiv 2602.06036 (z-lab/dflash). DSpark: arXiv 2607.05147 (deepseek-ai/DeepSpec), a DFlash backbone
 with the heads in `networks.markov`. JetSpec (arXiv 2606.18394) is DFlash with a causal block.
@@ -19,22 +19,22 @@ from networks.markov import Markov, MarkovArgs
 
 @dataclass(frozen=True, kw_only=True)
 class BlockArgs(MarkovArgs):
-    """Shape of a head that drafts blocks. Their rows are the anchor, which is the root, then masks."""
+    """Shape of a block head. A block is the anchor, which is the root, and mask tokens."""
 
-    block: whole(1, 256) = 8  # rows of a block, the anchor's included
-    from_anchor: Flag = False  # row j drafts the token j+1 places after the anchor; else j places
-    causal: Flag = False  # rows of a block see those before them only; in layers with a window they always do
+    block: whole(1, 256) = 8  # tokens of a block, anchor included
+    from_anchor: Flag = False  # token j drafts position j+1 after the anchor; else position j
+    causal: Flag = False  # causal attention within a block; layers with a sliding window always have it
 
     @property
     def drafts(self) -> int:
-        """The number of tokens a block drafts: levels of a tree below the root."""
+        """The number of draft tokens of a block: levels of a tree below the root."""
         return self.block if self.from_anchor else self.block - 1
 
 
 class BlockLayer(Block):
-    """A layer of a block head: rows of a block read the target's features, and each other.
+    """A layer of a block head: tokens of a block attend to the target's features and to the block.
 
-    The keys and values of the features come from the same weights as those of the rows.
+    `wqkv` computes the keys and values of both.
     """
 
     standard = False
@@ -44,26 +44,25 @@ class BlockLayer(Block):
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: PassInputs) -> Tensor:
-        """Rows x [B, R, H] of a block -> the same after this layer.
+        """x [B, R, H] of a block -> [B, R, H].
 
-        context [B, W, H]: fused features that are not in the cache yet. Positions, slots and sight in
-        `shared` are those of context and rows, one after the other.
+        context [B, W, H]: fused features that are not in the cache yet. Positions, slots and mask in `shared`
+        are of the context followed by the block.
         """
         inputs = torch.cat((context, self.attn_norm(x)), 1)
         attended = cache.attend(self, self.wqkv(inputs), shared)
         return self.finish(x, attended[:, context.shape[1] :])
 
     def read(self, context: Tensor, cache: KVCache, shared: PassInputs) -> None:
-        """Put the keys and values of fused features [B, C, H] into the cache."""
+        """Write the keys and values of fused features [B, C, H] to the cache."""
         cache.attend(self, self.wqkv(context), shared)
 
 
 class BlockHead(Head, Markov):
-    """DFlash's, and what DSpark's has in common with it.
+    """The DFlash head, and the base of DSpark's.
 
-    Row j of a block stands j places after the anchor. It sees the features of all tokens before the anchor
-    and all rows of its block; through a window, and in causal heads, only those up to its own. The lm_head
-    scores its output.
+    Token j of a block is at position j after the anchor. It attends to the features of all tokens before the
+    anchor and to its block, up to itself in causal heads and in layers with a sliding window.
     """
 
     Args = BlockArgs
@@ -77,7 +76,7 @@ class BlockHead(Head, Markov):
         self.add_markov(args)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Target features [B, T, F] -> what every layer reads of them [B, T, H]."""
+        """Target features [B, T, F] -> the context of every layer [B, T, H]."""
         return self.hidden_norm(self.fc(features))
 
     def read(
@@ -91,39 +90,39 @@ class BlockHead(Head, Markov):
         self, anchor: Tensor, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
         caches: nn.ModuleList, *, before=None,
     ) -> Tensor:
-        """One pass over the block that begins with tokens anchor [B] -> its drafting rows [B, drafts, H].
+        """Run the block of anchor tokens [B] -> normed outputs of its drafting tokens [B, drafts, H].
 
-        They are normed. context [B, W, H]: fused features that are not in the caches yet. positions and slots
-        [B, W+block], visible [B, W+block, n]: of these and of the block's rows, one after the other.
-        before: `visible` of layers with a window, if another: rows do not see those after them.
+        context [B, W, H]: fused features that are not in the caches yet. positions and slots [B, W+block],
+        visible [B, W+block, n]: of the context followed by the block. before: the causal mask of layers with
+        a sliding window, if `visible` is bidirectional.
         """
-        shared = near = PassInputs(self.args, self.inv_freq, positions, slots, visible)
+        shared = windowed = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         if before is not None:
-            near = PassInputs(self.args, self.inv_freq, positions, slots, before)
+            windowed = PassInputs(self.args, self.inv_freq, positions, slots, before)
         x = self.embed(self.block_tokens(anchor))
         for layer, cache in zip(self.layers, caches):
-            x = layer(x, context, cache, near if layer.window else shared)
-        return self.norm(self.drafting(x))
+            x = layer(x, context, cache, windowed if layer.window else shared)
+        return self.norm(self.draft_rows(x))
 
     def block_tokens(self, anchor: Tensor) -> Tensor:
-        """The tokens that the rows of blocks read [..., block], by their anchors [...]."""
+        """Return the input tokens of blocks [..., block] of anchors [...]."""
         masks = torch.full_like(anchor, self.args.mask_id)[..., None]
         return torch.cat((anchor[..., None], masks.expand(*anchor.shape, self.args.block - 1)), -1)
 
-    def drafting(self, x: Tensor) -> Tensor:
-        """The rows that draft [..., drafts, H] of those of blocks [..., block, H]."""
+    def draft_rows(self, x: Tensor) -> Tensor:
+        """Return the drafting tokens [..., drafts, H] of blocks [..., block, H]."""
         return x[..., self.args.block - self.args.drafts :, :]
 
 
 class DSparkHead(BlockHead):
-    """DSpark's. Settings cannot tell: it may lack a Markov head, and DFlash's may draft from the anchor."""
+    """The DSpark head. The type is not implied by options: the Markov head is optional."""
 
 
-def spread_layers(num_layers: int, states: int) -> tuple[int, ...]:
-    """The layers whose inputs a block head reads: evenly from the third to the last but one.
+def evenly_spaced_layers(num_layers: int, states: int) -> tuple[int, ...]:
+    """Return the layers whose inputs a block head reads, evenly spaced from the third to the last but one.
 
-    They are those of the published heads: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises
-    ValueError if there are too few.
+    As published: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises ValueError if there are too
+    few layers.
     """
     first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
     steps = max(states - 1, 1)

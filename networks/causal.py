@@ -1,4 +1,4 @@
-"""A pass over complete sequences without a KV cache, for training and scoring."""
+"""A causal pass over complete sequences without a KV cache, for training and scoring."""
 from __future__ import annotations
 
 import torch
@@ -21,8 +21,8 @@ def causal(
         groups, bias = q.shape[1] // k.shape[1], None
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         if 0 < layer.window < T:
-            near = (at <= at[:, None]) & (at > at[:, None] - layer.window)
-            bias = torch.zeros_like(near, dtype=q.dtype).masked_fill(~near, float("-inf"))
+            in_window = (at <= at[:, None]) & (at > at[:, None] - layer.window)
+            bias = torch.zeros_like(in_window, dtype=q.dtype).masked_fill(~in_window, float("-inf"))
         return layer.finish(x, layer.attention(q, k, v, bias).transpose(1, 2).flatten(2))
 
     return target.run_layers(tokens, aux_layers, apply)

@@ -17,14 +17,14 @@ from model import RMSNorm, lm_logits
 class Eagle31Args(HeadArgs):
     """Shape of an EAGLE-3 head with options."""
 
-    # Norms before fc: "" none, "each" captured state has its own, "all" share a wide one.
+    # Norms before fc: "" none, "each": one per captured state, "all": one over all states.
     feature_norm: Literal["", "each", "all"] = ""
     norm_before_residual: Flag = False  # the residual stream starts from the normed feature
     recycle_normed: Flag = False  # norm_output: the next draft step reads norm(h), not h
 
 
 class Eagle31Block(Eagle3Block):
-    """The first layer, whose residual stream may start from the normed feature."""
+    """The first layer. Its residual stream may start from the normed feature."""
 
     def __init__(self, args: Eagle31Args):
         super().__init__(args)
@@ -37,7 +37,7 @@ class Eagle31Block(Eagle3Block):
 
 
 class Eagle31Head(Eagle3Head):
-    """An EAGLE-3 head with norms before `fc`, or that reads its own normed output."""
+    """An EAGLE-3 head with norms before `fc`, or with normed outputs as features."""
 
     Args, Layer = Eagle31Args, Eagle31Block
 

@@ -1,9 +1,8 @@
 """The Markov head and the confidence head of DSpark (arXiv 2607.05147). Definitions only.
 
-A head that drafts several tokens from one pass guesses each without knowing the others. The Markov head adds
-to its logits how likely each token is after the one before it: a product of small rank. The confidence head
-says how often what a row drafts is accepted. Formulas: deepseek-ai/DeepSpec markov_head.py, "vanilla" and
-"gated".
+Block heads predict several tokens independently. The Markov head adds low-rank bigram logits, conditioned on
+the previous token. The confidence head predicts acceptance. Formulas: deepseek-ai/DeepSpec markov_head.py,
+"vanilla" and "gated".
 """
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from model import Linear, lm_logits
 class MarkovArgs(HeadArgs):
     """Shape of a head that may have a Markov head and a confidence head."""
 
-    mask_id: whole(0, 2**24) = 0  # the token that rows read for what is not known yet
+    mask_id: whole(0, 2**24) = 0  # the mask token
     markov_rank: whole(0, 2**16) = 0  # 0: no Markov head
-    markov_gated: Flag = False  # the row that drafts weighs each of the r numbers
+    markov_gated: Flag = False  # a gate from the drafting token on the r values
     confidence: Flag = False
-    confidence_reads_markov: Flag = True  # its row of `markov_in`, beside the head's
+    confidence_reads_markov: Flag = True  # `markov_in` of the previous token, concatenated
 
     def relations(self) -> list[tuple[str, bool, str]]:
         below = ("mask_id", self.mask_id < self.vocab_size, f"an id below vocab_size, {self.vocab_size}")
@@ -34,10 +33,10 @@ class MarkovArgs(HeadArgs):
 
 
 class Markov(nn.Module):
-    """The Markov and the confidence head; for classes that are a `Head` too."""
+    """Mixin of `Head` with a Markov head and a confidence head."""
 
     def add_markov(self, args: MarkovArgs) -> None:
-        """Make the modules."""
+        """Create the modules."""
         H, r = args.hidden_size, args.markov_rank
         self.markov_in = nn.Embedding(args.vocab_size, r) if r else None
         self.markov_out = Linear(r, args.draft_vocab_size, bias=False) if r else None
@@ -45,26 +44,26 @@ class Markov(nn.Module):
         reads = H + (r if args.confidence_reads_markov else 0)
         self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
 
-    def markov_reads(self, row: Tensor, tokens: Tensor) -> Tensor:
+    def markov_input(self, row: Tensor, tokens: Tensor) -> Tensor:
         """Return the input of `markov_out` for tokens [...]: [..., r].
 
-        row [..., H]: the lm_head's input of the rows that draft the next tokens.
+        row [..., H]: the lm_head's inputs of the tokens after these.
         """
-        read = self.markov_in(tokens)
+        x = self.markov_in(tokens)
         if self.markov_gate is not None:
-            read = read * self.markov_gate(torch.cat((row, read.to(row.dtype)), -1)).sigmoid()
-        return read
+            x = x * self.markov_gate(torch.cat((row, x.to(row.dtype)), -1)).sigmoid()
+        return x
 
-    def after(self, row: Tensor, tokens: Tensor) -> Tensor:
-        """Return the addition to the logits of drafts that follow tokens: float32 [..., Vd]. See
-        `markov_reads`."""
-        return lm_logits(self.markov_out, self.markov_reads(row, tokens))
+    def markov_logits(self, row: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits to add for drafts after tokens: float32 [..., Vd]. Arguments: see `markov_input`.
+        """
+        return lm_logits(self.markov_out, self.markov_input(row, tokens))
 
     def confidence_logit(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The logit of how often drafts are accepted [...], float32.
+        """Return the logit of the acceptance probability of drafts [...], float32.
 
-        The arguments are those of `markov_reads`; tokens may be left out unless `confidence_reads_markov`.
-        In training it changes nothing that it reads (arXiv 2607.05147, section 3).
+        Arguments: see `markov_input`; tokens are needed if `confidence_reads_markov`. Its gradient does not
+        reach `row` (arXiv 2607.05147, section 3).
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)

@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from families.hybrid import GatedBlock, HybridArgs
-from families.norms import ZeroCentredNorm
+from families.norms import ZeroCenteredNorm
 from head import Eagle1Head, HeadArgs
 from model import PassInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpArgs(HeadArgs, HybridArgs):
-    """Shape of an MTP layer: its target's, and what draft heads have."""
+    """Shape of an MTP layer: fields of its target and of draft heads."""
 
 
 class MtpHead(Eagle1Head):
     """The MTP layer (multi-token prediction) of Qwen3-Next, Qwen3.5 and later, as a draft head.
 
-    Norms of embedding and feature, `fc` of both, a layer with gated attention, a norm. As the heads of
-    EAGLE-1, it reads the target's states after the final norm, and then its own, normed.
+    Norms of embedding and feature, `fc` of both, a layer with gated attention, a norm. Like EAGLE-1 heads, it
+    reads the target's hidden states after the final norm, then its own.
     """
 
     Args = MtpArgs
@@ -29,7 +29,7 @@ class MtpHead(Eagle1Head):
     def __init__(self, args: MtpArgs):
         super().__init__(args)
         H, eps = args.hidden_size, args.norm_eps
-        self.embed_norm, self.feature_norm, self.norm = (ZeroCentredNorm(H, eps) for _ in range(3))
+        self.embed_norm, self.feature_norm, self.norm = (ZeroCenteredNorm(H, eps) for _ in range(3))
         self.layer = GatedBlock(args)
 
     def forward(

@@ -17,14 +17,14 @@ from networks.markov import Markov, MarkovArgs
 class PEagleArgs(MarkovArgs, Eagle31Args):
     """Shape of a P-EAGLE head."""
 
-    drafts: whole(1, 256) = 8  # draft steps that it was trained for: levels of a tree
+    drafts: whole(1, 256) = 8  # draft steps of its training: levels of a tree
 
 
 class PEagleHead(Eagle31Head, Markov):
     """The head of P-EAGLE (arXiv 2602.01469): EAGLE-3 with all draft steps in one pass.
 
-    Tokens after the first are not known yet: they read the embedding of `mask_id`, and `mask_hidden` in place
-    of the target's features (names: vllm-project/vllm#32887).
+    Positions after the first read the embedding of `mask_id` and the feature `mask_hidden` (names:
+    vllm-project/vllm#32887).
     """
 
     Args = PEagleArgs
@@ -36,9 +36,9 @@ class PEagleHead(Eagle31Head, Markov):
         self.add_markov(args)
 
     def rows(self, h: Tensor) -> Tensor:
-        """Output of `forward` [..., H] -> the input of the lm_head, the Markov and the confidence head."""
+        """Output of `forward` [..., H] -> the input of lm_head, Markov and confidence head [..., H]."""
         return h if self.args.recycle_normed else self.norm(h)
 
     def logits(self, feature: Tensor) -> Tensor:
-        """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
+        """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head."""
         return Head.logits(self, feature)

@@ -1,4 +1,4 @@
-"""The weights of a draft head without those of its target, and copies of a head."""
+"""Draft heads' own weights, and copies of heads."""
 from __future__ import annotations
 
 import torch
@@ -9,14 +9,14 @@ from model import Transformer, meta_modules
 
 
 def own_state(head: Head) -> dict[str, Tensor]:
-    """Return the state dict of a head without what `Head.use_target` shares."""
+    """Return the state dict of a head without the tensors shared by `Head.use_target`."""
     with meta_modules():
         names = type(head)(head.args).state_dict()
     return {name: t for name, t in head.state_dict().items() if name in names}
 
 
 def twin(head: Head, target: Transformer, dtype: torch.dtype) -> Head:
-    """Return a copy with weights of its own in this dtype, on the target's device, tied to the target."""
+    """Return a copy in this dtype on the target's device, tied to the target."""
     with meta_modules():
         copy = type(head)(head.args)
     device = target.embed.weight.device

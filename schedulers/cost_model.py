@@ -356,7 +356,7 @@ class Tuner:
                 f" one, {draft:.2f} to draft and {verify:.2f} to verify{''.join(others)})")
 
 
-NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # where times may not count: ranks must choose alike
+NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # for ranks, which must choose the same trees
 
 
 def is_noisy(requests: list[Request]) -> bool:
@@ -463,7 +463,7 @@ def headless_of(drafter: Drafter) -> Drafter | None:
 def schedule(
     drafter: Drafter, target: Transformer, tree: object, compiles: bool
 ) -> tuple[Drafter, Scheduler | None]:
-    """Return the drafter with its largest tree, and its scheduler; None: always the drafter's own tree.
+    """Return the drafter with its largest tree, and its scheduler; None: always the drafter's tree.
 
     tree: the option --tree. "auto", and None if no step is compiled: trees are sized by measured time.
     Raises InputError on "auto" for several ranks: each measures other times and would choose another tree.

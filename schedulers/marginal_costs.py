@@ -35,8 +35,8 @@ class MarginalCosts(NamedTuple):
     def expand(self, scores: Tensor, limit: int, child_gain: float = 0.5, above: int = 0) -> int:
         """Return how many of the newest nodes [B, n] to expand, at most `limit`; 0: grow no further level.
 
-        child_gain: expected gain of a node's children / that of the node. above: nodes that are kept if a
-        child is kept, its ancestors. If they are given, the level has to pay for the child too.
+        child_gain: expected gain of a node's children / that of the node. above: number of ancestors of a
+        child, which are kept with it. If given, the gain of the level must exceed the cost of its nodes too.
         """
         cost = float(self.nodes[min(above, len(self.nodes) - 1)])
         gains = child_gain * self._gains(scores)[:limit]
@@ -51,7 +51,7 @@ class MarginalCosts(NamedTuple):
         return max(range(len(surplus) + 1), key=lambda n: surplus[n - 1] if n else 0.0)
 
     def limit(self, step: Step, tree: Tree) -> Tree:
-        """Return the nodes of a proposed tree that are worth their cost. step: an `engine.step.Step`."""
+        """Remove the nodes of a proposed tree whose gain is below their cost. step: an `engine.step.Step`."""
         scores, tokens, parents = (x[:, 1:] for x in (tree.scores.float(), tree.tokens, tree.parent - 1))
         nodes = tree.tokens.shape[1]
         return step.dispatch(best_below, tree.tokens[:, 0], scores, tokens, parents, nodes, nodes - 1, self)

@@ -21,7 +21,7 @@ from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.responses import ResponsesBody, ResponsesReply
-from server.worker import GOING_DOWN, Job, Worker
+from server.worker import SHUTTING_DOWN, Job, Worker
 from tokens.calls import BARE, form_of, shown_tags
 from tokens.channels import has_channels, shown_channels
 from tokens.tokenizer import PromptTooLong, Tokenizer
@@ -29,9 +29,9 @@ from tokens.tokenizer import PromptTooLong, Tokenizer
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in (
     "page.js", "markdown.js", "tree.js", "page.css", "markdown-it.js", "highlight.js", "LICENSES.txt")}
-LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # to many clients, which split there
-QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
-OPEN = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # without a key, as in vLLM
+LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}  # many clients split lines there
+PING_SECONDS = 1.0  # without events; then a stream sends a comment, to detect a disconnected client
+OPEN_PATHS = ("/health", "/metrics", "/docs", "/openapi.json", *FILES)  # without a key, as in vLLM
 
 
 class Server:
@@ -119,7 +119,8 @@ class Server:
     def _events(self, http: HttpRequest, jobs: list[Job]) -> AsyncIterator:
         """Submit jobs; returns their events until all have ended or the client has gone. Raises Refusal.
 
-        Each is a pair: number of the job, Event or Refusal; or (0, None) after `QUIET` seconds without one.
+        Each is a pair: number of the job, Event or Refusal; or (0, None) after `PING_SECONDS` seconds without
+        one.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -131,7 +132,7 @@ class Server:
             running = len(jobs)
             while running and not await http.is_disconnected():
                 try:
-                    i, event = await asyncio.wait_for(queue.get(), QUIET)
+                    i, event = await asyncio.wait_for(queue.get(), PING_SECONDS)
                 except asyncio.TimeoutError:
                     yield 0, None
                     continue
@@ -181,7 +182,7 @@ class EventStream(StreamingResponse):
 
 
 async def in_thread(work: Callable):
-    """Do slow work beside other requests. Raises Refusal for an InputError, ValueError or RecursionError."""
+    """Run slow work in a thread. Raises Refusal for an InputError, ValueError or RecursionError."""
     try:
         return await to_thread.run_sync(work)
     except ValueError as e:
@@ -192,17 +193,17 @@ async def in_thread(work: Callable):
 
 
 def make_app(
-    server: Server, key: str | None = None, origins: Sequence[str] = (), most_bytes: int = 4 << 20,
+    server: Server, key: str | None = None, origins: Sequence[str] = (), max_body_bytes: int = 4 << 20,
     log: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """Make the application.
+    """Create the application.
 
-    key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
+    key: needed by requests. origins: of pages that may call it from a browser. max_body_bytes: of a request.
     log: called with a line for every POST request and every error.
     """
     worker = server.worker
     app = FastAPI(title="EAGLE", redoc_url=None)
-    app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN, log=log)
+    app.add_middleware(Gate, key=key, max_body_bytes=max_body_bytes, open_paths=OPEN_PATHS, log=log)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     add_handlers(app)
@@ -241,7 +242,7 @@ def make_app(
     @app.get("/health")
     async def health():
         if worker.failed or worker.closing or not worker.is_alive():
-            raise Refusal(503, worker.failed or GOING_DOWN)
+            raise Refusal(503, worker.failed or SHUTTING_DOWN)
         return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
 
     @app.get("/metrics")

@@ -1,4 +1,4 @@
-"""The gate before the routes: it refuses requests without the key, bodies too long or too slow, and logs."""
+"""ASGI middleware: API keys, limits of bodies, the log; and handlers of errors."""
 from __future__ import annotations
 
 import asyncio
@@ -16,32 +16,30 @@ from starlette.exceptions import HTTPException
 from common.errors import printable
 from server.protocol import Refusal, refusal_of_body
 
-SLOWEST = 60.0  # seconds until a body has to be complete
-MOST_HELD = 256 << 20  # bytes of all incomplete bodies together; a single one is bounded by `most_bytes` only
+BODY_TIMEOUT = 60.0  # seconds for a complete body
+MAX_BUFFERED_BYTES = 256 << 20  # of all incomplete bodies; a single one is limited by `max_body_bytes` only
 
 
 class Gate:
-    """ASGI middleware. most_bytes: of a body. open_paths: they need no key.
-
-    log: called with a line for every POST request and every error.
+    """ASGI middleware. open_paths: need no key. log: receives a line for every POST request and every error.
     """
 
-    def __init__(self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...], log=None):
-        self.app, self.key, self.most, self.open_paths, self.log = app, key, most_bytes, open_paths, log
-        self.held = 0  # bytes of incomplete bodies
+    def __init__(self, app, key: str | None, max_body_bytes: int, open_paths: tuple[str, ...], log=None):
+        self.app, self.key, self.open_paths, self.log = app, key, open_paths, log
+        self.max_body_bytes, self.buffered = max_body_bytes, 0  # buffered: bytes of incomplete bodies
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         scope = {**scope}  # uvicorn keeps its own
-        status, why = 499, ""  # as nginx has it: the client has gone
+        status, why = 499, ""  # nginx's code: the client has disconnected
 
         async def sent(message) -> None:
             nonlocal status, why
             status = message.get("status", status)
             if status >= 400 and message.get("body"):
-                with contextlib.suppress(ValueError):  # a file's range is refused in text
+                with contextlib.suppress(ValueError):  # errors of file ranges are plain text
                     why = json.loads(message["body"])["error"]["message"]
             await send(message)
 
@@ -51,7 +49,7 @@ class Gate:
             status = 500
             raise
         finally:
-            # Pages and probes of health would hide what people ask.
+            # Pages and health probes are not logged.
             if self.log and (scope["method"] == "POST" or status >= 400):
                 reply = scope.get("state", {}).get("reply")
                 words = printable(why, 300) or (reply.summary() if reply else "")
@@ -60,14 +58,14 @@ class Gate:
     async def _pass(self, scope, receive, send) -> None:
         try:
             headers = dict(scope["headers"])
-            self._mend(scope, headers)
+            self._normalize(scope, headers)
             if self.key and scope["path"] not in self.open_paths and scope["method"] != "OPTIONS":
                 self._check_key(headers.get(b"authorization", b""))
             length = headers.get(b"content-length", b"")
             self._check_size(int(length) if length.isdigit() else 0)
-            body = await asyncio.wait_for(self._body(receive), SLOWEST)
+            body = await asyncio.wait_for(self._body(receive), BODY_TIMEOUT)
         except (Refusal, asyncio.TimeoutError) as e:
-            slow = Refusal(408, f"the request was not complete after {SLOWEST:.0f} s", "request_timeout")
+            slow = Refusal(408, f"the request was not complete after {BODY_TIMEOUT:.0f} s", "request_timeout")
             await (e if isinstance(e, Refusal) else slow).response()(scope, receive, send)
             return
         whole = [{"type": "http.request", "body": body, "more_body": False}]
@@ -75,16 +73,16 @@ class Gate:
         async def replay():
             return whole.pop() if whole else await receive()
 
-        if body is not None:  # else the client has gone
+        if body is not None:  # None: the client has disconnected
             await self.app(scope, replay, send)
 
-    def _mend(self, scope: dict, headers: dict) -> None:
-        """Read a request as clients often send one. Raises Refusal for a compressed body."""
-        # Slashes too many, from base URLs.
+    def _normalize(self, scope: dict, headers: dict) -> None:
+        """Normalize path, method and content type of a request. Raises Refusal for a compressed body."""
+        # Base URLs may cause double slashes.
         scope["path"] = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
-        if scope["method"] == "HEAD":  # uvicorn leaves out the body
+        if scope["method"] == "HEAD":  # uvicorn omits the body
             scope["method"] = "GET"
-        # A browser says where a page that posts comes from; others may send JSON under any name.
+        # Browsers send Origin, so a page cannot bypass CORS; other clients may omit the JSON content type.
         if b"origin" not in headers and scope["method"] == "POST":
             others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*others, (b"content-type", b"application/json")]
@@ -97,11 +95,12 @@ class Gate:
             raise Refusal(401, "the API key is missing or wrong", "invalid_api_key")
 
     def _check_size(self, size: int) -> None:
-        if size > self.most:
-            raise Refusal(413, f"the request is longer than {self.most:,} bytes", "request_too_large")
+        if size > self.max_body_bytes:
+            words = f"the request is longer than {self.max_body_bytes:,} bytes"
+            raise Refusal(413, words, "request_too_large")
 
     async def _body(self, receive) -> bytes | None:
-        """Return the body of a request, None if its client has gone. Raises Refusal."""
+        """Return the body of a request; None if the client disconnects. Raises Refusal."""
         body, more = bytearray(), True
         try:
             while more:
@@ -110,12 +109,12 @@ class Gate:
                     return None
                 part, more = message.get("body", b""), message.get("more_body", False)
                 body += part
-                self.held += len(part)
+                self.buffered += len(part)
                 self._check_size(len(body))
-                if more and self.held > max(MOST_HELD, self.most):
+                if more and self.buffered > max(MAX_BUFFERED_BYTES, self.max_body_bytes):
                     raise Refusal(503, "too many requests are being sent at once", "overloaded")
         finally:
-            self.held -= len(body)
+            self.buffered -= len(body)
         return bytes(body)
 
 
@@ -128,7 +127,7 @@ REASONS = {
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Make an app answer every error with a Refusal."""
+    """Return every error of an app as a Refusal."""
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, under vLLM's names where it has one."""
+"""Prometheus metrics, with vLLM's names where they exist."""
 from __future__ import annotations
 
 import time
@@ -12,65 +12,62 @@ PER_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 
 
 
 class Metrics:
-    """The metrics of one server. model: its name, a label of all. places: requests that run at once.
+    """The metrics of one server. model: a label of all. slots: batch slots. max_commit: tokens of a step."""
 
-    window: most tokens of a step.
-    """
-
-    def __init__(self, model: str, places: int, window: int):
+    def __init__(self, model: str, slots: int, max_commit: int):
         self.registry = CollectorRegistry()
 
-        def made(kind, name: str, what: str, labels: tuple[str, ...] = (), **options):
-            metric = kind(name, what, ("model_name", *labels), registry=self.registry, **options)
+        def add(metric_class, name: str, what: str, labels: tuple[str, ...] = (), **options):
+            metric = metric_class(name, what, ("model_name", *labels), registry=self.registry, **options)
             return metric if labels else metric.labels(model)
 
         def seconds(name: str, what: str, buckets=SECONDS):
-            return made(Histogram, f"vllm:{name}_seconds", what, buckets=buckets)
+            return add(Histogram, f"vllm:{name}_seconds", what, buckets=buckets)
 
         self._model = model
-        self._running = made(Gauge, "vllm:num_requests_running", "Requests that are being decoded.")
-        self._waiting = made(Gauge, "vllm:num_requests_waiting", "Requests that wait for a place.")
-        made(Gauge, "eagle_places", "Requests that can be decoded at once.").set(places)
-        self._prompt = made(Counter, "vllm:prompt_tokens", "Tokens of prompts.")
-        self._queries = made(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the caches.")
-        self._cached = made(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the caches.")
-        self._generated = made(Counter, "vllm:generation_tokens", "Tokens of outputs.")
+        self._running = add(Gauge, "vllm:num_requests_running", "Requests that are being decoded.")
+        self._waiting = add(Gauge, "vllm:num_requests_waiting", "Requests that wait.")
+        add(Gauge, "eagle_places", "Requests that can be decoded at once.").set(slots)
+        self._prompt = add(Counter, "vllm:prompt_tokens", "Tokens of prompts.")
+        self._queries = add(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the caches.")
+        self._cached = add(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the caches.")
+        self._generated = add(Counter, "vllm:generation_tokens", "Tokens of outputs.")
         self._first = seconds("time_to_first_token", "From a request to its first token.")
         self._per_token = seconds(
             "time_per_output_token", "From token to token, shared by the tokens of a step.", PER_TOKEN
         )
         self._whole = seconds("e2e_request_latency", "From a request to its end.")
-        self._ended = made(
+        self._ended = add(
             Counter, "vllm:request_success", "Requests that ended, by reason.", ("finished_reason",)
         )
-        self._drafts = made(Counter, "vllm:spec_decode_num_drafts", "Drafted trees.")
-        self._nodes = made(Counter, "vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
-        self._accepted = made(Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
-        by_depth = made(
+        self._drafts = add(Counter, "vllm:spec_decode_num_drafts", "Drafted trees.")
+        self._nodes = add(Counter, "vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted = add(Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        by_depth = add(
             Counter, "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafted tokens by position after the root.", ("position",),
         )
-        self._by_depth = [by_depth.labels(model, str(i)) for i in range(window - 1)]
-        self._steps = made(Counter, "eagle_steps", "Steps of requests; tokens per step is tau.")
-        self._fallback = made(
+        self._by_depth = [by_depth.labels(model, str(i)) for i in range(max_commit - 1)]
+        self._steps = add(Counter, "eagle_steps", "Steps of requests; tokens per step is tau.")
+        self._fallback = add(
             Gauge, "eagle_fallback", "Parts of a GPU's path that run in a slower way, by reason.", ("reason",)
         )
         self._fallbacks: list[str] = []
 
     def watch(self, worker) -> None:
-        """Read the number of requests, and what its engine falls back to, from a `server.worker.Worker`."""
+        """Read the number of requests and the engine's fallbacks from a `server.worker.Worker`."""
         self._fallbacks = worker.engine.runner.fallbacks
         self._running.set_function(lambda: worker.running)
         self._waiting.set_function(lambda: worker.waiting)
 
     def admitted(self, request: Request) -> None:
-        """Count a request that got a place."""
+        """Count an admitted request."""
         self._prompt.inc(len(request.prompt))
         self._queries.inc(len(request.prompt))
         self._cached.inc(request.cached)
 
     def emitted(self, job, event: Event) -> None:
-        """Count an event of a `server.worker.Job`, whose `last` is still that of the event before."""
+        """Count an event of a `server.worker.Job`, before its `last` is updated."""
         self._generated.inc(len(event.ids))
         if job.last is None:
             self._first.observe(event.request.first - job.arrived)
@@ -91,7 +88,7 @@ class Metrics:
         self._whole.observe(time.perf_counter() - job.arrived)
 
     def text(self) -> bytes:
-        """Return all metrics as Prometheus reads them."""
+        """Return all metrics in the Prometheus text format."""
         for line in self._fallbacks:
             self._fallback.labels(self._model, line).set(1)
         return generate_latest(self.registry)

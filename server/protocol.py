@@ -16,7 +16,7 @@ from tokens.grammar import ANY_OBJECT, grammar_of_choices, grammar_of_regex
 from tokens.limits import Limits
 
 RETRY_AFTER = "2"  # seconds
-STATUS_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
 EFFORT = "reasoning_effort"
 VARIABLES = {EFFORT, "add_generation_prompt", "continue_final_message"}  # of the template, with fields here
@@ -61,7 +61,7 @@ class Refusal(Exception):
 
     def body(self) -> dict:
         """Return the JSON of the response."""
-        kind = STATUS_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -116,7 +116,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call that the model made."""
+    """A tool call of the model."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -154,16 +154,16 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the output. The schema stands in `json_schema`, or beside it as llama.cpp has it."""
+    """The output format. The schema is in `json_schema`, or in `schema` as in llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: dict[str, Any] = {}
-    beside: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     @property
     def text(self) -> str | None:
         """The JSON schema as text, None if the output is free. Raises ValueError if it is missing."""
-        schema = self.json_schema.get("schema", self.beside)
+        schema = self.json_schema.get("schema", self.schema_)
         if self.type == "json_schema" and not isinstance(schema, dict):
             raise ValueError("response_format: json_schema needs a schema")
         any_object = self.type == "json_object" and not schema
@@ -181,7 +181,7 @@ class StructuredOutputs(Body, extra="forbid"):
 
 
 class GenerationBody(Strict):
-    """The fields that both kinds of completions share."""
+    """The fields of completions and chat completions."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -216,7 +216,7 @@ class GenerationBody(Strict):
 
     @property
     def forms(self) -> list[tuple[str, str]]:
-        """The forms that the output has to have: kind and text; more than one contradict one another."""
+        """The constraints of the output, (type, text). At most one is allowed."""
         inner = self.structured_outputs
         schemas = self.json_schema, self.guided_json, inner.json_, ANY_OBJECT if inner.json_object else ""
         found = [("json", x if isinstance(x, str) else json.dumps(x)) for x in schemas if x]
@@ -227,9 +227,9 @@ class GenerationBody(Strict):
         return found + [("grammar", text) for text in grammars]
 
     def samplings(self, room: int) -> list[Sampling]:
-        """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.
+        """Return the sampling options of `n` choices, with seeds from `seed` or a random one on.
 
-        room: most tokens of output, if the body does not say. Raises ValueError.
+        room: the default of max_tokens. Raises ValueError.
         """
         forms = dict.fromkeys(self.forms)
         if len(forms) > 1:
@@ -241,7 +241,7 @@ class GenerationBody(Strict):
             self.min_tokens, self.ignore_eos)
         first = random.getrandbits(48) if self.seed is None else self.seed
         same = self.model_dump(include=SAMPLED) | {
-            "max_new_tokens": self.most_tokens or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
+            "max_new_tokens": self.token_limit or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
             "logprobs": self.scored, "json_schema": text if kind == "json" else None,
             "limits": None if limits == Limits() else limits,
         }
@@ -304,13 +304,13 @@ class ChatBody(GenerationBody, Conversation):
     parallel_tool_calls: bool = True
 
     @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of the output, None: as many as fit."""
+    def token_limit(self) -> int | None:
+        """Maximum tokens of the output; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def scored(self) -> int | None:
-        """Number of likeliest tokens with each token's log-probability; None: no log-probabilities."""
+        """Number of most probable tokens per token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else self.top_logprobs
 
     @model_validator(mode="after")
@@ -358,7 +358,7 @@ class CompletionBody(GenerationBody):
         return self
 
     @property
-    def most_tokens(self) -> int:
+    def token_limit(self) -> int:
         """Most tokens of the output."""
         return max(1, self.max_tokens)
 

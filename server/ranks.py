@@ -1,7 +1,7 @@
-"""A server on several ranks: the first one has the requests, the others repeat what it does with its engine.
+"""A server on several ranks: rank 0 has the requests, the others repeat the calls of its engine.
 
-Decoding changes an engine through three methods only: admit, step, remove. The first rank sends each call to
-the others before it makes it. The result is the same everywhere, since no rank decides by time.
+Three methods change an engine: admit, step, remove. Rank 0 sends each call to the others before it makes it.
+The result is the same on all ranks, as no decision depends on time.
 """
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kernels.tp import is_lost_rank
 from sampling.options import Sampling
 from server.worker import EngineLost
 
-FOREVER = timedelta(days=365)  # for the next request, on the other ranks
+IDLE_TIMEOUT = timedelta(days=365)  # between two calls
 
 
 class Channel:
-    """Messages from the first rank to the others. All ranks make it together."""
+    """Messages from rank 0 to the others. All ranks create it at the same time."""
 
     def __init__(self):
-        self.group = dist.new_group(backend="gloo", timeout=FOREVER)
+        self.group = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self.processes: list = [None] * dist.get_world_size()
         dist.all_gather_object(self.processes, (socket.gethostname(), os.getpid()), group=self.group)
 
@@ -42,7 +42,7 @@ class Channel:
         return False
 
     def send(self, *message) -> None:
-        """Send a message from the first rank; an empty one is the last."""
+        """Send a message from rank 0; an empty one is the last."""
         dist.broadcast_object_list([message], src=0, group=self.group)
 
     def receive(self) -> tuple:
@@ -53,9 +53,9 @@ class Channel:
 
 
 class Leader:
-    """The engine of the first rank, which the others follow. It also raises EngineLost.
+    """The engine of rank 0, which the others follow. Raises EngineLost.
 
-    Requests have passed `Engine.check`: a mistake would end the other ranks.
+    Requests have passed `Engine.check`, as an error would end the other ranks.
     """
 
     def __init__(self, engine: Engine, channel: Channel):
@@ -65,27 +65,27 @@ class Leader:
         return getattr(self.engine, name)
 
     def admit(self, prompt: list[int], sampling: Sampling, *, guide: Guide | None, **options) -> Request:
-        with self._together("admit", prompt, sampling, options):
+        with self._on_all_ranks("admit", prompt, sampling, options):
             return self.engine.admit(prompt, sampling, guide=guide, **options)
 
     def remove(self, request: Request) -> None:
         if request.active:
-            with self._together("remove", request.slot):
+            with self._on_all_ranks("remove", request.slot):
                 self.engine.remove(request)
 
     def step(self) -> list[Event]:
-        with self._together("step"):
+        with self._on_all_ranks("step"):
             return self.engine.step()
 
     def end(self) -> None:
-        """Let the others end. Raises RuntimeError if one has died."""
+        """End the other ranks. Raises RuntimeError if one has died."""
         if self.channel.is_lost():
             raise dist.DistError("its process has ended")
         self.channel.send()
 
     @contextlib.contextmanager
-    def _together(self, *message) -> Iterator[None]:
-        """A context for a call that all ranks make. Raises EngineLost if one has died."""
+    def _on_all_ranks(self, *message) -> Iterator[None]:
+        """Send a call to the other ranks; the context makes it here. Raises EngineLost if a rank has died."""
         try:
             self.channel.send(*message)
             yield
@@ -96,9 +96,9 @@ class Leader:
 
 
 def follow(engine: Engine, channel: Channel) -> None:
-    """Repeat the calls of the first rank until it ends. Raises RuntimeError if it dies.
+    """Repeat the calls of rank 0 until it ends. Raises RuntimeError if it dies.
 
-    Signals are for the first rank, which ends in order and then lets this one end.
+    Signals are ignored: rank 0 handles them and then ends this rank.
     """
     for which in (signal.SIGTERM, signal.SIGINT):
         signal.signal(which, signal.SIG_IGN)
@@ -108,7 +108,7 @@ def follow(engine: Engine, channel: Channel) -> None:
             prompt, sampling, options = arguments
             engine.admit(prompt, sampling, **options)
         elif name == "remove":
-            # Engines that get the same calls have the same places.
+            # Engines with the same calls use the same slots.
             engine.remove(next(request for request in engine.requests if request.slot == arguments[0]))
         else:
             engine.step()

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's form: whole ones, and the chunks of a stream."""
+"""Replies in OpenAI's format: complete ones, and the chunks of a stream."""
 from __future__ import annotations
 
 import time
@@ -14,7 +14,7 @@ from tokens.channels import ChannelStream
 from tokens.messages import words_of
 from tokens.tokenizer import TextStream, Tokenizer
 
-LEAST = -9999.0  # a score in JSON, which has no infinity; as vLLM's
+MIN_LOGPROB = -9999.0  # replaces -inf in JSON, as in vLLM
 
 
 class TokenTexts:
@@ -24,31 +24,33 @@ class TokenTexts:
         self.tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Return the text of a token, bytes that are no UTF-8 replaced."""
+        """Return the text of a token; invalid UTF-8 is replaced."""
         return self.tokenizer.spelled(token).decode("utf-8", "replace")
 
     def chat_logprobs(self, ids: list[int], scores: list[Score]) -> dict:
-        """Return log-probabilities as chat completions have them."""
+        """Return log-probabilities in the format of chat completions."""
         def entry(token: int, logprob: float) -> dict:
             spelled = self.tokenizer.spelled(token)
             return {"token": self.text(token), "logprob": logprob, "bytes": list(spelled)}
 
         def top(token: int, score: Score) -> list[tuple[int, float]]:
-            """Return the likeliest tokens; in place of the last one, the token that came."""
+            """Return the most probable tokens; the sampled token replaces the last one if it is not among
+            them.
+            """
             there = not score.top or any(i == token for i, _ in score.top)
             return score.top if there else [*score.top[:-1], (token, score.logprob)]
 
         return {"content": [
-            entry(token, score.logprob) | {"top_logprobs": [entry(*likely) for likely in top(token, score)]}
+            entry(token, score.logprob) | {"top_logprobs": [entry(*one) for one in top(token, score)]}
             for token, score in zip(ids, scores)
         ]}
 
     def logprobs(self, ids: list[int], scores: list[Score | None], offsets: list[int]) -> dict:
-        """Return log-probabilities as completions have them. offsets: where each token begins in the text."""
+        """Return log-probabilities in the format of completions. offsets: start of each token in the text."""
         def by_text(token: int, score: Score) -> dict[str, float]:
             found = {self.text(token): score.logprob}
             for token, logprob in score.top:
-                found.setdefault(self.text(token), logprob)  # of equal texts the likeliest
+                found.setdefault(self.text(token), logprob)  # the most probable of equal texts
             return found
 
         return {
@@ -60,16 +62,16 @@ class TokenTexts:
 
 
 class Offsets:
-    """The characters at which tokens begin in a text. before: characters before the first token.
+    """Character offsets of tokens in a text. before: characters before the first token.
 
-    A token that is no part of the text begins where the next one does.
+    A token without text has the offset of the next one.
     """
 
     def __init__(self, stream: TextStream, before: int = 0):
         self._stream, self._at = stream, before
 
     def push(self, ids: list[int]) -> list[int]:
-        """Return where each of the next tokens begins."""
+        """Return the offsets of the next tokens."""
         found = []
         for token in ids:
             found.append(self._at)
@@ -78,31 +80,31 @@ class Offsets:
 
 
 class Reply:
-    """The reply to one request, made of jobs: `n` for each prompt.
+    """The reply to one request with `n` jobs per prompt.
 
-    Its kinds have `choice(i, job)`, the choice of a job that has ended; and `parts(i, event, finish, first)`,
-    the choices of the chunks for an event of job i, which may be its first.
+    Subclasses define `choice(i, job)`, the choice of a finished job, and `parts(i, event, finish, first)`,
+    the choices of the chunks for an event of job i. first: its first event.
     """
 
-    kind, chunk_kind, prefix, end = "", "", "", "data: [DONE]\n\n"
+    object, chunk_object, prefix, end = "", "", "", "data: [DONE]\n\n"
 
     def __init__(self, model: str, tokens: TokenTexts, body: ChatBody | CompletionBody, jobs: list[Job]):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.tokens, self.jobs, self.body = model, tokens, jobs, body
-        self._begun = [False] * len(jobs)
-        self.max_commit: int | None = None  # most tokens of a step; None: `metrics` are not asked for
+        self._started = [False] * len(jobs)
+        self.max_commit: int | None = None  # maximum tokens of a step; None: without `metrics`
 
     def whole(self) -> dict:
-        """Return the reply, after all jobs have ended."""
+        """Return the reply of finished jobs."""
         choices = [{"index": i} | self.choice(i, job) for i, job in enumerate(self.jobs)]
-        return self._object(self.kind, choices) | {"usage": self.usage()} | self.metrics()
+        return self._object(self.object, choices) | {"usage": self.usage()} | self.metrics()
 
     def chunks(self, i: int, event: Event) -> list[dict]:
         """Return the chunks for an event of job i; often one, or none."""
-        first, self._begun[i] = not self._begun[i], True
+        first, self._started[i] = not self._started[i], True
         finish = self.jobs[i].finish if event.finish else None
         parts = self.parts(i, event, finish, first)
-        found = [self._object(self.chunk_kind, [{"index": i} | part]) for part in parts]
+        found = [self._object(self.chunk_object, [{"index": i} | part]) for part in parts]
         if finish and not self.body.stream_options.include_usage:
             found[-1] |= self.metrics()
         return found
@@ -113,7 +115,7 @@ class Reply:
 
     def last_chunk(self) -> dict:
         """Return the chunk with the usage."""
-        return self._object(self.chunk_kind, []) | {"usage": self.usage()} | self.metrics()
+        return self._object(self.chunk_object, []) | {"usage": self.usage()} | self.metrics()
 
     def usage(self) -> dict:
         """Return the number of tokens; a prompt counts once for all its choices."""
@@ -130,22 +132,22 @@ class Reply:
         }
 
     def metrics(self) -> dict:
-        """Return figures of drafting as vLLM has them: under "metrics", of a single job."""
+        """Return vLLM's "metrics" of speculative decoding, for a single job."""
         if self.max_commit is None:
             return {}
-        (job, *others), most = self.jobs, self.max_commit - 1
-        if others or not most:
+        (job, *others), drafts = self.jobs, self.max_commit - 1
+        if others or not drafts:
             return {"metrics": None}
         steps, accepted = job.steps.total(), job.accepted
         return {"metrics": {"speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / max(1, steps),
             "draft_acceptance_rate": accepted / max(1, job.drafted),
-            "acceptance_histogram": [job.steps[n] for n in range(most + 1)], "num_spec_steps": steps,
-            "num_accepted_draft_tokens": accepted, "num_draft_tokens": job.drafted, "num_spec_tokens": most,
+            "acceptance_histogram": [job.steps[n] for n in range(drafts + 1)], "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted, "num_draft_tokens": job.drafted, "num_spec_tokens": drafts,
         }}}
 
     def summary(self) -> str:
-        """Return in words how the jobs ended, their tokens, speed and acceptance length, for the log."""
+        """Return the line of the log: finish reasons, tokens, speed and acceptance length."""
         words = ", ".join(sorted({self.ending(i) for i in range(len(self.jobs))}))
         requests = [job.request for job in self.jobs if job.request]
         if len(requests) < len(self.jobs):
@@ -154,7 +156,7 @@ class Reply:
         tokens = counted(usage["completion_tokens"], "token")
         words += f", {usage['prompt_tokens']} + {tokens}"
         tau = sum(request.tau for request in requests) / len(requests)
-        return f"{words}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else words  # one token has no speed
+        return f"{words}, {speed:.1f} tokens/s, tau {tau:.2f}" if speed else words  # no speed for one token
 
     def ending(self, i: int) -> str:
         """Return how the choice of job i ended, with the reason of an error."""
@@ -162,7 +164,7 @@ class Reply:
         return f"error ({job.refusal})" if job.refusal else job.finish or "abort"
 
     def speculation(self, event: Event) -> dict:
-        """Return the drafted tokens of a step, if the request asks for them, and their tree."""
+        """Return the accepted draft tokens of a step and its tree, if requested."""
         if not self.body.return_speculation:
             return {}
         drafted, tree = event.ids[: event.drafted], event.draft
@@ -174,29 +176,29 @@ class Reply:
             found["tree"] = {
                 "texts": [self.tokens.text(token) for token in tree.tokens], "parent": tree.parent,
                 "path": tree.path[: event.drafted + 1],
-                "scores": tree.scores and [max(score, LEAST) for score in tree.scores],
+                "scores": tree.scores and [max(score, MIN_LOGPROB) for score in tree.scores],
             }
         return {"speculation": found}
 
-    def _object(self, kind: str, choices: list[dict]) -> dict:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def _object(self, name: str, choices: list[dict]) -> dict:
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
 
 class ChatReply(Reply):
-    """A chat completion. form: how the model writes calls, see `form_of`; None: there are no calls.
+    """A chat completion. form: the format of tool calls, see `form_of`; None: no tools.
 
-    channels: whether it writes in channels, see `tokens.channels`.
+    channels: whether the output has channels, see `tokens.channels`.
     """
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, *args, form: tuple[str, ...] | None = None, channels: bool = False):
         super().__init__(*args)
         prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-64:]))
         stream = ChannelStream if channels else partial(CallStream, form)
         self._streams = [stream(self.body.callable, prompt) for _ in self.jobs]
-        # The characters left of the message that the answer continues. In channels the prompt has it.
+        # Remaining characters of the continued message. With channels the prompt has it.
         self._given = [0] * len(self.jobs)
         if self.body.continues:
             given = "" if channels else words_of(self.body.dicts[-1]["content"])["content"]
@@ -241,13 +243,13 @@ class ChatReply(Reply):
         return found
 
     def _new(self, i: int, text: str) -> str:
-        """Return the part of a text that is no part of the message before it."""
+        """Return text without the rest of the continued message."""
         old = min(self._given[i], len(text))
         self._given[i] -= old
         return text[old:]
 
     def ending(self, i: int) -> str:
-        """As `Reply.ending`."""
+        """See `Reply.ending`."""
         return "tool_calls" if i in self._called else super().ending(i)
 
     def _finish(self, i: int) -> tuple[str, list[dict]]:
@@ -255,7 +257,7 @@ class ChatReply(Reply):
         rest = rest if calls else self._new(i, rest)
         if calls:
             self._called.add(i)
-        elif self.body.is_forced:  # half a call, cut by the limit of tokens, is no text
+        elif self.body.is_forced:  # a truncated call is not text
             rest = ""
         return rest, calls if self.body.parallel_tool_calls else calls[:1]
 
@@ -266,7 +268,7 @@ class ChatReply(Reply):
 class CompletionReply(Reply):
     """A completion."""
 
-    kind = chunk_kind = "text_completion"
+    object = chunk_object = "text_completion"
     prefix = "cmpl"
 
     def __init__(self, *args):
@@ -288,7 +290,7 @@ class CompletionReply(Reply):
         return [part | self.speculation(event)]
 
     def _choice(self, i: int, text: str, ids: list[int], scores: list, first: bool) -> dict:
-        """Return text and log-probabilities of the next tokens of job i; before the first ones its echo."""
+        """Return text and log-probabilities of the next tokens of job i; the first ones with the echo."""
         if self.body.max_tokens == 0:
             text, ids, scores = "", [], []
         logprobs = None

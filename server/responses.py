@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as chats: its bodies, and its replies, whole and as a stream. Nothing is stored."""
+"""OpenAI's Responses API, stateless, on top of chat completions."""
 from __future__ import annotations
 
 import copy
@@ -11,32 +11,32 @@ from engine.request import Event
 from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_body
 from server.replies import ChatReply
 
-JSON = {"content-type": "application/json"}  # bodies have been read as such
+JSON = {"content-type": "application/json"}  # bodies are parsed as JSON
 STATE = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
-SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # in a chat, if they are given
+SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # also fields of chats
 
 
 class Text(Body):
-    """The form of the output: `format` is a `ResponseFormat`."""
+    """The output format: `format` is a `ResponseFormat`."""
 
     format: dict[str, Any] = {"type": "text"}
 
 
 class Reasoning(Body):
-    """Options of thoughts."""
+    """Options of reasoning."""
 
     effort: str | None = None
 
 
 class FlatTool(Body, extra="allow"):
-    """A function that the model may call, or a choice of one."""
+    """A function tool, or the choice of one."""
 
     type: Literal["function"] = "function"
     name: str
 
     @property
     def nested(self) -> dict:
-        """The tool as chats have it."""
+        """The tool in the format of chats."""
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -78,7 +78,7 @@ class ResponsesBody(Strict, extra="allow"):
             raise refusal_of_body([{**x, "loc": ("body", *x["loc"])} for x in e.errors()], JSON) from None
 
     def messages(self) -> list[dict]:
-        """Return the messages of a chat. Thoughts and calls belong to one message of the assistant."""
+        """Return the messages of a chat. Reasoning and calls are parts of one assistant message."""
         found = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
@@ -89,32 +89,32 @@ class ResponsesBody(Strict, extra="allow"):
             return found[-1]
 
         for n, item in enumerate(self.input):
-            kind = item.get("type", "message")
-            if kind == "message":
+            item_type = item.get("type", "message")
+            if item_type == "message":
                 role, content = item.get("role"), item.get("content", "")
                 if role == "assistant" and "content" not in assistant():
                     found[-1]["content"] = content
                 else:
                     found.append({"role": role, "content": content})
-            elif kind == "function_call":
+            elif item_type == "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments", "")}
                 calls = assistant().setdefault("tool_calls", [])
                 calls.append({"id": str(item.get("call_id", "")), "type": "function", "function": call})
-            elif kind == "function_call_output":
+            elif item_type == "function_call_output":
                 content, call_id = item.get("output", ""), item.get("call_id")
                 found.append({"role": "tool", "tool_call_id": call_id, "content": content})
-            elif kind == "reasoning":
+            elif item_type == "reasoning":
                 found.append({"role": "assistant", "reasoning": "".join(
                     str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()
                     if isinstance(part, dict))})
             else:
-                raise Refusal(400, f"input.{n}: {kind!r:.60} is no message, call, output or reasoning",
+                raise Refusal(400, f"input.{n}: {item_type!r:.60} is no message, call, output or reasoning",
                               "invalid_value", "input")
         return found
 
 
 class ResponsesReply(ChatReply):
-    """A response. asked: its body. An answer has up to three kinds of items: thoughts, a message, calls."""
+    """A response. asked: the request's body. Items of an answer are reasoning, a message, and calls."""
 
     prefix, end = "resp", ""
 
@@ -124,19 +124,20 @@ class ResponsesReply(ChatReply):
 
     def whole(self) -> dict:
         message = self.choice(0, self.jobs[0])["message"]
-        for kind, text in ("reasoning", message.get("reasoning_content")), ("message", message["content"]):
-            if text or (kind == "message" and not message.get("tool_calls")):
-                self.items.append(item(kind, text))
+        texts = {"reasoning": message.get("reasoning_content"), "message": message["content"]}
+        for item_type, text in texts.items():
+            if text or (item_type == "message" and not message.get("tool_calls")):
+                self.items.append(item(item_type, text))
         self.items += map(called, message.get("tool_calls", ()))
         return self.response(self.status)
 
     @property
     def status(self) -> str:
-        """How the response ended."""
+        """The final status."""
         return "incomplete" if self.ending(0) == "length" else "completed"
 
     def response(self, status: str, refusal: Refusal | None = None) -> dict:
-        """Return the response as far as it has come."""
+        """Return the response so far."""
         asked, ended = self.asked, status in ("completed", "incomplete")
         usage = self.usage() if ended else None
         reasons = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -156,16 +157,16 @@ class ResponsesReply(ChatReply):
         } | self.metrics()
 
     def failed(self, refusal: Refusal) -> dict:
-        """Return the last event of a stream that has failed."""
+        """Return the last event of a failed stream."""
         return self._event("response.failed", response=self.response("failed", refusal))
 
     def chunks(self, i: int, event: Event) -> list[dict]:
-        """Return the events for what a job has emitted."""
+        """Return the events for an event of a job."""
         found = []
-        if not self._begun[i]:
-            self._begun[i] = True
-            for kind in "created", "in_progress":
-                found.append(self._event(f"response.{kind}", response=self.response("in_progress")))
+        if not self._started[i]:
+            self._started[i] = True
+            for status in "created", "in_progress":
+                found.append(self._event(f"response.{status}", response=self.response("in_progress")))
         text, calls = self._new(i, self._streams[i].push(event.text)), []
         thoughts = self._streams[i].thoughts()
         if event.finish:
@@ -181,18 +182,18 @@ class ResponsesReply(ChatReply):
                 found += self._open(call | {"arguments": "", "status": "in_progress"})
                 at = {"item_id": call["id"], "output_index": len(self.items) - 1}
                 arguments = call["arguments"]
-                kind = "response.function_call_arguments"
-                found.append(self._event(f"{kind}.delta", **at, delta=arguments))
-                found.append(self._event(f"{kind}.done", **at, arguments=arguments, name=call["name"]))
+                name = "response.function_call_arguments"
+                found.append(self._event(f"{name}.delta", **at, delta=arguments))
+                found.append(self._event(f"{name}.done", **at, arguments=arguments, name=call["name"]))
                 self.items[-1] = call
                 done = {"output_index": at["output_index"], "item": call}
                 found.append(self._event("response.output_item.done", **done))
             found.append(self._event(f"response.{self.status}", response=self.response(self.status)))
         return found
 
-    def _event(self, kind: str, **fields) -> dict:
+    def _event(self, event: str, **fields) -> dict:
         self._sent += 1
-        return copy.deepcopy({"type": kind, "sequence_number": self._sent - 1, **fields})  # items grow
+        return copy.deepcopy({"type": event, "sequence_number": self._sent - 1, **fields})  # items grow
 
     def _open(self, new: dict) -> list[dict]:
         self.items.append(new)
@@ -205,17 +206,17 @@ class ResponsesReply(ChatReply):
         at = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
         return self._event(f"response.{change}", **at, **fields)
 
-    def _grow(self, kind: str, text: str, always: bool = False) -> list[dict]:
-        """Append text to an item of this kind, a new one if another one was the last."""
+    def _grow(self, item_type: str, text: str, always: bool = False) -> list[dict]:
+        """Append text to the last item, or to a new one if it has another type."""
         found = []
         if not (text or always):
             return found
-        if not self.items or self.items[-1]["type"] != kind:
-            found += self._close() + self._open(item(kind, "") | {"status": "in_progress"})
+        if not self.items or self.items[-1]["type"] != item_type:
+            found += self._close() + self._open(item(item_type, "") | {"status": "in_progress"})
             found.append(self._part("content_part.added", part={**self.items[-1]["content"][0]}))
         self.items[-1]["content"][0]["text"] += text
-        more = {"logprobs": []} if kind == "message" else {}
-        return found + [self._part(f"{NAMES[kind]}.delta", delta=text, **more)] * bool(text)
+        more = {"logprobs": []} if item_type == "message" else {}
+        return found + [self._part(f"{NAMES[item_type]}.delta", delta=text, **more)] * bool(text)
 
     def _close(self) -> list[dict]:
         if not self.items:
@@ -233,15 +234,15 @@ class ResponsesReply(ChatReply):
 NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-def item(kind: str, text: str | None) -> dict:
-    """Return an item of the output: a message or thoughts."""
-    more = {"annotations": [], "logprobs": []} if kind == "message" else {}
-    found = {"id": f"{kind[:3]}_{uuid.uuid4().hex}", "type": kind, "status": "completed"}
-    found |= {"role": "assistant"} if kind == "message" else {"summary": []}
-    return found | {"content": [{"type": NAMES[kind], "text": text or ""} | more]}
+def item(item_type: str, text: str | None) -> dict:
+    """Return an output item: a message or reasoning."""
+    more = {"annotations": [], "logprobs": []} if item_type == "message" else {}
+    found = {"id": f"{item_type[:3]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
+    found |= {"role": "assistant"} if item_type == "message" else {"summary": []}
+    return found | {"content": [{"type": NAMES[item_type], "text": text or ""} | more]}
 
 
 def called(call: dict) -> dict:
-    """Return an item of the output from a call of a chat."""
+    """Return the output item of a call."""
     return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed",
             "call_id": call["id"], **call["function"]}

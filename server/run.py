@@ -1,4 +1,4 @@
-"""Running the server, from the first connection to the last."""
+"""Run the server: uvicorn, graceful shutdown."""
 from __future__ import annotations
 
 import asyncio
@@ -15,22 +15,22 @@ from common.cli import note
 from engine.runner import CachesTooLarge
 from server.worker import Worker
 
-LAST_WORDS = 3  # seconds for the errors that end requests after the grace period
-NOTICE = 2  # seconds for a decoding rank to notice that another one has died
-KEEP_ALIVE = 75  # seconds that an idle connection stays: longer than clients keep theirs
+ERROR_SECONDS = 3  # for sending errors after the grace period
+RANK_LOSS_SECONDS = 2  # until a lost rank is noticed
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections
 
 
 class Uvicorn(uvicorn.Server):
-    """A uvicorn server that gives requests `grace` seconds at its end."""
+    """A uvicorn server with `grace` seconds for requests at shutdown."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, grace: float):
         super().__init__(config)
         self.worker, self.grace = worker, grace
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.worker.closing:  # a second signal: requests end with an error, which clients get if they read
+        if self.worker.closing:  # a second signal: requests end with an error
             self.grace = 0.0
-            logging.disable()  # uvicorn shows where each request was cut off
+            logging.disable()  # uvicorn would print a traceback per request
             return
         if not self.worker.failed:
             note("going down: requests that run are ended first; Ctrl-C again ends at once")
@@ -38,10 +38,10 @@ class Uvicorn(uvicorn.Server):
         threading.Thread(target=self._close, args=(sig, frame), daemon=True).start()
 
     def _close(self, sig: int, frame) -> None:
-        """Stop listening when requests have ended; until then new ones are refused with the reason."""
-        began = time.monotonic()
-        while self.worker.running + self.worker.waiting and time.monotonic() < began + self.grace:
-            if time.monotonic() > began + NOTICE:
+        """Stop listening when requests have ended; until then new ones get an error response."""
+        start = time.monotonic()
+        while self.worker.running + self.worker.waiting and time.monotonic() < start + self.grace:
+            if time.monotonic() > start + RANK_LOSS_SECONDS:
                 self.worker.stop_if_lost()
             time.sleep(0.05)
         self.worker.stop()
@@ -49,9 +49,9 @@ class Uvicorn(uvicorn.Server):
 
 
 def largest_engine(target, drafting, *, batch: int, max_seq_len: int | None, smallest: int):
-    """Make an engine that serves `batch` requests at once, or half as many, and so on, until caches fit.
+    """Create an engine with `batch` slots, halved until the caches fit in memory.
 
-    smallest: the fewest requests. target: an `engine.target.Target`. Errors are those of its `engine`.
+    smallest: the minimum. target: an `engine.target.Target`. Raises what its `engine` raises.
     """
     while True:
         try:
@@ -64,12 +64,12 @@ def largest_engine(target, drafting, *, batch: int, max_seq_len: int | None, sma
 
 
 def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; current ones then get `grace` seconds to end."""
+    """Serve until SIGTERM or Ctrl-C; running requests then get `grace` seconds to finish."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS,
-        server_header=False, timeout_keep_alive=KEEP_ALIVE,
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=ERROR_SECONDS,
+        server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-    # Uvicorn raises a signal again after its work: SIGTERM then ends as orderly as Ctrl-C.
+    # Uvicorn re-raises signals at the end: handle SIGTERM like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     worker.start()
     with contextlib.suppress(KeyboardInterrupt):

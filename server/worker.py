@@ -1,6 +1,6 @@
-"""The decoding thread: it admits requests to the engine, steps it, and passes on the events.
+"""The decoding thread: admit requests to the engine, run steps, dispatch events.
 
-Only this thread touches the engine. HTTP handlers call `submit` and `cancel`, from any thread.
+Only this thread uses the engine. HTTP handlers call `submit` and `cancel` from any thread.
 """
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sampling.options import Sampling
 from server.metrics import Metrics
 from server.protocol import Refusal
 
-MOST_FAILURES = 3  # in a row
-GOING_DOWN = "the server is going down"
+MAX_CONSECUTIVE_FAILURES = 3
+SHUTTING_DOWN = "the server is going down"
 
 
 class EngineLost(Exception):
-    """A process that the engine needs has died, so nothing can be decoded any more."""
+    """A process of the engine has died, so it cannot decode any more."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A prompt that waits for a place in the engine or has one.
+    """A waiting or running request.
 
-    on_event: called on the worker's thread with each event; the last call gets an event with a `finish`, or a
-    Refusal. seconds: time limit, waiting included. options: further arguments of `Engine.admit`. finish:
+    on_event: called on the worker's thread with each event; the last one has a `finish`, or is a Refusal.
+    seconds: time limit, queueing included. options: further arguments of `Engine.admit`. finish:
     "stop", "length", "error" or "abort". refusal: the reason of an error.
     """
 
@@ -45,25 +45,25 @@ class Job:
     request: Request | None = None  # from admission on
     arrived: float = field(default_factory=time.perf_counter)
     last: float | None = None  # time of the last token
-    drafted: int = 0  # tokens
-    steps: Counter[int] = field(default_factory=Counter)  # with a draft: number of accepted tokens -> steps
+    drafted: int = 0  # number of draft tokens
+    steps: Counter[int] = field(default_factory=Counter)  # drafted steps by number of accepted tokens
     finish: str | None = None
     refusal: Refusal | None = None
 
     @property
     def accepted(self) -> int:
-        """Number of accepted drafted tokens."""
+        """Number of accepted draft tokens."""
         return sum(accepted * steps for accepted, steps in self.steps.items())
 
 
 class Worker(threading.Thread):
-    """Decodes up to `engine.batch` jobs at a time; up to `queue` more wait."""
+    """Decode up to `engine.batch` jobs at a time; up to `queue` more wait."""
 
     def __init__(self, engine: Engine, metrics: Metrics, queue: int = 64):
         super().__init__(name="decoding", daemon=True)
         self.engine, self.metrics, self.capacity = engine, metrics, queue + engine.batch
-        self.failed: str | None = None  # why nothing can be decoded any more
-        self.is_lost: Callable[[], bool] = lambda: False  # returns whether a process of the engine has died
+        self.failed: str | None = None  # the reason if decoding has stopped
+        self.is_lost: Callable[[], bool] = lambda: False  # whether a process of the engine has died
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Request, Job] = {}
@@ -77,7 +77,7 @@ class Worker(threading.Thread):
         """Queue jobs, all of them or none. Raises Refusal."""
         with self._changed:
             if self.closing or self.failed:
-                raise Refusal(503, self.failed or GOING_DOWN, "closing")
+                raise Refusal(503, self.failed or SHUTTING_DOWN, "closing")
             if self.running + self.waiting + len(jobs) > self.capacity:
                 raise Refusal(429, f"no room for {len(jobs)} more: try again later", "queue_full")
             self._waiting.extend(jobs)
@@ -90,20 +90,20 @@ class Worker(threading.Thread):
             self._changed.notify()
 
     def close(self) -> None:
-        """Accept no more jobs; end when the current ones have."""
+        """Accept no more jobs; stop when the current ones have finished."""
         with self._changed:
             self.closing = True
             self._changed.notify()
 
     def stop(self) -> None:
-        """End now; current jobs get a Refusal."""
+        """Stop now; current jobs get a Refusal."""
         self._stopped = True
         self.close()
 
     def stop_if_lost(self) -> None:
-        """Refuse all jobs if a process of the engine has died: the thread may wait for it forever."""
+        """Refuse all jobs if a process of the engine has died, as the thread may wait for it forever."""
         if self.is_lost() and not self.failed:
-            self.failed = f"{GOING_DOWN}: another rank of this server has died"
+            self.failed = f"{SHUTTING_DOWN}: another rank of this server has died"
             self._refuse_all(Refusal(503, self.failed))
             self.stop()
 
@@ -114,7 +114,7 @@ class Worker(threading.Thread):
 
     @property
     def waiting(self) -> int:
-        """Number of jobs without a place."""
+        """Number of jobs in the queue."""
         return len(self._waiting)
 
     # -- in the thread ------------------------------------------------------------------------
@@ -124,26 +124,26 @@ class Worker(threading.Thread):
         try:
             while self._wait():
                 try:
-                    self._round()
+                    self._run_step()
                     failures = 0
                 except EngineLost:
                     raise
-                except Exception as e:  # a bug: refuse the current jobs, go on with later ones
+                except Exception as e:  # a bug: refuse the current jobs, continue with later ones
                     traceback.print_exc()
                     failures += 1
-                    if failures == MOST_FAILURES:
+                    if failures == MAX_CONSECUTIVE_FAILURES:
                         self.failed = f"decoding has failed {failures} times in a row; see the server's log"
                         note(f"error: {self.failed}")
                     self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
         except EngineLost as e:  # torchrun ends this process
-            self.failed = f"{GOING_DOWN}: {e}"
+            self.failed = f"{SHUTTING_DOWN}: {e}"
         except Exception as e:  # not even removing a request works: the device has failed
             self.failed = f"decoding cannot go on ({first_line(e)}); see the server's log"
             note(f"error: {self.failed}")
-        self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
+        self._refuse_all(Refusal(503, self.failed or SHUTTING_DOWN))
 
     def _wait(self) -> bool:
-        """Wait for work. Returns False at the end."""
+        """Wait for work. Returns False if the thread should stop."""
         with self._changed:
             while not (self._waiting or self._running or self._cancelled or self._stopped or self.failed):
                 if self.closing:
@@ -151,8 +151,8 @@ class Worker(threading.Thread):
                 self._changed.wait()
             return not (self._stopped or self.failed)
 
-    def _round(self) -> None:
-        """Drop cancelled and late jobs, admit waiting ones, run one step."""
+    def _run_step(self) -> None:
+        """Drop cancelled and timed-out jobs, admit waiting ones, run one step."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
         for job in cancelled:
@@ -166,7 +166,7 @@ class Worker(threading.Thread):
         if self.engine.busy:
             for event in self.engine.step():
                 if job := self._running.get(event.request):
-                    self._pass_on(job, event)
+                    self._dispatch(job, event)
 
     def _admit(self, job: Job) -> None:
         job.request = self.engine.admit(job.prompt, job.sampling, **job.options)
@@ -174,7 +174,7 @@ class Worker(threading.Thread):
             self._running[job.request] = self._waiting.popleft()
         self.metrics.admitted(job.request)
 
-    def _pass_on(self, job: Job, event: Event) -> None:
+    def _dispatch(self, job: Job, event: Event) -> None:
         if event.finish == "error":
             self._refuse(job, Refusal(400, job.request.error))
             return

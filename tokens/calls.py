@@ -31,8 +31,8 @@ _THINK = "think", "thinking", "thought", "reasoning", "seed:think"
 THOUGHT_TAGS = {f"<{name}>": f"</{name}>" for name in _THINK} | {"[THINK]": "[/THINK]", "◁think▷": "◁/think▷"}
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>",
          "<｜tool▁call▁begin｜>", "<seed:tool_call>", FUNCTION)  # <seed:...>: Seed-OSS, else as Qwen3-Coder
-OPEN = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"}  # keys that say which properties there are
-BARE = ()  # the form of calls that nothing opens
+OPEN = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"}  # the schema does not list all properties
+BARE = ()  # calls without tags
 TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "<|/tool_call|>", "[CALL_ID]", "[ARGS]", "<｜tool▁sep｜>",
         "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</seed:tool_call>", "</function>", "</parameter>",
         "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *THOUGHT_TAGS, *THOUGHT_TAGS.values())
@@ -61,7 +61,7 @@ _CLOSING = re.compile(  # with brackets too many
 _BARE = re.compile(
     r"\s*(?:$|`{1,2}$|(?:```(?:json|jso|js|j)?\s*)?(?:$|\[?\s*(?:$|{\s*(?:$|(?P<key>\"[^\"]*\"?)))))")
 _KEYS = '"name"', '"function"', '"type"', '"id"', '"arguments"', '"parameters"'
-_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _TAGS = re.compile(f"(?:{'|'.join(map(re.escape, TAGS))}|<(?:function|parameter)=[^<>]*>?)\\s*")
 _LENIENT = json.JSONDecoder(strict=False)  # reads numbers that are no JSON up to their end
 
@@ -270,8 +270,8 @@ def _value(text: str, types: set[str]) -> object:
             continue
         if isinstance(value, float) and value.is_integer() and "number" not in types:
             value = int(value)
-        kinds = {_KINDS.get(type(value), "null"), "number" if type(value) is int else ""}
-        if types & kinds - {"string"}:
+        value_types = {_JSON_TYPES.get(type(value), "null"), "number" if type(value) is int else ""}
+        if types & value_types - {"string"}:
             return value
     return text
 
@@ -288,7 +288,7 @@ def _types(schema: object, root: dict) -> set[str]:
         named = part.get("type")
         types.update(named if isinstance(named, list) else [named], ["null"] * (part.get("nullable") is True))
         values = [*(part.get("enum") or []), *([part["const"]] if "const" in part else [])]
-        types.update(_KINDS.get(type(value), "null") for value in values)
+        types.update(_JSON_TYPES.get(type(value), "null") for value in values)
         parts += [own for key in ("anyOf", "oneOf", "allOf") for own in part.get(key) or []]
         if "$ref" in part:
             found = root

@@ -17,7 +17,7 @@ from tokens.stops import begun
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CHANNEL_TAGS = CHANNEL, MESSAGE, START, END, "<|constrain|>"
-_HEADERS = CHANNEL, START, "to="  # what a header begins with
+_HEADERS = CHANNEL, START, "to="  # prefixes of headers
 _ENDS = END, START, CHANNEL  # of a message; a model may forget the first
 
 
@@ -39,7 +39,7 @@ class ChannelStream:
 
     def __init__(self, tools: Mapping[str, dict] = {}, prompt: str = ""):
         self._tools, self._calls, self._thoughts = tools, [], ""
-        self._kind: str | None = None  # the channel of the message, or "to NAME"; None: its header is read
+        self._channel: str | None = None  # the channel of the message, or "to NAME"; None: its header is read
         self._held = prompt.rpartition(START)[2].removeprefix("assistant") if START in prompt else ""
 
     def push(self, text: str) -> str:
@@ -47,15 +47,15 @@ class ChannelStream:
         self._held += text
         words = ""
         while self._held and self._begin():
-            places = [at for tag in _ENDS if (at := self._held.find(tag)) >= 0]
-            end = min(places, default=len(self._held) - begun(self._held, _ENDS))
-            if self._kind.startswith("to ") and not places:
+            ends = [at for tag in _ENDS if (at := self._held.find(tag)) >= 0]
+            end = min(ends, default=len(self._held) - begun(self._held, _ENDS))
+            if self._channel.startswith("to ") and not ends:
                 break
             words += self._take(self._held[:end])
             self._held = self._held[end:].removeprefix(END)
-            if not places:
+            if not ends:
                 break
-            self._kind = None
+            self._channel = None
         return words
 
     def thoughts(self) -> str:
@@ -65,32 +65,32 @@ class ChannelStream:
 
     def finish(self) -> tuple[str, list[dict]]:
         """Return the rest of the words, and the calls."""
-        header = self._kind is None and self._held.lstrip().startswith(_HEADERS)
+        header = self._channel is None and self._held.lstrip().startswith(_HEADERS)
         return "" if header else self._take(self._held), self._calls
 
     def _begin(self) -> bool:
         """Read the header of a message if none is open. Return whether one is open then."""
-        if self._kind is None:
+        if self._channel is None:
             header, found, rest = self._held.partition(MESSAGE)
             start = header.lstrip()
             if not any(start.startswith(tag) or tag.startswith(start) for tag in _HEADERS):
-                self._kind = "final"
+                self._channel = "final"
             elif found:
                 channel = re.search(r"<\|channel\|>\s*(\w+)", header)
                 to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", header)
                 named = to and to[1] in self._tools
-                self._kind = f"to {to[1]}" if named else channel[1] if channel else "final"
+                self._channel = f"to {to[1]}" if named else channel[1] if channel else "final"
                 self._held = rest
-        return self._kind is not None
+        return self._channel is not None
 
     def _take(self, body: str) -> str:
         """Keep a part of a message, or a whole call, and return it if it is words."""
-        kind = self._kind or "final"
-        if kind.startswith("to "):
+        channel_name = self._channel or "final"
+        if channel_name.startswith("to "):
             try:
-                self._calls.append(call_of({"name": kind[3:], "arguments": body}, self._tools))
+                self._calls.append(call_of({"name": channel_name[3:], "arguments": body}, self._tools))
             except (ValueError, RecursionError):  # broken, or cut off
                 return body
-        elif kind != "final":
+        elif channel_name != "final":
             self._thoughts += body
-        return body if kind == "final" else ""
+        return body if channel_name == "final" else ""

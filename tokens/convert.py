@@ -54,11 +54,11 @@ def _vocab_model(path: Path, settings: dict) -> tokenizers.Tokenizer:
     Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.
     """
     config = path.with_name("config.json")
-    kind = settings.get("tokenizer_class")
-    known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
+    name = settings.get("tokenizer_class")
+    known = f"{name} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
     words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
     if words is None:
-        raise InputError(f"{path}: tokenizer_class {kind!r} is not known (Qwen2Tokenizer and GPT2Tokenizer"
+        raise InputError(f"{path}: tokenizer_class {name!r} is not known (Qwen2Tokenizer and GPT2Tokenizer"
                          " are); save the tokenizer as tokenizer.json")
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(files.MERGES)))
     model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))

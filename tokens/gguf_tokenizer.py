@@ -19,14 +19,15 @@ from tokens.files import END_TOKENS, Template
 from tokens.templates import render_template
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
-# The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
+# The values of tokenizer.ggml.token_type, numbered as sentencepiece's pieces.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Names of control tokens in any model.
 CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
-# A marker has letters or digits between signs. The tags of thoughts and tool calls look alike, but are text.
+# A marker has letters or digits between signs. Tags of reasoning and tool calls have the same form, but are
+# text.
 MARKER = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 TAG = re.compile(r"</?(?!(?:s|system|human|user|bot|assistant)>)([\w:-]+)>")
-# GGUF does not say which control tokens strip the white space beside them: the names of the model do.
+# GGUF has no flags for control tokens that strip adjacent white space; model names imply them.
 STRIPPING = {  # of the architecture, the model and the word rule: where. The first that is found counts.
     r"^phi3 .* dbrx$": ("lstrip", "rstrip"), r"^phi3|^phimoe|phi[ -]?3": ("rstrip",)}
 NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
@@ -40,7 +41,7 @@ def rebuild(fields: dict, folder: str | Path, where: str = "GGUF", added: str | 
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
     errors. added: a template that the caller will write. Returns False if there are no tokens. Raises
-    InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    InputError if they are damaged, or of a type that cannot be rebuilt faithfully.
     """
     folder, prefix = Path(folder), "tokenizer.ggml."
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +66,8 @@ def _stripping(names: str, metadata: dict) -> dict:
     sides = next((sides for pattern, sides in STRIPPING.items() if re.search(pattern, names)), ())
     return {"added_tokens_decoder": {
         i: {"content": token, "special": True, "normalized": False, **dict.fromkeys(sides, True)}
-        for i, (token, kind) in enumerate(zip(metadata["tokens"], metadata["token_type"]))
-        if kind == CONTROL and (len(sides) > 1 or token not in NOT_STRIPPING)}} if sides else {}
+        for i, (token, type_) in enumerate(zip(metadata["tokens"], metadata["token_type"]))
+        if type_ == CONTROL and (len(sides) > 1 or token not in NOT_STRIPPING)}} if sides else {}
 
 
 def _types(metadata: dict, templates: list[str]) -> list[int]:
@@ -78,24 +79,25 @@ def _types(metadata: dict, templates: list[str]) -> list[int]:
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
     text, known = _written(templates), {*tokens}
-    made = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
+    merged = {merge.replace(" ", "") for merge in metadata.get("merges", ())}
     # Vocabularies that know HTML have </s> as a word, beside an <s> that begins no text.
     if (bos := metadata.get("bos_token_id")) is not None and "<s>" in known and tokens[bos] != "<s>":
-        made.add("</s>")
-    names = CONTROL_NAMES - made | {token for i, token in enumerate(tokens) if i in ends}
+        merged.add("</s>")
+    names = CONTROL_NAMES - merged | {token for i, token in enumerate(tokens) if i in ends}
 
     def is_word(token: str) -> bool:
-        halves = () if made else ((token[:i], token[i:]) for i in range(1, len(token)))
-        return token in made or any(known.issuperset(pair) for pair in halves)
+        halves = () if merged else ((token[:i], token[i:]) for i in range(1, len(token)))
+        return token in merged or any(known.issuperset(pair) for pair in halves)
 
-    def type_of(token: str, kind: int) -> int:
+    def type_of(token: str, type_: int) -> int:
         if token in names:
             return CONTROL
-        if MARKER.fullmatch(token.strip()) and token in text and (kind == USER_DEFINED or not is_word(token)):
+        marker = MARKER.fullmatch(token.strip()) and token in text
+        if marker and (type_ == USER_DEFINED or not is_word(token)):
             tag = TAG.fullmatch(token)
             is_text = tag and (token in TAGS or known.issuperset((f"<{tag[1]}>", f"</{tag[1]}>")))
-            return CONTROL if not is_text else USER_DEFINED if kind in (0, NORMAL) else kind
-        return NORMAL if kind == 0 or (kind == UNUSED and token in made) else kind  # 0: undefined
+            return CONTROL if not is_text else USER_DEFINED if type_ in (0, NORMAL) else type_
+        return NORMAL if type_ == 0 or (type_ == UNUSED and token in merged) else type_  # 0: undefined
 
     return list(map(type_of, tokens, metadata["token_type"]))
 
@@ -111,10 +113,10 @@ def _written(templates: list[str]) -> str:
 
 def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
     """Write the file that text is encoded with. Returns the settings. Raises ValueError."""
-    kind = metadata.get("model")
-    if kind not in WRITERS:
-        raise ValueError(f"tokenizer model {kind!r} is not supported ({' and '.join(WRITERS)} are)")
-    write = WRITERS[kind]
+    model = metadata.get("model")
+    if model not in WRITERS:
+        raise ValueError(f"tokenizer model {model!r} is not supported ({' and '.join(WRITERS)} are)")
+    write = WRITERS[model]
     tokens = metadata["tokens"]
     metadata.setdefault("token_type", [NORMAL] * len(tokens))
     if len({*tokens}) < len(tokens):
@@ -133,14 +135,14 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     if name not in WORD_RULES:
         raise ValueError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
     rule = WORD_RULES[name]
-    kinds = list(zip(tokens, metadata["token_type"], strict=True))
-    vocab = {token: i for i, (token, kind) in enumerate(kinds) if kind != UNUSED}
+    types = list(zip(tokens, metadata["token_type"], strict=True))
+    vocab = {token: i for i, (token, type_) in enumerate(types) if type_ != UNUSED}
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     model = byte_level_bpe(vocab, merges, rule)
-    # All at once: the library goes through all that it has each time.
-    model.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)
-                      for token, kind in kinds if kind in (CONTROL, USER_DEFINED)])
+    # In one call: the library rebuilds its index on each.
+    model.add_tokens([AddedToken(token, special=type_ == CONTROL, normalized=False)
+                      for token, type_ in types if type_ in (CONTROL, USER_DEFINED)])
     model.save(str(folder / "tokenizer.json"))
     return "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
 
@@ -149,18 +151,18 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     """Write the tokenizer.model of a sentencepiece BPE. Returns whether a text starts with BOS."""
     from sentencepiece import sentencepiece_model_pb2 as spm
 
-    tokens, kinds = metadata["tokens"], [*metadata["token_type"]]
-    unknown = metadata.get("unknown_token_id", 0 if UNKNOWN not in kinds else kinds.index(UNKNOWN))
-    kinds[unknown] = UNKNOWN  # Gemma's is a control token, and the library wants one of this type
+    tokens, types = metadata["tokens"], [*metadata["token_type"]]
+    unknown = metadata.get("unknown_token_id", 0 if UNKNOWN not in types else types.index(UNKNOWN))
+    types[unknown] = UNKNOWN  # Gemma's is a control token, and the library wants one of this type
     # llama.cpp writes user-defined runs of spaces (Gemma) as spaces; the library has its own sign for them.
-    tokens = [token.replace(" ", "▁") if kind == USER_DEFINED else token
-              for token, kind in zip(tokens, kinds)]
-    pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
-              for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)]
+    tokens = [token.replace(" ", "▁") if type_ == USER_DEFINED else token
+              for token, type_ in zip(tokens, types)]
+    pieces = [spm.ModelProto.SentencePiece(piece=token, score=score, type=type_)
+              for token, score, type_ in zip(tokens, metadata["scores"], types, strict=True)]
     special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2),
                "unk": unknown}
     trainer = spm.TrainerSpec(
-        model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in kinds,
+        model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in types,
         pad_id=metadata.get("padding_token_id", -1), **{f"{name}_id": i for name, i in special.items()},
         **{f"{name}_piece": tokens[i] for name, i in special.items()})
     normalizer = spm.NormalizerSpec(name="identity", remove_extra_whitespaces=False, escape_whitespaces=True,
@@ -170,4 +172,4 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     return bool(metadata.get("add_bos_token", True))
 
 
-WRITERS = {"gpt2": _write_bpe, "llama": _write_sentencepiece}  # by the kind of tokenizer
+WRITERS = {"gpt2": _write_bpe, "llama": _write_sentencepiece}  # by tokenizer.ggml.model

@@ -22,22 +22,22 @@ from tokens.tokenizer import Tokenizer
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 SCHEMA, GRAMMAR = "the JSON schema", "the grammar"
 ANY_OBJECT = '{"type": "object"}'
-LONGEST_SCHEMA = 1 << 16  # characters of a schema or grammar
+MAX_SCHEMA_CHARS = 1 << 16  # characters of a schema or grammar
 
 
 class Guide:
     """The tokens that a grammar allows after a text. `Grammars.guide` makes one per text."""
 
-    def __init__(self, matcher, stop_ids: frozenset[int], kind: str):
+    def __init__(self, matcher, stop_ids: frozenset[int], constraint: str):
         """matcher: a `llguidance.LLMatcher`. stop_ids: of its tokenizer; they end a text."""
-        self._matcher, self._stop_ids, self._kind = matcher, stop_ids, kind
+        self._matcher, self._stop_ids, self._constraint = matcher, stop_ids, constraint
 
     @property
     def error(self) -> str | None:
         """The reason, on one line, why the text cannot follow the grammar any more; None if it can."""
         if not self._matcher.is_error():
             return None
-        return f"{self._kind} cannot be followed ({one_line(self._matcher.get_error())})"
+        return f"{self._constraint} cannot be followed ({one_line(self._matcher.get_error())})"
 
     def advance(self, ids: Iterable[int]) -> None:
         """Append these ids to the text."""
@@ -67,7 +67,7 @@ class Guide:
                 self._matcher.rollback(1)
 
 
-def grammar_of(text: str, tokenizer=None, kind: str = SCHEMA) -> str:
+def grammar_of(text: str, tokenizer=None, constraint: str = SCHEMA) -> str:
     """Return llguidance's form of a JSON schema or grammar. Raises InputError if it cannot be used.
 
     tokenizer: a `llguidance.LLTokenizer`; without one, everything is checked that does not depend on it.
@@ -75,16 +75,16 @@ def grammar_of(text: str, tokenizer=None, kind: str = SCHEMA) -> str:
     from llguidance import LLMatcher  # few requests need it
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if len(text) > LONGEST_SCHEMA:
-        raise InputError(f"{kind} has {len(text):,} characters, at most {LONGEST_SCHEMA:,}")
-    with library_errors(f"{kind} cannot be used"):
-        if kind == SCHEMA:
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise InputError(f"{constraint} has {len(text):,} characters, at most {MAX_SCHEMA_CHARS:,}")
+    with library_errors(f"{constraint} cannot be used"):
+        if constraint == SCHEMA:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
         else:
             grammar = LLMatcher.grammar_from_lark(any_to_lark(text))
         problem = LLMatcher.validate_grammar(grammar, tokenizer)
     if problem:
-        raise InputError(f"{kind} cannot be used ({one_line(problem)})")
+        raise InputError(f"{constraint} cannot be used ({one_line(problem)})")
     return grammar
 
 
@@ -160,16 +160,16 @@ class Grammars:
             guide = self.guide(limits.grammar, GRAMMAR)
         return LimitGuide(self._pieces, self._stop_ids, limits, guide)
 
-    def guide(self, text: str, kind: str = SCHEMA) -> Guide:
+    def guide(self, text: str, constraint: str = SCHEMA) -> Guide:
         """Return a guide for a text that fits a JSON schema or grammar. Raises InputError if no text can."""
         from llguidance import LLMatcher
 
-        grammar = grammar_of(text, self._wrapped, kind)
-        with library_errors(f"{kind} cannot be used"):
+        grammar = grammar_of(text, self._wrapped, constraint)
+        with library_errors(f"{constraint} cannot be used"):
             matcher = LLMatcher(self._wrapped, grammar, log_level=0)
         if matcher.is_error():
-            raise InputError(f"{kind} cannot be used ({one_line(matcher.get_error())})")
-        guide = Guide(matcher, frozenset(self._stop_ids), kind)
+            raise InputError(f"{constraint} cannot be used ({one_line(matcher.get_error())})")
+        guide = Guide(matcher, frozenset(self._stop_ids), constraint)
         # Some schemas, such as one that refers to itself alone, fail only here.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))
         if guide.error:

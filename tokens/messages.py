@@ -132,13 +132,13 @@ def words_of(content: str | list) -> dict[str, str]:
     """
     texts, thoughts = [], []
     for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("thinking", "reasoning"):
+        part_type = part.get("type") if isinstance(part, dict) else None
+        if part_type in ("thinking", "reasoning"):
             thoughts.append(words_of(part.get("thinking", part.get("text")))["content"])
             continue
-        text = part.get(TEXTS[kind]) if kind in TEXTS else part
+        text = part.get(TEXTS[part_type]) if part_type in TEXTS else part
         if not isinstance(text, str):
-            raise InputError(f"messages: {kind or text!r:.60} is no text; content has to be text")
+            raise InputError(f"messages: {part_type or text!r:.60} is no text; content has to be text")
         texts.append(text)
     return {"content": "".join(texts)} | thoughts_of({"reasoning": "".join(thoughts)})
 

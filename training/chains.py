@@ -145,7 +145,7 @@ def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -
     for layer in head.layers:
         chains = BlockAttention(head, layer, context, batch.starts, sees.tril() if head.args.causal else sees)
         x = layer.finish(x, chains.block(layer.attn_norm(x), 1))
-    rows = head.norm(head.drafting(x))
+    rows = head.norm(head.draft_rows(x))
     return _scored([rows[:, :, i] for i in range(steps)], batch)
 
 

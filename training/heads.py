@@ -12,7 +12,7 @@ from torch import Tensor
 from checkpoint.load import check_args, class_of
 from head import Eagle1Head, Eagle3Head, Head, HeadArgs, eagle3_aux_layers
 from model import ModelArgs, Transformer
-from networks.block import DSparkHead, spread_layers
+from networks.block import DSparkHead, evenly_spaced_layers
 from networks.markov import MarkovArgs
 from networks.p_eagle import PEagleHead
 from networks.weights import own_state
@@ -66,7 +66,7 @@ def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int
         if states is None:
             low, middle, high = eagle3_aux_layers(count)
             return low, max(middle, 3), max(high, 4)  # in a shallow target, the next distinct layers
-    return spread_layers(count, states or min(5, max(1, count - 3)))
+    return evenly_spaced_layers(count, states or min(5, max(1, count - 3)))
 
 
 def head_args(

@@ -163,7 +163,7 @@ class Eagle3Objective(Objective):
         weight, rows, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
         if getattr(args, "markov_rank", 0):  # one product with both lm_heads: their sum is the logits
             with self.autocast():
-                reads = self.head.markov_reads(rows, batch.before())
+                reads = self.head.markov_input(rows, batch.before())
             x = torch.cat((rows, reads.to(rows.dtype)), -1)
             lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
         loss, accepted, right = DraftLoss.apply(x, lm_head, teacher, batch.teacher_index, weight, self.lk)

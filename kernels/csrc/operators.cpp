@@ -389,7 +389,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(layer_table) X(layers) X(head_forward) X(target_forward) \
   X(verify) X(draft) X(grow) X(cache_table) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) \
-  X(advance) X(visible_slots) X(prune) X(join) X(follow) X(accept) X(commit) X(angles)
+  X(advance) X(visible_slots) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles)
 #define OF_NUMBERS(X) X(layout) X(int8_block_sizes) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());
 #define IMPLEMENT(name) m.impl(#name, eagle::Operator<&eagle::name>::call);

@@ -215,7 +215,7 @@ TreeFields join(const Longs& token, const Longs& parent, const Numbers& score, c
 // N], and draft what followed them -> tokens, scores [B, T]. chain, ahead [T - 1]: each node's chain and its distance
 // from the match. first, further [longest + 1]: log-probabilities of the next token and of later ones, by length of
 // the match.
-std::tuple<Longs, Numbers> follow(const Longs& texts, const Longs& length, int64_t n, const Longs& chain,
+std::tuple<Longs, Numbers> lookup(const Longs& texts, const Longs& length, int64_t n, const Longs& chain,
                                   const Longs& ahead, const Numbers& first, const Numbers& further, int64_t shortest) {
   struct Match {  // of the last tokens with `tokens` tokens up to slot `at`; -1: no match
     int64_t tokens, at;

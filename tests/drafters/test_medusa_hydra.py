@@ -116,4 +116,4 @@ def test_vllms_copies(golden, models, tmp_path):
     )
     p, path = torch.randn(1, 1, target.args.hidden_size), torch.zeros(1, 1, 2, dtype=torch.int64)
     assert torch.equal(other.draft_ids, ids)
-    torch.testing.assert_close(other.guess(p, path), one.guess(p, path)[..., ids])
+    torch.testing.assert_close(other.head_logits(p, path), one.head_logits(p, path)[..., ids])

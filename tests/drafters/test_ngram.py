@@ -9,7 +9,7 @@ from helpers.decoding import drafts, load
 from helpers.states import state_of
 
 from drafters import ngram
-from drafters.ngram import HITS, INDEXED, SEPARATOR, NGram, TokenFile
+from drafters.ngram import INDEXED_LENGTHS, MAX_HITS, SEPARATOR, NGram, TokenFile
 from engine.engine import Engine
 from engine.step import TORCH
 from sampling.options import Sampling
@@ -68,7 +68,7 @@ def test_it_proposes_what_a_search_finds(lengths, shortest, longest):
 
 def test_without_a_match_the_step_is_a_plain_one(models):
     """On a CPU the tree is not even verified; the golden target repeats itself, and is drafted then."""
-    drafter = NGram(shortest=4)
+    drafter = NGram(min_match=4)
     scheduler = CostScheduler(Tuner((drafter.shape, drafter.shape), costs=NOMINAL_COSTS))
     engine = Engine(models[0], drafter, compile=False, max_seq_len=200, scheduler=scheduler)
     sizes = {len(draft.tokens) for draft in drafts(engine, list(b"abcdefgh"), Sampling(40))}
@@ -112,17 +112,17 @@ def test_a_token_file_is_searched_by_its_longest_indexed_n_grams(vocab_size, siz
         at = rng.randrange(max(1, size - 8))
         text = [t for t in stored[at : at + rng.randint(1, 8)] if t >= 0] or [0]
         state = state_of([text])
-        windows = file.windows(state.tokens, state.length, 3).view(HITS, INDEXED[0] + 4)
+        windows = file.occurrences(state.tokens, state.length, 3).view(MAX_HITS, INDEXED_LENGTHS[0] + 4)
         assert (windows[:, -1] == SEPARATOR).all()
         padded, places = [SEPARATOR] * 8 + stored + [SEPARATOR] * 4, {}
-        for n in filter(lambda n: n <= len(text), INDEXED):
+        for n in filter(lambda n: n <= len(text), INDEXED_LENGTHS):
             ends = [i + n for i in range(size - n + 1) if stored[i : i + n] == text[-n:]]
             places[n] = [padded[end : end + 11] for end in ends]
         got = [row[:-1] for row in windows.tolist() if any(t >= 0 for t in row)]
         found = [rows for rows in places.values() if rows]
-        assert len(got) == min(HITS, max(map(len, found), default=0))
+        assert len(got) == min(MAX_HITS, max(map(len, found), default=0))
         assert all(row in found[-1] for row in got)
-        if found and len(found[0]) <= HITS:
+        if found and len(found[0]) <= MAX_HITS:
             assert all(row in got for row in found[0])  # of the longest n-gram
         found_any += bool(got)
     assert found_any > 3
@@ -131,7 +131,7 @@ def test_a_token_file_is_searched_by_its_longest_indexed_n_grams(vocab_size, siz
 def test_the_most_common_continuation_is_drafted_first():
     stored = torch.tensor([[1, 2, 3, 4, -1], [1, 2, 3, 5, -1], [9, 2, 3, 4, -1], [8, 2, 3, 5, -1],
                            [7, 2, 3, 4, -1]])
-    drafter = NGram(longest=8, file=TokenFile(stored.flatten().int()))
+    drafter = NGram(max_match=8, file=TokenFile(stored.flatten().int()))
     tree = drafter.propose(TORCH, state_of([[2, 3]]), torch.arange(60), None)
     assert tree.tokens[0, 1:3].tolist() == [4, 5]
 

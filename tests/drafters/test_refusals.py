@@ -37,13 +37,13 @@ def folder(golden, tmp_path_factory) -> Path:
     ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': must be 1 to 1,024"),
     ({"method": "eagle3", "tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
     *(({"method": "draft-model", "draft": name}, f"{name}: {words}") for name, words in (
-        ("renamed", "has no tokenizer, or one that gives other ids"),
+        ("renamed", "has no tokenizer, or one with other ids"),
         ("smaller", "has 64 rows in its embedding, the target 320; their tokenizer has 258 ids"),
-        ("short", "reads 64 tokens, there is room for 65; --max-seq-len 64"),
+        ("short", "has a context of 64 tokens, less than 65; use --max-seq-len 64"),
     )),
     *(({"method": "rest", "flags": {"datastore": name}}, f"--datastore {name}: {words}") for name, words in (
-        ("short", "no such file"), ("cut", "is no file of 8 to"), ("few", "is no file of 8 to"),
-        ("other", "holds the id 320, the target knows 0 to 319"),
+        ("short", "no such file"), ("cut", "is not a file of 8 to"), ("few", "is not a file of 8 to"),
+        ("other", "has the id 320, the target has 0 to 319"),
     )),
 ], ids=str)
 def test_draftings_that_cannot_be(llm, folder, monkeypatch, options, words):

@@ -54,7 +54,7 @@ def test_ctrl_c_anywhere(models, seed):
     kinds = *map(Plan, MAX_TREES), None, None
     how = [Sampling(40, i % 2, seed=i) for i in range(8)]
     expected = ids(plain(models), texts, how)
-    drafter = Mixed(NGram(shortest=1), HeadDrafter(models[1], SMALL))
+    drafter = Mixed(NGram(min_match=1), HeadDrafter(models[1], SMALL))
     engine = tuned(models, drafter, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16))
     engine.scheduler.tuner.next = lambda requests, count: draw.choice(kinds)
 
@@ -98,7 +98,7 @@ def test_lookup_alone_drafts_deeper_than_the_joint_tree(models):
     small = TreeShape(3, 1, 1)
     scheduler = CostScheduler(Tuner((small, small)))
     scheduler.tuner.next = lambda requests, count: None  # the head is off: lookup drafts alone
-    drafter = Mixed(NGram(shortest=1), HeadDrafter(models[1], small))
+    drafter = Mixed(NGram(min_match=1), HeadDrafter(models[1], small))
     engine = Engine(models[0], drafter, max_seq_len=300, compile=False, scheduler=scheduler)
     text = list(b"abcabcabcabc")
     (request,), (alone,) = (one.generate([text], Sampling(60)) for one in (engine, plain(models)))

@@ -10,7 +10,7 @@ from drafters.lookahead import Lookahead
 from drafters.medusa import HydraHeads, MedusaHeads, MultiToken, MultiTokenArgs
 from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
-from drafters.static import EAGLE1_TREE, StaticHeadDrafter, likely_tree
+from drafters.static import EAGLE1_TREE, StaticHeadDrafter, expected_tree
 from engine.draft import Drafter, HeadDrafter
 from head import Eagle3Head, Head, HeadArgs
 from helpers.decoding import prompts
@@ -102,9 +102,9 @@ def make_drafter(
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
         "dflash": lambda: BlockDrafter(block("dflash"), TreeShape(10, 3, 4)),
         "dspark": lambda: BlockDrafter(block("dspark", 8), TreeShape(10, 3, 3)),
-        "medusa": lambda: MultiToken(guessing("medusa"), likely_tree(12, 3)),
-        "hydra": lambda: MultiToken(guessing("hydra"), likely_tree(12, 3)),
-        "hydra++": lambda: MultiToken(guessing("hydra", True), likely_tree(12, 3)),
+        "medusa": lambda: MultiToken(guessing("medusa"), expected_tree(12, 3)),
+        "hydra": lambda: MultiToken(guessing("hydra"), expected_tree(12, 3)),
+        "hydra++": lambda: MultiToken(guessing("hydra", True), expected_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
         "lookup+eagle3": lambda: Mixed(NGram(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
@@ -113,7 +113,7 @@ def make_drafter(
         "lookahead": lambda: Lookahead(size, 3, 3, 3),
         "lookup": NGram,
         "suffix": lambda: NGram(history=64),
-        "rest": lambda: NGram(longest=8, history=64, file=TokenFile(torch.tensor(STORED, dtype=torch.int32))),
+        "rest": lambda: NGram(max_match=8, history=64, file=TokenFile(torch.tensor(STORED).int())),
     }[name]()
 
 

@@ -162,14 +162,14 @@ def test_join(both, nodes, priced):
 @pytest.mark.parametrize("lengths, shortest", (((7, 3, 1), 2), ((4,), 1), ((2, 2, 2, 2), 3)))
 def test_follow(both, lengths, shortest):
     """Random texts of three tokens, short and long, among other texts; other tokens stand behind them."""
-    matcher = NGram(lengths, shortest=shortest)
+    matcher = NGram(lengths, min_match=shortest)
     for seed in range(8):
         texts = [integers(3, (n,), seed).tolist() for n in (1, 2, 5 + seed, 59)]
         state = state_of(texts)
         others = integers(4, (4, 50), seed) - 1  # of 0 to 2, with separators
         for before in (others[:, :0], torch.nn.functional.pad(others, (0, 1), value=-1)):
             tokens, count = torch.cat((before, state.tokens), 1), before.shape[1]
-            defined, found = both(operation(NGram.follow), matcher, tokens, state.length + count, count + 59)
+            defined, found = both(operation(NGram.lookup), matcher, tokens, state.length + count, count + 59)
             same(found, defined)
 
 

@@ -9,8 +9,8 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers":
 
 def test_bodies_are_bounded_in_time_and_together(monkeypatch):
     """The last clients have to come back, and nothing is held later."""
-    monkeypatch.setattr(gate, "MOST_HELD", 250)
-    monkeypatch.setattr(gate, "SLOWEST", 0.2)
+    monkeypatch.setattr(gate, "MAX_BUFFERED_BYTES", 250)
+    monkeypatch.setattr(gate, "BODY_TIMEOUT", 0.2)
 
     async def echo(scope, receive, send) -> None:
         await send({"status": 200, "body": (await receive())["body"]})
@@ -35,6 +35,6 @@ def test_bodies_are_bounded_in_time_and_together(monkeypatch):
 
     one = gate.Gate(echo, None, 100, ())
     first, *others = asyncio.run(all_of_them())
-    assert first == [200, b"a" * 60 + b"b" * 40] and one.held == 0
+    assert first == [200, b"a" * 60 + b"b" * 40] and one.buffered == 0
     codes = [(status, json.loads(body)["error"]["code"]) for status, body in others]
     assert codes == [(408, "request_timeout")] * 2 + [(503, "overloaded")] * 3

@@ -109,7 +109,7 @@ def test_losses_are_the_drafters_rows(models, models1, name):
                 scored[i] += 1
                 before, logits, p = torch.tensor(row["ids"][j + 1 + i]), head.logits(h), teacher[j + 1 + i]
                 if getattr(args, "markov_rank", 0):
-                    logits = logits + head.after(h, before)
+                    logits = logits + head.markov_logits(h, before)
                 right[i] += int(logits.argmax() == p.argmax())
                 entropy = -(p * logits.log_softmax(-1)).sum()
                 accepted = torch.minimum(p, logits.softmax(-1)).sum()
