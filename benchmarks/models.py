@@ -130,7 +130,7 @@ def check(file: Path) -> int:
     from llm import LLM
 
     folder = CACHE / file.stem
-    convert(file, folder, force=folder.exists())
+    convert(file, folder, dtype="bf16", force=folder.exists())
     llm = LLM(folder, None, batch_size=len(PROMPTS), max_seq_len=512, dtype=torch.float32, log=note)
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     texts = lines([*llm.tokenizer.control][:40])
@@ -158,7 +158,7 @@ def perplexity(file: Path, tokens: int) -> int:
     """Print the perplexity of each quantization on code and prose that come with Python, beside bf16."""
     folder, backend, texts = CACHE / file.stem, choose_backend("cpu", log=note), {}
     if not folder.exists():
-        convert(file, folder)
+        convert(file, folder, dtype="bf16")
     tokenizer = Tokenizer.load(folder)
     for name, text in {"code": inspect.getsource(argparse), "prose": "".join(topics.values())}.items():
         texts[name] = torch.tensor(tokenizer.encode(text)[: tokens // 2])
