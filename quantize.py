@@ -51,7 +51,7 @@ PROMPTS = (  # whose answers are the text to calibrate on
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
-ROWS, MAX_WRITTEN = 8, 224  # texts that a target writes itself, and new tokens of each
+ROWS, MAX_WRITTEN = 32, 224  # texts that a target writes itself, and new tokens of each
 
 
 def parser() -> Options:

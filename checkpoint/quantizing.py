@@ -48,7 +48,6 @@ from kernels.quantized import (
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
-MAX_INPUTS = 4608  # of a layer that GPTQ calibrates together: its Hessian takes the cube of that
 MEASURED = 512  # tokens of a text on which the error of a calibrated layer's outputs is measured
 
 
@@ -224,10 +223,7 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
 def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], group: int, put) -> None:
     """Quantize a layer that is about to read `inputs`. It continues with the quantized weight."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
-    inputs_together = -(-x.shape[1] // -(-x.shape[1] // MAX_INPUTS) // group) * group
-    parts = zip(weight.split(inputs_together, 1), x.split(inputs_together, 1))
-    values, scales = zip(*(gptq(part, second_moments(inputs), group) for part, inputs in parts))
-    q, scale = torch.cat(values, 1), torch.cat(scales, 1)
+    q, scale = gptq(weight, second_moments(x), group)
     layer.weight.data = dequantize(q, scale, torch.float32)
     error = output_error(weight, layer.weight.data, x[:: max(1, len(x) // MEASURED)])
     put(Calibrated(pack_nibbles(q), scale, error))
