@@ -37,7 +37,7 @@ ARGUMENTS = {
 }
 ENDINGS = {"stop": "ended", "length": "cut at --max-new-tokens", "cache": "cut at --max-seq-len",
            "error": "failed", None: "interrupted"}
-CHECKED = Schema(TypedDict("Arguments", ARGUMENTS))
+CHECKED, COUNT = Schema(TypedDict("Arguments", ARGUMENTS)), Schema(whole(1))
 
 
 class LLM:
@@ -103,10 +103,10 @@ class LLM:
         and more. Raises ValueError, before anything is decoded, on an invalid prompt or option.
         """
         prompts = as_python(prompts)
-        alone, first = is_one(prompts), with_options(Sampling, sampling)
+        alone, first, count = is_one(prompts), with_options(Sampling, sampling), COUNT.check(n, "n")
         encoding = {"raw": raw, "system": system, "variables": variables, "parse_special": parse_special}
-        ids = [self.encode(p, **encoding) for p in ([prompts] if alone else prompts)
-               for _ in range(Schema(whole(1)).check(n, "n"))]
+        encoded = (self.encode(prompt, **encoding) for prompt in ([prompts] if alone else prompts))
+        ids = [each for each in encoded for _ in range(count)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         requests = self.engine.generate(ids, samplings)
