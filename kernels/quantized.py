@@ -25,7 +25,7 @@ from torch import Tensor
 
 from common.errors import first_line
 from common.schema import Flag, InvalidValue, schema_of
-from kernels.stored import STORED, Kind, numbers, values
+from kernels.stored import STORED, Kind, numbers, pack_pairs, unpack_pairs, values
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
@@ -180,14 +180,13 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """Pack q [..., K] in -8..7 to [..., K/2] uint8, even inputs in the low four bits."""
-    pairs = (q + 8).view(torch.int16)  # the second in the high byte
-    return (pairs | pairs >> 4).to(torch.uint8)
+    """Pack q [..., K] int8 in -8..7 as `kernels.stored.pack_pairs` does."""
+    return pack_pairs(q + 8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Invert `pack_nibbles`, to int8."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+    return unpack_pairs(packed).to(torch.int8) - 8
 
 
 def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:

@@ -57,11 +57,22 @@ class Kind(NamedTuple):
                     group, unit, self.minima or other.minima)
 
 
+def pack_pairs(q: Tensor) -> Tensor:
+    """Pack q [..., K] in 0..15 to [..., K/2] uint8, even inputs in the low four bits."""
+    pairs = q.contiguous().view(torch.int16)  # the second in the high byte
+    return (pairs | pairs >> 4).to(torch.uint8)
+
+
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """Invert `pack_pairs`, to uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
 def values(kind: Kind, weight: Tensor) -> Tensor:
     """Return q [..., K] of a stored weight, int8."""
     if kind.mode == "q8":
         return weight
-    q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).view(torch.int8)
+    q = unpack_pairs(weight).view(torch.int8)
     return q if kind.minima else q - 8
 
 
@@ -69,8 +80,7 @@ def pack_values(kind: Kind, q: Tensor) -> Tensor:
     """Invert `values`. q: int8 or, if it is not negative, uint8."""
     if kind.mode == "q8":
         return q.view(torch.int8)
-    pairs = (q if kind.minima else q + 8).contiguous().view(torch.int16)  # the second in the high byte
-    return (pairs | pairs >> 4).to(torch.uint8)
+    return pack_pairs(q if kind.minima else q + 8)
 
 
 def of_groups(kind: Kind, scale: Tensor, codes: Tensor | None) -> Tensor:
