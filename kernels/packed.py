@@ -23,6 +23,7 @@ from torch import Tensor
 
 from head import Eagle3Head
 from kernels.quantized import FOUR_BITS, MXFP4, Quantized
+from kernels.stored import Kind
 from model import (
     MLP,
     Block,
@@ -151,9 +152,9 @@ class Packed(nn.Module):
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
         self.scale = None
         if quantized:
-            packed = pack_records(backend, weight, gated) if weight.kind else pack_scale(
-                backend, weight.scale, gated)
-            self.scale = _constant(packed)
+            in_records = weight.kind or mode == "w4a8"
+            self.scale = _constant(pack_records(backend, weight, gated) if in_records
+                                   else pack_scale(backend, weight.scale, gated))
         self.bias = None
         if bias is not None:
             self.bias = _constant(pack_scale(backend, bias.detach().float()[..., None], gated))
@@ -482,16 +483,17 @@ def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
 
 
 def pack_records(backend, weight: Quantized, gated: bool) -> Tensor:
-    """Pack the scales of a stored layer -> [blocks, units, 1 or 2, bytes], as csrc/kernels.h: Records."""
-    count = 1 + weight.kind.minima
+    """Pack a stored or w4a8 layer's scales -> [blocks, units, 1 or 2, bytes], see csrc/kernels.h: Records."""
+    kind = weight.kind or Kind("q4", weight.group)
+    count = 1 + kind.minima
 
     def packed(x: Tensor) -> list[Tensor]:  # [N, count * n] -> count of [blocks, n, columns]
         return [pack_scale(backend, part.contiguous(), gated) for part in x.chunk(count, -1)]
 
-    scales = torch.stack(packed(weight.scale), 2).view(torch.uint8)  # [blocks, units, count, columns * 4]
-    if not weight.kind.unit:
+    scales = torch.stack(packed(weight.scale.float()), 2).view(torch.uint8)  # [blocks, units, count, bytes]
+    if not kind.unit:
         return scales
-    units = weight.inputs // weight.kind.unit
+    units = weight.inputs // kind.unit
     codes = torch.stack([x.unflatten(1, (units, -1)) for x in packed(weight.codes)], 3)
     codes = codes.flatten(2).view(torch.uint8).unflatten(2, (count, -1))
     return torch.cat((scales.flatten(2), codes.flatten(2)), 2).unflatten(2, (count, -1))

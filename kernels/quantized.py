@@ -249,7 +249,8 @@ class Quantized(nn.Module):
 
     def round_inputs(self, x: Tensor) -> Tensor:
         """Round x to int8 if this mode does."""
-        return round_inputs(x, self.group or W8A8_GROUP) if self.mode in ROUNDS_INPUTS else x
+        group = self.kind.rounded_inputs if self.kind else self.group or W8A8_GROUP
+        return round_inputs(x, group) if self.mode in ROUNDS_INPUTS else x
 
     def dequantize(self, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
         """Return the weight [..., N, K], or of a stack [E, N, K] the matrices of experts `index` [...]."""

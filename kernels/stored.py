@@ -15,6 +15,7 @@ from torch import Tensor
 
 STORED = ("q4", "q8")
 GROUPS = 16, 32, 64, 128
+CODED_INPUTS = 128  # that are rounded to int8 together where scales have codes; else those of a group
 
 
 class Kind(NamedTuple):
@@ -32,9 +33,14 @@ class Kind(NamedTuple):
         minima = rest[-1:] == ["min"]
         kind = cls(mode, *map(int, rest[: len(rest) - minima]), minima)
         groups = GROUPS[1:] if mode == "q4" else GROUPS
-        if mode not in STORED or kind.group not in groups or kind.unit not in (0, 256):
+        if mode not in STORED or kind.group not in groups or kind.unit % kind.group:
             raise ValueError(text)
         return kind
+
+    @property
+    def rounded_inputs(self) -> int:
+        """The inputs that share a scale when they are rounded to int8."""
+        return max(CODED_INPUTS, self.group) if self.unit else self.group
 
     def __str__(self) -> str:
         return f"{self.mode}-{self.group}-{self.unit}{'-min' * self.minima}"

@@ -159,36 +159,51 @@ template <class Columns, int HALVES, class S>
   constexpr bool SCALED = !std::is_same_v<S, Unscaled>;
   constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
-  alignas(64) int32_t of_group[2 * ALL];
+  alignas(64) int32_t of_part[2 * ALL];
+  alignas(64) int32_t of_parts[S::CODED ? ALL : 1];
+  alignas(64) float less[S::MINIMA ? ALL : 1];
   const Rounding how = Rounding::of(w);
-  const int64_t K = w.steps * how.per_word, groups = how.groups(K), at = x.group_of(tile, K, how);
-  const int64_t steps = how.group / how.per_word, row_stride = how.tile_words();
+  const int64_t K = w.steps * how.per_word, parts = how.parts(K), together = how.group / how.part;
+  const int64_t steps = how.part / how.per_word, row_stride = how.tile_words();
   const uint32_t* from = x.words_of(tile, K, how);
   const char* p = w.block(b);
   S of_columns(w, b);
-  const auto scale_group = [&](int64_t g) {
-    const int32_t* summed = of_group + g % 2 * ALL;
-    const float *of_rows = &x.scales[at + g * tile_rows], *totals = &x.totals[at + g * tile_rows];
+  const auto scale_part = [&](int64_t part) {
+    const int32_t* summed = of_part + part % 2 * ALL;
+    const int64_t group = part / together;
+    const bool begins = part % together == 0, ends = part + 1 == parts || (part + 1) % together == 0;
+    const float *of_rows = x.scales_of(tile, K, how) + group * tile_rows;
+    const float* totals = x.totals_of(tile, K, how) + part * tile_rows;
     if constexpr (SCALED) of_columns.next();
     for (int r = 0; r < rows; r++)
       for (int v = 0; v < VECTORS; v++) {
         const int i = r * BLOCK + v * LANES;
-        const Floats before = g ? load<Floats>(sums + i) : Floats{};
-        store(sums + i, of_columns.add(load<Ints>(summed + i), broadcast(of_rows[r]), totals[r], v, before));
+        Ints sum = load<Ints>(summed + i);
+        Floats of_minima = {};
+        if constexpr (S::CODED) sum = sum * of_columns.code[v] + (begins ? Ints{} : load<Ints>(of_parts + i));
+        if constexpr (S::MINIMA)
+          of_minima = fma(broadcast(totals[r]), of_columns.minimum_code[v], begins ? Floats{} : load<Floats>(less + i));
+        if (ends) {
+          const Floats before = group ? load<Floats>(sums + i) : Floats{};
+          store(sums + i, of_columns.add(sum, of_minima, broadcast(of_rows[r]), v, before));
+        } else {
+          if constexpr (S::CODED) store(of_parts + i, sum);
+          if constexpr (S::MINIMA) store(less + i, of_minima);
+        }
       }
   };
-  for (int64_t g = 0; g < groups; g++, from += (tile_rows - 1) * row_stride) {
-    const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
+  for (int64_t part = 0; part < parts; part++, from += (tile_rows - 1) * row_stride) {
+    const char* end = p + std::min(steps, w.steps - part * steps) * Columns::BYTES;
     zero_sums<HALVES>();
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
       add_steps<HALVES, Dot::BYTES, Columns>(from, row_stride * sizeof(uint32_t), p, count, next);
     }
-    // Scale a group's sums during the next group's products: a stored tile can be read only much later.
-    store_sums<HALVES>(of_group + g % 2 * ALL);
-    if (g) scale_group(g - 1);
+    // Scale a part's sums during the next part's products: a stored tile can be read only much later.
+    store_sums<HALVES>(of_part + part % 2 * ALL);
+    if (part) scale_part(part - 1);
   }
-  scale_group(groups - 1);
+  scale_part(parts - 1);
   if constexpr (!SCALED) scale_columns(w, b, rows, sums);
 }
 

@@ -23,17 +23,17 @@
 
 namespace eagle {
 
-// The layout of scales. NONE: a float per column for all inputs. BF16: one per column and group. FLOATS: the scales of
-// a group, then its minima, if any. CODES: these for `unit` groups together, then int8 factors of each group.
+// The layout of scales. NONE: a float per column for all inputs. FLOATS: the scales of a group, then its minima, if any.
+// CODES: these for `unit` groups together, then int8 factors of each group.
 struct Records {
-  enum Kind { NONE, BF16, FLOATS, CODES } kind = NONE;
+  enum Kind { NONE, FLOATS, CODES } kind = NONE;
   bool minima = false;
   int64_t unit = 1;
 };
 
 // A weight as packed by kernels/packed.py: pack: [blocks, steps, columns]. Quantized weights have scales [blocks,
-// groups, columns]: float32 and one group (int8, w8a8), bfloat16 per group of inputs (int4, w4a8), or an exponent in
-// a byte (mxfp4), or `Records` (w8a8, w4a8). bias [blocks, columns], if any, is added to products first.
+// groups, columns]: float32 and one group (int8, w8a8), bfloat16 per group of inputs (int4), or an exponent in a byte
+// (mxfp4), or `Records` (w8a8, w4a8). bias [blocks, columns], if any, is added to products first.
 struct Weight {
   enum Format { WHOLE, INT8, INT4, MXFP4, W8A8, W4A8 } format;
   const char* data;

@@ -18,12 +18,12 @@ void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, Prefetc
 template <class Columns>
 void rounded_rows(Rounded& x, int64_t tile, int tile_rows, int rows, const Weight& w, int64_t b, Prefetcher next,
                   float* sums) {
-  dispatch_records<Columns>(w.records, [&]<class S>(std::type_identity<S>) {
+  dispatch_records<Columns>(w.records, [&]<class C, class S>() {
 #ifdef TILES
-    const auto product = rows > TILE ? tiled_rounded_product<Columns, 2, S> : tiled_rounded_product<Columns, 1, S>;
+    const auto product = rows > TILE ? tiled_rounded_product<C, 2, S> : tiled_rounded_product<C, 1, S>;
     product(x, tile, tile_rows, rows, w, b, next, sums);
 #else
-    dispatch_rows(tile_rows, [&](auto R) { rounded_product<Columns, R, S>(x, tile, w, b, next, sums); });
+    dispatch_rows(tile_rows, [&](auto R) { rounded_product<C, R, S>(x, tile, w, b, next, sums); });
 #endif
   });
 }

@@ -16,9 +16,8 @@ inline int8x8_t load_four(const void* from) {
   std::memcpy(&bytes, from, sizeof bytes);
   return vreinterpret_s8_s32(vdup_n_s32(bytes));
 }
-inline Floats floats_of_bytes(const void* from) {
-  return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(load_four(from)))));
-}
+inline Ints ints_of_bytes(const void* from) { return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(load_four(from)))); }
+inline Floats floats_of_bytes(const void* from) { return to_floats(ints_of_bytes(from)); }
 inline Words words_of_bytes(const void* from) {
   return (Words)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s8(load_four(from)))));
 }

@@ -38,8 +38,7 @@ inline Weight weight(const Tensor* packed, const Tensor* scale, const Tensor* bi
                                                                            : Weight::INT4;
   Weight found{format, static_cast<const char*>(data(t)), scale ? data(*scale) : nullptr, t.size(0), t.size(1), 1,
                t.stride(0) * int64_t(t.element_size()), floats(bias)};
-  if (format == Weight::INT4 || format == Weight::MXFP4 || format == Weight::W4A8) found.groups = scale->size(1);
-  if (format == Weight::W4A8) found.records.kind = Records::BF16;
+  if (format == Weight::INT4 || format == Weight::MXFP4) found.groups = scale->size(1);
   if (scale && scale->dim() == 4) {  // [blocks, units, 1 or 2, bytes]
     const int64_t unit = scale->size(3) / BLOCK - int64_t(sizeof(float));
     found.records = {unit ? Records::CODES : Records::FLOATS, scale->size(2) == 2, std::max<int64_t>(unit, 1)};

@@ -19,7 +19,8 @@ template <class To, class From>
 inline To convert(const void* from) { return __builtin_convertvector(load<typename Lanes<From>::Vector>(from), To); }
 template <class To, class From>
 inline void convert_to(void* to, From x) { store(to, __builtin_convertvector(x, typename Lanes<To>::Vector)); }
-inline Floats floats_of_bytes(const void* from) { return convert<Floats, int8_t>(from); }
+inline Ints ints_of_bytes(const void* from) { return convert<Ints, int8_t>(from); }
+inline Floats floats_of_bytes(const void* from) { return to_floats(ints_of_bytes(from)); }
 inline Words words_of_bytes(const void* from) { return convert<Words, uint8_t>(from); }
 inline Words words_of_shorts(const void* from) { return convert<Words, uint16_t>(from); }
 inline Floats floats_of_e2m1(Words codes) {

@@ -28,23 +28,22 @@ inline float round_values(const Value<E>* x, Size size, float max_value, const P
 template <int64_t N>
 constexpr std::integral_constant<int64_t, N> constant;
 
-// The rounding of x for a weight: `group` inputs share a scale, a word has `per_word` inputs, and `added` was added
-// to the weight's values (0 on AMX).
+// The rounding of x for a weight: `group` inputs share a scale. Their products are summed in parts of `part` inputs,
+// for which the weight has scales of its own. A word has `per_word` inputs.
 struct Rounding {
-  static constexpr int64_t MIN_GROUP = 16, MAX_GROUP = 128;  // of `group`, as in stored.py
-  int64_t group, per_word;
-  int32_t added;
+  static constexpr int64_t CODED_GROUP = 128;  // of weights with codes, as in stored.py
+  static constexpr int64_t MIN_PART = 16, MAX_GROUP = CODED_GROUP;  // of weights in groups, see stored.py
+  int64_t group, part, per_word;
 
   static Rounding of(const Weight& w) {
-    if (w.format == Weight::W8A8) {
-      const int64_t group = w.records.kind ? w.steps / w.groups * BYTES_PER_WORD : 64;
-      return {group, BYTES_PER_WORD, WEIGHT_OFFSET};
-    }
-    return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, TILE_ROWS ? 0 : 8};
+    const int64_t per_word = w.format == Weight::W8A8 ? BYTES_PER_WORD : NIBBLES_PER_WORD;
+    const int64_t part = w.records.kind == Records::NONE ? 64 : w.steps / w.groups * per_word;
+    return {w.records.kind == Records::CODES ? CODED_GROUP : part, part, per_word};
   }
   int64_t groups(int64_t K) const { return (K + group - 1) / group; }
-  int64_t tile_words() const { return whole_tiles(group / per_word); }
-  int64_t words(int64_t K) const { return TILE_ROWS ? groups(K) * tile_words() : K / per_word; }  // of a row
+  int64_t parts(int64_t K) const { return (K + part - 1) / part; }
+  int64_t tile_words() const { return whole_tiles(part / per_word); }
+  int64_t words(int64_t K) const { return TILE_ROWS ? parts(K) * tile_words() : K / per_word; }  // of a row
 };
 
 // Rows of x that are multiplied by the blocks of a weight from `block` on. The first row starts a tile of `Rounded`.
@@ -52,25 +51,24 @@ struct Portion { int64_t first, rows, block; };
 using Portions = std::vector<Portion>;
 
 // Rows of x rounded to int8, in tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
-// [groups, rows, words of a group], padded with zeros. Every group of inputs has a scale, an offset and a total [groups,
-// loop rows]. The offset, -sum(inputs) * `added`, cancels the value that was added to the weights. The total,
-// sum(inputs) * scale, is multiplied by the weights' minima.
+// [parts, rows, words of a part], padded with zeros. scales [groups, loop rows], and the sum of a part's integers,
+// exact in a float: totals [parts, loop rows].
 struct Rounded {
   static constexpr int64_t MAX_ROWS = TILE_ROWS ? TILE_ROWS : ROWS;  // of a tile
   std::vector<uint32_t> words;
   std::vector<float> scales, totals;
-  std::vector<int32_t> offsets;
 
   // Allocate memory for M rows of at most K values.
   Rounded(int64_t M, int64_t K)
-      : words(tiles_of(M, MAX_ROWS) * MAX_ROWS * std::max(Rounding{Rounding::MIN_GROUP, BYTES_PER_WORD, 0}.words(K),
-                                                  Rounding{Rounding::MIN_GROUP, NIBBLES_PER_WORD, 0}.words(K))),
-        scales(tiles_of(M, MAX_ROWS) * MAX_ROWS * ((K + Rounding::MIN_GROUP - 1) / Rounding::MIN_GROUP)),
-        totals(scales.size()),
-        offsets(scales.size()) {}
+      : words(tiles_of(M, MAX_ROWS) * MAX_ROWS *
+              std::max(smallest(BYTES_PER_WORD).words(K), smallest(NIBBLES_PER_WORD).words(K))),
+        scales(tiles_of(M, MAX_ROWS) * MAX_ROWS * smallest(1).groups(K)),
+        totals(scales.size()) {}
+  static Rounding smallest(int64_t per_word) { return {Rounding::MIN_PART, Rounding::MIN_PART, per_word}; }
 
   uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * MAX_ROWS * how.words(K)]; }
-  static int64_t group_of(int64_t tile, int64_t K, const Rounding& how) { return tile * MAX_ROWS * how.groups(K); }
+  float* scales_of(int64_t tile, int64_t K, const Rounding& how) { return &scales[tile * MAX_ROWS * how.groups(K)]; }
+  float* totals_of(int64_t tile, int64_t K, const Rounding& how) { return &totals[tile * MAX_ROWS * how.parts(K)]; }
 
   // Round x [M, K], distributed over threads by groups of a tile. Ends with a barrier.
   template <class X>
@@ -83,50 +81,64 @@ struct Rounded {
     const int64_t tile_rows = tile_size(of.rows, MAX_ROWS), groups = how.groups(K);
     const int64_t all = TILE_ROWS ? tile_rows : loop_rows(tile_rows);
     team.parallel_for(tiles_of(of.rows, MAX_ROWS) * groups, [&](int64_t item) {
-      const int64_t tile = item / groups, g = item % groups, from = g * how.group;
-      const int64_t rows = std::min(tile_rows, of.rows - tile * tile_rows), size = std::min(how.group, K - from);
+      const int64_t tile = item / groups, g = item % groups, from = g * how.group, size = std::min(how.group, K - from);
+      const int64_t rows = std::min(tile_rows, of.rows - tile * tile_rows), here = of.first / MAX_ROWS + tile;
+      float *scale = scales_of(here, K, how) + g * all, *total = totals_of(here, K, how) + from / how.part * all;
+      uint32_t* to = words_of(here, K, how);
       for (int64_t r = 0; r < rows; r++) {
-        const int64_t here = of.first / MAX_ROWS + tile, index = group_of(here, K, how) + g * all + r;
         const Value<X>* row = x + (of.first + tile * tile_rows + r) * K;
-        uint32_t* to = words_of(here, K, how);
-        const auto round = [&](auto size, auto per_word) {
+        const auto round = [&](auto size, auto part, auto per_word) {
           alignas(64) char q[2 * Rounding::MAX_GROUP];
-          if constexpr (TILE_ROWS) std::memset(q, 0, sizeof q);  // padding of a tile
-          Ints sum = {};
-          scales[index] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
-            sum += x;
+          Ints sums[Rounding::MAX_GROUP / Rounding::MIN_PART] = {};
+          scale[r] = round_values<X>(row + from, size, 127, [&](int64_t i, Ints x) {
+            sums[i / part] += x;
             if (per_word == 4) store_bytes(q + i, x);
             else store_shorts(q + 2 * i, (Words)x);
           });
-          const int32_t total = sum_of_lanes(sum);
-          offsets[index] = -how.added * total, totals[index] = scales[index] * float(total);
-          if constexpr (TILE_ROWS) {
-            std::memcpy(to + (g * tile_rows + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
-          } else {
+          for (int64_t p = 0; p * part < size; p++) {
+            total[p * all + r] = float(sum_of_lanes(sums[p]));
+            if constexpr (TILE_ROWS) {
+              uint32_t* words = to + ((from / part + p) * tile_rows + r) * how.tile_words();
+              std::fill_n(words, how.tile_words(), 0);
+              std::memcpy(words, q + p * part, std::min<int64_t>(part, size - p * part));
+            }
+          }
+          if constexpr (!TILE_ROWS) {
             uint32_t* first = to + from / per_word * all + r;
             for (int64_t k = 0; k < size / per_word; k++) std::memcpy(first + k * all, q + 4 * k, 4);
           }
         };
         // Three times as fast with sizes known at compile time.
-        if (size == 64 && how.per_word == BYTES_PER_WORD) round(constant<64>, constant<BYTES_PER_WORD>);
-        else if (size == 32 && how.per_word == NIBBLES_PER_WORD) round(constant<32>, constant<NIBBLES_PER_WORD>);
-        else if (size == 16 && how.per_word == BYTES_PER_WORD) round(constant<16>, constant<BYTES_PER_WORD>);
-        else round(size, how.per_word);
+        constexpr auto coded = constant<Rounding::CODED_GROUP>;
+        constexpr auto bytes = constant<BYTES_PER_WORD>;
+        constexpr auto nibbles = constant<NIBBLES_PER_WORD>;
+        if (size == 64 && how.per_word == bytes) round(constant<64>, constant<64>, bytes);
+        else if (size == coded && how.part == 32 && how.per_word == nibbles) round(coded, constant<32>, nibbles);
+        else if (size == coded && how.part == 16 && how.per_word == bytes) round(coded, constant<16>, bytes);
+        else if (size == 32 && how.per_word == nibbles) round(constant<32>, constant<32>, nibbles);
+        else round(size, how.part, how.per_word);
       }
     });
   }
 };
 
-// The columns of weights for rounded rows.
-struct Bytes : Vectors<BYTES_PER_WORD, load_weight_bytes> {};
-inline void words_of_nibbles(const void* from, Words& low, Words& high) {  // value + 8
+// The columns of weights for rounded rows. ADDED: what was added to their values.
+struct Bytes : Vectors<BYTES_PER_WORD, load_weight_bytes> {
+  static constexpr int ADDED = WEIGHT_OFFSET;
+};
+inline void words_of_nibbles(const void* from, Words& low, Words& high) {
   constexpr uint32_t LOW = NIBBLES_PER_WORD == 4 ? 0x0F0F0F0Fu : 0x000F000Fu;
   const Words both = NIBBLES_PER_WORD == 4 ? load<Words>(from) : load_weight_bytes(from);
   low = both & LOW, high = (both >> 4) & LOW;
 }
-struct Nibbles : Halves<NIBBLES_PER_WORD, words_of_nibbles> {};
+struct Nibbles : Halves<NIBBLES_PER_WORD, words_of_nibbles> {  // -8..7
+  static constexpr int ADDED = 8;
+};
+struct Unsigned : Nibbles {  // 0..15, of weights with minima
+  static constexpr int ADDED = 0;
+};
 
-// Sum R rounded rows over the steps from p to `end`. Integer sums are exact in any order.
+// Add the products of R rounded rows over the steps from p to `end` to the sums. Integer sums are exact in any order.
 template <class Columns, int R>
 inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
                       Ints (&sum)[R][VECTORS]) {
@@ -139,11 +151,14 @@ inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, P
   }
 }
 
-#ifdef SHORT_SUMS
-// `sum_steps` for nibbles, in 16 bits as long as they fit.
+#ifndef SHORT_SUMS
+template <class Columns> constexpr bool IN_SHORTS = false;
+#else
+template <class Columns> constexpr bool IN_SHORTS = !std::is_same_v<Columns, Bytes>;
+// `sum_steps` for nibbles, in 16 bits as long as they fit; times a factor for each column.
 template <int R>
 inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Prefetcher& next,
-                          Ints (&sum)[R][VECTORS]) {
+                          const Ints (&factor)[VECTORS], Ints (&sum)[R][VECTORS]) {
   while (p < end) {
     Words shorts[R][VECTORS] = {};
 #pragma GCC unroll 1  // unrolled it would need too many registers
@@ -156,7 +171,8 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sum[r][v] += sums_of_pairs(shorts[r][v]);
+      for (int v = 0; v < VECTORS; v++)
+        sum[r][v] += dot_shorts(shorts[r][v], factor[v] << 16 | (factor[v] & 0xFFFF));
   }
 }
 #endif
@@ -196,74 +212,61 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
 }
 #endif
 
-// Reads the column scales of a block, group after group.
-template <class Columns, Records::Kind KIND, bool MINIMA>
+// Reads the column scales of a block, part after part of the inputs.
+template <class Columns, Records::Kind KIND, bool MINIMA_>
 class Scales {
  public:
-  Floats scale[VECTORS], minimum[VECTORS];
+  static constexpr bool MINIMA = MINIMA_, CODED = KIND == Records::CODES;
+  // Of the part: integers that multiply its sums, and its total. Of all parts with them: the scales of both.
+  Ints code[VECTORS];
+  Floats minimum_code[VECTORS], scale[VECTORS], minimum[VECTORS];
 
   Scales(const Weight& w, int64_t b) : unit(w.records.unit) {
-    constexpr int64_t FLOAT = KIND == Records::BF16 ? 2 : 4;
-    const int64_t of_unit = (1 + MINIMA) * BLOCK * (FLOAT + (KIND == Records::CODES ? unit : 0));
+    const int64_t of_unit = (1 + MINIMA) * BLOCK * (sizeof(float) + (CODED ? unit : 0));
     at = static_cast<const char*>(w.scales) + b * (w.groups / unit) * of_unit;
+    for (int v = 0; v < VECTORS; v++) code[v] = Ints{} + 1, minimum_code[v] = broadcast(1.0f);
   }
   void next() {
-    if constexpr (KIND == Records::BF16) {
-      for (int v = 0; v < VECTORS; v++, at += 2 * LANES) scale[v] = Bf16::get(reinterpret_cast<const uint16_t*>(at));
-    } else if constexpr (KIND == Records::FLOATS) {
-      read(scale);
-      if constexpr (MINIMA) read(minimum);
-    } else {
-      if (left == 0) {
-        read(units);
-        if constexpr (MINIMA) read(of_minima);
-        left = unit;
-      }
-      left--;
-      multiply(units, scale);
-      if constexpr (MINIMA) multiply(of_minima, minimum);
+    if (!CODED || left == 0) {
+      for (int v = 0; v < VECTORS; v++, at += sizeof(Floats)) scale[v] = load<Floats>(at);
+      for (int v = 0; v < VECTORS && MINIMA; v++, at += sizeof(Floats)) minimum[v] = load<Floats>(at);
+      left = unit;
     }
-    // Nibbles are 8 less than the integers that minima belong to.
-    if constexpr (MINIMA && std::is_same_v<Columns, Nibbles>)
-      for (int v = 0; v < VECTORS; v++) minimum[v] = fma(scale[v], broadcast(-8.0f), minimum[v]);
+    left--;
+    if (!CODED) return;
+    for (int v = 0; v < VECTORS; v++, at += LANES) code[v] = ints_of_bytes(at);
+    for (int v = 0; v < VECTORS && MINIMA; v++, at += LANES) minimum_code[v] = to_floats(ints_of_bytes(at));
   }
-  // `before` plus the integer sums of a group. of_row, total: the row's scale and total.
-  Floats add(Ints sum, Floats of_row, float total, int v, Floats before) const {
-    const Floats added = fma(to_floats(sum), of_row * scale[v], before);
-    return MINIMA ? fma(broadcast(-total), minimum[v], added) : added;
+  // `before` plus the sums of a group of inputs, and `less` of its minima. of_row: the scale of the row's inputs.
+  Floats add(Ints sum, Floats less, Floats of_row, int v, Floats before) const {
+    Floats product = to_floats(sum) * scale[v];
+    if constexpr (MINIMA) product = fma(broadcast(0.0f) - less, minimum[v], product);
+    return fma(product, of_row, before);
   }
 
  private:
-  void read(Floats* to) {
-    for (int v = 0; v < VECTORS; v++, at += sizeof(Floats)) to[v] = load<Floats>(at);
-  }
-  void multiply(const Floats* by, Floats* to) {
-    for (int v = 0; v < VECTORS; v++, at += LANES) to[v] = by[v] * floats_of_bytes(at);
-  }
-
   const int64_t unit;
   const char* at;
   int64_t left = 0;
-  Floats units[VECTORS], of_minima[VECTORS];
 };
 
 struct Unscaled {  // until the end
+  static constexpr bool MINIMA = false, CODED = false;
   Unscaled(const Weight&, int64_t) {}
-  static Floats add(Ints sum, Floats of_row, float, int, Floats before) { return fma(to_floats(sum), of_row, before); }
+  static Floats add(Ints sum, Floats, Floats of_row, int, Floats before) { return fma(to_floats(sum), of_row, before); }
 };
 
-// Call run with the `Scales` of a weight.
+// Call run with the storage and the `Scales` of a weight.
 template <class Columns, class Run>
 inline void dispatch_records(const Records& records, const Run& run) {
-  if constexpr (std::is_same_v<Columns, Nibbles>)
-    if (records.kind == Records::BF16) return run(std::type_identity<Scales<Columns, Records::BF16, false>>());
-  if constexpr (!std::is_same_v<Columns, Nibbles>)
-    if (records.kind == Records::NONE) return run(std::type_identity<Unscaled>());
-  const bool codes = records.kind == Records::CODES;
-  if (codes && records.minima) return run(std::type_identity<Scales<Columns, Records::CODES, true>>());
-  if (codes) return run(std::type_identity<Scales<Columns, Records::CODES, false>>());
-  if (records.minima) return run(std::type_identity<Scales<Columns, Records::FLOATS, true>>());
-  return run(std::type_identity<Scales<Columns, Records::FLOATS, false>>());
+  using WithMinima = std::conditional_t<std::is_same_v<Columns, Nibbles>, Unsigned, Columns>;
+  const auto dispatch = [&]<Records::Kind KIND>(std::integral_constant<Records::Kind, KIND>) {
+    if (records.minima) run.template operator()<WithMinima, Scales<WithMinima, KIND, true>>();
+    else run.template operator()<Columns, Scales<Columns, KIND, false>>();
+  };
+  if (records.kind == Records::CODES) return dispatch(std::integral_constant<Records::Kind, Records::CODES>());
+  if (records.kind == Records::FLOATS) return dispatch(std::integral_constant<Records::Kind, Records::FLOATS>());
+  if constexpr (std::is_same_v<Columns, Bytes>) run.template operator()<Bytes, Unscaled>();
 }
 
 // Multiply sums [rows, BLOCK] by the column scales of block b (one group).
@@ -280,33 +283,42 @@ template <class Columns, int R, class S>
   constexpr bool SCALED = !std::is_same_v<S, Unscaled>;
   const Rounding how = Rounding::of(w);
   const char* p = w.block(b);
-  const int64_t K = w.steps * how.per_word, groups = how.groups(K), steps = how.group / how.per_word;
+  const int64_t K = w.steps * how.per_word, parts = how.parts(K), steps = how.part / how.per_word;
   const uint32_t* value = x.words_of(tile, K, how);
-  const int64_t at = x.group_of(tile, K, how);
-  const float *scales = &x.scales[at], *totals = &x.totals[at];
-  const int32_t* offsets = &x.offsets[at];
+  const float *scales = x.scales_of(tile, K, how), *total = x.totals_of(tile, K, how);
   S of_columns(w, b);
-  for (int64_t g = 0; g < groups; g++) {
-    Ints sum[R][VECTORS];
+  for (int64_t g = 0, part = 0; part < parts; g++) {
+    Ints sum[R][VECTORS] = {};
+    Floats less[R][VECTORS] = {};
+    for (const int64_t end = std::min(parts, part + how.group / how.part); part < end; part++, total += R) {
+      const char* to = p + std::min(steps, w.steps - part * steps) * Columns::BYTES;
+      if constexpr (SCALED) of_columns.next();
+      Ints of_part[R][VECTORS];
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-      for (int v = 0; v < VECTORS; v++) sum[r][v] = Ints{} + offsets[g * R + r];
-    const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) of_part[r][v] = Ints{} + int32_t(total[r]) * -Columns::ADDED;
 #ifdef BYTES_BY_TWOS
-    if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, next, sum);
+      if constexpr (R > 1) sum_by_twos<Columns, R>(p, to, value, next, of_part);
 #endif
 #ifdef SHORT_SUMS
-    if constexpr (std::is_same_v<Columns, Nibbles>) sum_in_shorts<R>(p, end, value, next, sum);
+      if constexpr (IN_SHORTS<Columns>) sum_in_shorts<R>(p, to, value, next, of_columns.code, sum);
 #endif
-    sum_steps<Columns, R>(p, end, value, next, sum);
-    if constexpr (SCALED) of_columns.next();
+      if constexpr (!IN_SHORTS<Columns>) sum_steps<Columns, R>(p, to, value, next, of_part);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) {
+          if constexpr (S::CODED) of_part[r][v] *= of_columns.code[v];
+          if constexpr (!IN_SHORTS<Columns> || Columns::ADDED) sum[r][v] += of_part[r][v];
+          if constexpr (S::MINIMA) less[r][v] = fma(broadcast(total[r]), of_columns.minimum_code[v], less[r][v]);
+        }
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       const Floats of_row = broadcast(scales[g * R + r]);
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         float* to = sums + r * BLOCK + v * LANES;
-        store(to, of_columns.add(sum[r][v], of_row, totals[g * R + r], v, g ? load<Floats>(to) : Floats{}));
+        store(to, of_columns.add(sum[r][v], less[r][v], of_row, v, g ? load<Floats>(to) : Floats{}));
       }
     }
   }

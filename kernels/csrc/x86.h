@@ -65,9 +65,8 @@ constexpr int VECTORS = 2;  // of a block's columns
 inline Floats fma(Floats a, Floats b, Floats c) {
   return (Floats)OP(fmadd_ps)((FloatRegister)a, (FloatRegister)b, (FloatRegister)c);
 }
-inline Floats floats_of_bytes(const void* from) {
-  return (Floats)OP(cvtepi32_ps)(OP(cvtepi8_epi32)(load_quarter(from)));
-}
+inline Ints ints_of_bytes(const void* from) { return (Ints)OP(cvtepi8_epi32)(load_quarter(from)); }
+inline Floats floats_of_bytes(const void* from) { return to_floats(ints_of_bytes(from)); }
 inline Words words_of_bytes(const void* from) { return (Words)OP(cvtepu8_epi32)(load_quarter(from)); }
 inline Words words_of_shorts(const void* from) { return (Words)OP(cvtepu16_epi32)(load_half(from)); }
 
@@ -120,7 +119,7 @@ inline Words add_nibbles(Words shorts, Words nibbles, Words values) {
   asm("vpaddw %1, %0, %0" : "+v"(shorts) : "v"(products));
   return shorts;
 }
-inline Ints sums_of_pairs(Words shorts) { return (Ints)OP(madd_epi16)((Register)shorts, OP(set1_epi16)(1)); }
+inline Ints dot_shorts(Words a, Ints b) { return (Ints)OP(madd_epi16)((Register)a, (Register)b); }
 #endif
 constexpr int NIBBLES_PER_WORD = 4;
 

@@ -74,7 +74,7 @@ def check_products(driver: Driver, rows: int) -> None:
                 groups, records = scale.shape[1] if mode in GROUPED else 1, (int(mode == "w4a8"), 0, 1)
                 if mode in STORED:  # as csrc/kernels.h: Records
                     groups, unit = inputs // layer.kind.group, (layer.kind.unit or layer.kind.group)
-                    records = 3 if layer.kind.unit else 2, layer.kind.minima, unit // layer.kind.group
+                    records = 2 if layer.kind.unit else 1, layer.kind.minima, unit // layer.kind.group
                 sizes = *numbers.shape[:2], groups, numbers[0].nbytes, *records, inputs, packed.columns, rows
                 about = 0, int(dtype == torch.bfloat16), FORMATS.index(STORED.get(mode, mode)), *sizes
                 whole = [*about, packed.mode, 0, numbers, scale, bias, x, onto]
