@@ -49,7 +49,7 @@ PROMPTS = (  # whose answers are the text to calibrate on
     "What are the differences between a virus and a bacterium?",
 )
 
-GROUP = 64
+GROUP = 32
 PIECE = 256  # tokens of a --calibrate text that are read together
 ROWS, MAX_WRITTEN = 32, 224  # texts that a target writes itself, and new tokens of each
 

@@ -1,7 +1,7 @@
 """Quantise a converted checkpoint, and compare it with the original on a text.
 
-A few tensors are in memory at a time, beside the layers that were calibrated: int4 weights that are chosen by
-what they compute on a text, which runs through the target layer by layer. `quantize.py` is the command.
+A few tensors are in memory at a time, beside the layers that were calibrated: 4-bit weights that are chosen
+by what they compute on a text, which runs through the target layer by layer. `quantize.py` is the command.
 """
 from __future__ import annotations
 
@@ -34,17 +34,8 @@ from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.quantized import (
-    MXFP4,
-    Quantized,
-    Scheme,
-    dequantize,
-    linear_names,
-    pack_nibbles,
-    quantize_with,
-    scales_of,
-    split_rows,
-)
+from kernels.quantized import MXFP4, Quantized, Scheme, linear_names, split_rows
+from kernels.stored import Kind, fit, restored, round_to
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
@@ -72,10 +63,11 @@ class Quantised:
         check_exact(source, before)
         exact = described(source, before, stored_tensors(source / WEIGHTS, ADVICE))
         experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
-        after = {**before, "quantization": replace(scheme, experts=experts).to_config()}
+        after = dict(before)
         if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
             after["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
         with named(source / CONFIG, "choose another --group"):
+            after["quantization"] = replace(scheme, experts=experts).with_kinds(exact).to_config()
             return cls(source, before, after, exact, build_module(after))
 
 
@@ -91,29 +83,28 @@ class _LayerWriter:
     where: str
     layer: Quantized
     allow_nonfinite: bool
-    scale: Tensor | None = None  # [rows, groups]
+    scales: tuple[Tensor, ...] = ()  # see `Quantized.fit`
     error: float = 0.0  # relative, of the quantised weight
 
-    def read_scale(self) -> Tensor:
-        if self.scale is None:
+    def read_scales(self, which: int) -> Tensor:
+        if not self.scales:
             exact = self.read_exact()
             if bad := count_nonfinite(exact):
                 judge_nonfinite(self.where, bad, self.allow_nonfinite)
-            mode, group = self.layer.mode, self.layer.group
-            self.scale = torch.cat([scales_of(rows, mode, group) for rows in split_rows(exact)])
-        return self.scale
+            self.scales = tuple(map(torch.cat, zip(*(self.layer.fit(rows) for rows in split_rows(exact)))))
+        return self.scales[which]
 
     def read_weight(self) -> Tensor:
+        self.read_scales(0)
         exact = split_rows(self.read_exact())
-        scale = self.read_scale().split(len(exact[0]))
         weight = torch.empty_like(self.layer.weight, device="cpu")
-
+        others = (split_rows(x, len(exact[0])) for x in (weight, *self.scales))
         errors = norms = 0.0
-        for rows, unit, stored in zip(exact, scale, split_rows(weight, len(exact[0]))):
+        for rows, stored, *scales in zip(exact, *others):
             rows = rows.float()
-            stored.copy_(quantize_with(rows, unit, self.layer.mode))
+            stored.copy_(self.layer.round(rows, *scales))
             norms += float(rows.norm()) ** 2
-            errors += float(dequantize(stored, unit, torch.float32).sub_(rows).norm()) ** 2
+            errors += float(self.layer.numbers(stored, *scales).sub_(rows).norm()) ** 2
         self.error = (errors / max(norms, 1e-60)) ** 0.5
         return weight
 
@@ -131,13 +122,13 @@ def quantize_folder(
 
     It is of the weight ("of weights") or, if the layer was calibrated, "of outputs" on the text.
 
-    text [B, T]: token ids; the int4 layers of a target's blocks are calibrated on it. A target's tied lm_head
+    text [B, T]: token ids; 4-bit layers of a target's blocks are calibrated on it. A target's tied lm_head
     becomes a quantised matrix of its own beside the table. Raises OSError, and InputError on numbers that are
     not finite and not allowed.
     """
     source, module, names = plan.source, plan.module, plan.exact.state_dict()
-    path, group = source / WEIGHTS, plan.after["quantization"]["group"]
-    ready = {} if text is None else calibrated_layers(source, plan.before, group, text)
+    path, scheme = source / WEIGHTS, Scheme.from_config(plan.after["quantization"])
+    ready = {} if text is None else calibrated_layers(source, plan.before, scheme, text)
     layers: dict[str, _LayerWriter] = {}
     stored = stored_tensors(path, ADVICE)
 
@@ -160,7 +151,8 @@ def quantize_folder(
                 exact, where = partial(read_tensor, path, weight), f"{path}: tensor {weight}"
                 layers[layer] = _LayerWriter(exact, where, owner, allow_nonfinite)
             dtype = tensor.dtype
-            read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
+            writer = layers[layer]
+            read = writer.read_weight if leaf == "weight" else partial(writer.read_scales, leaf == "codes")
         return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
 
     tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
@@ -170,21 +162,22 @@ def quantize_folder(
 
 
 class Calibrated(NamedTuple):
-    """A layer's weight and scales as files hold them, and the relative error of its outputs on the text."""
+    """A layer as files hold it, and the relative error of its outputs on the text."""
 
     weight: Tensor
     scale: Tensor
+    codes: Tensor
     error: float
 
 
 @torch.no_grad()
-def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, Calibrated]:
-    """The linear layers of all blocks of a target, in int4 by GPTQ on a text, by their names.
+def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -> dict[str, Calibrated]:
+    """The linear layers of all blocks of a target, in 4 bits by GPTQ on a text, by their names.
 
-    source: an unquantised folder with this config. ids [B, T]: the text. Each layer reads what the layers
-    before it compute once they are quantised. One block is in memory at a time, in float32, beside what is
-    returned. Stacks of experts are rounded to nearest on the way, and not returned. Raises InputError on
-    weights that are not finite.
+    source: an unquantised folder with this config. scheme: with kinds. ids [B, T]: the text. Each layer reads
+    what the layers before it compute once they are quantised. One block is in memory at a time, in float32,
+    beside what is returned. Stacks of experts are rounded to nearest on the way, and not returned. Raises
+    InputError on weights that are not finite.
     """
     model = build_module(config)
     args = model.args
@@ -208,25 +201,25 @@ def calibrated_layers(source: Path, config: dict, group: int, ids: Tensor) -> di
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
-            for parameter in block.parameters():
-                if parameter.ndim == 3 and parameter.is_floating_point():
-                    scale = scales_of(parameter, "int4", group)
-                    parameter.data = dequantize(quantize_with(parameter, scale, "int4"), scale, torch.float32)
+            for name, p in block.named_parameters():
+                if p.ndim == 3 and p.is_floating_point():
+                    kind = scheme.mode_of(f"layers.{i}.{name}")
+                    p.data = restored(kind, round_to(kind, p, *(scales := fit(kind, p))), *scales)
             for name in linear_names(block, lm_head=False):
+                kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
-                block.get_submodule(name).register_forward_pre_hook(partial(_quantize, group=group, put=put))
+                layer.register_forward_pre_hook(partial(_quantize, kind=kind, put=put))
             x = block(x, block.Cache(*ids.shape, args, torch.float32, "cpu"), shared)
             block.to("meta")
     return layers
 
 
-def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], group: int, put) -> None:
+def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> None:
     """Quantize a layer that is about to read `inputs`. It continues with the quantized weight."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
-    q, scale = gptq(weight, second_moments(x), group)
-    layer.weight.data = dequantize(q, scale, torch.float32)
-    error = output_error(weight, layer.weight.data, x[:: max(1, len(x) // MEASURED)])
-    put(Calibrated(pack_nibbles(q), scale, error))
+    stored = gptq(weight, second_moments(x), kind)
+    layer.weight.data = restored(kind, *stored)
+    put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // MEASURED)])))
 
 
 def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): int4 weights with least output error.
+"""GPTQ (Frantar et al., arXiv 2210.17323): 4-bit weights with least output error.
 
 The columns of a weight are rounded one after the other, and later columns compensate for the errors of
 earlier ones. Calibration data contribute x^T x of a layer's inputs x, GPTQ's Hessian H.
@@ -14,26 +14,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.quantized import int4_scales
+from kernels.stored import Kind, codes_of, fit, fit_groups, pack_values
 
 DAMPING = 0.1  # relative to the mean of H's diagonal
 PANEL_COLUMNS = 1024  # of a Hessian, computed together
+UNIT_ROOM = 1.25  # times the units of the weight: rounding errors of earlier columns widen later ranges
 
 
-def gptq(weight: Tensor, hessian: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantize weight [N, K] with hessian x^T x [K, K] -> q [N, K] int8, scales [N, K/group] bf16.
+def gptq(weight: Tensor, hessian: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize weight [N, K] with hessian x^T x [K, K] -> the weight as it is stored, its scale and codes.
 
-    Both arguments are float32 and finite, and the group divides K.
+    Both arguments are float32 and finite. kind: one of `four_bits`.
     """
     N, K = weight.shape
+    group = kind.group
     factor = _upper_factor(hessian)
     diagonal = factor.diagonal().clone()
     factor /= diagonal
     importance = diagonal.square()
     exact = weight.t().contiguous()  # [K, N]
     wanted = exact.clone()  # targets of rounding, given the errors so far
-    q = torch.empty(K, N, dtype=torch.int8)
-    scale = torch.empty(K // group, N, dtype=torch.bfloat16)
+    q = torch.empty(K, N, dtype=torch.uint8)
+    units = UNIT_ROOM * fit(kind, weight)[0][..., None]  # [N, 2, 1]
+    codes = torch.empty(N, 2, K // group, dtype=torch.int8)
     errors = torch.empty(group, N)
     for start in range(0, K, group):
         end = start + group
@@ -41,16 +44,17 @@ def gptq(weight: Tensor, hessian: Tensor, group: int) -> tuple[Tensor, Tensor]:
         square, missing = factor[start:end, start:end], wanted[start:end] - exact[start:end]
         missing = torch.linalg.solve_triangular(square.t(), missing, upper=False, unitriangular=True)
         parts = (exact[start:end] + missing).t().contiguous()
-        scale[start // group] = int4_scales(parts, importance[start:end])[:, 0]
-        unit = scale[start // group].float()
-        inverse = torch.where(unit == 0, 1, unit).reciprocal_()
+        of_group = codes_of(torch.stack(fit_groups(parts, importance[start:end]), 1), units)
+        codes[..., start // group] = of_group[..., 0]
+        scale, minimum = (of_group * units)[..., 0].unbind(1)
+        inverse = torch.where(scale == 0, 1, scale).reciprocal_()
         for i, k in enumerate(range(start, end)):
             value = wanted[k] if i == 0 else wanted[k].addmv_(errors[:i].t(), factor[start:k, k])
-            rounded = value.mul_(inverse).round_().clamp_(-8, 7)
+            rounded = (value + minimum).mul_(inverse).round_().clamp_(0, 15)
             q[k] = rounded
-            torch.addcmul(exact[k], rounded, unit, value=-1, out=errors[i])
+            torch.addcmul(exact[k] + minimum, rounded, scale, value=-1, out=errors[i])
         wanted[end:].addmm_(factor[start:end, end:].t(), errors)
-    return q.t().contiguous(), scale.t().contiguous()
+    return pack_values(kind, q.t()), units.flatten(-2), codes.flatten(-2)
 
 
 def second_moments(x: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 Weights are w = scale * q, symmetric. Here they are rounded to the nearest q; `kernels.gptq` does better.
 
 int8   one scale per output, q in -127..127
-int4   one scale per output and group of inputs, q in -8..7; two values per byte in files
 w8a8   int8 weights; a layer's inputs are rounded to int8 too, with one scale per 64 inputs of a token
-w4a8   int4 weights; inputs are rounded to int8 too, with one scale per group of the weight
+int4, w4a8  of older folders, newer ones have q4: one scale per output and group of inputs, q in -8..7, two
+       values per byte. In w4a8 inputs are rounded to int8 too, with one scale per group of the weight
 fp8    e4m3, one scale per output; inputs are rounded to fp8 too, with one scale per token
 mxfp4  of experts whose files have it: e2m1, stored like int4; one scale per 32 inputs, a power of two (e8m0:
        a byte, the exponent + 127)
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from common.errors import first_line
 from common.schema import Flag, InvalidValue, schema_of
-from kernels.stored import STORED, Kind, numbers, pack_pairs, unpack_pairs, values
+from kernels.stored import STORED, Kind, fit, four_bits, restored, round_to, unpack_pairs
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
@@ -38,8 +38,6 @@ GROUPS = (32, 64, 128)
 ROUNDS_INPUTS = ("w8a8", "w4a8", *STORED)  # to int8
 W8A8_GROUP = 64  # inputs that share a scale
 FP8_MAX = 448.0  # the largest e4m3 number
-# int4: candidates for the q of a group's extreme value, which is clamped to -8..7.
-EXTREME_Q = (-8.6, -8.0, -7.4, -6.8, -6.2)
 CHUNK_VALUES = 1 << 16  # values rounded at a time: with their results they fit a core's cache
 
 
@@ -66,14 +64,11 @@ class Scheme:
         """
         schema_of(cls).check(quantization, "quantization")
         mode, group, lm_head, experts, kinds = (quantization.get(f.name) for f in fields(cls))
-        if mode == AS_STORED:
-            for name, kind in (kinds or {}).items():
-                try:
-                    Kind.parse(kind)
-                except (ValueError, TypeError):
-                    key = f"quantization.kinds.{name}"
-                    raise InvalidValue(key, kind, "a kind as q4-32-256-min") from None
-            return cls(mode, 0, None, experts, kinds or {})
+        for name, kind in (kinds or {}).items():
+            try:
+                Kind.parse(kind)
+            except (ValueError, TypeError):
+                raise InvalidValue(f"quantization.kinds.{name}", kind, "a kind as q4-32-256-min") from None
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
         if mode is None and (lm_head or not experts):
@@ -83,7 +78,7 @@ class Scheme:
             wanted = "0" if group else groups
             expected = f"{wanted}: {names} has groups of inputs, others none"
             raise InvalidValue("quantization.group", group, expected)
-        return cls(mode, group, lm_head, experts)
+        return cls(mode, group, lm_head, experts, kinds)
 
     def to_config(self) -> dict:
         """Return the entry of a config.json."""
@@ -99,45 +94,39 @@ class Scheme:
         mode = self.lm_head if name == "lm_head" else self.mode
         return mode, self.group if mode in FOUR_BITS else 0
 
+    def with_kinds(self, module: nn.Module) -> Scheme:
+        """Return the scheme to quantize a module with: 4-bit layers get kinds (`kernels.stored.four_bits`).
 
-def scales_of(weight: Tensor, mode: str, group: int = 0) -> Tensor:
-    """Return the scales of weight [..., N, K]: [..., N, 1] float32, in 4 bits [..., N, K/group] bfloat16."""
-    weight = weight.float()
-    if mode not in FOUR_BITS:
-        return weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MAX if mode == "fp8" else 127)
-    return int4_scales(weight.unflatten(-1, (-1, group)))[..., 0]
+        Raises InvalidValue if the group does not divide a layer's inputs.
+        """
+        inputs = {}
+        if self.mode in FOUR_BITS:
+            inputs = {name: module.get_submodule(name).in_features for name in linear_names(module, False)}
+            stacks = {name: p.shape[-1] for name, p in module.named_parameters() if p.ndim == 3}
+            inputs |= {} if self.experts else stacks
+        if self.lm_head in FOUR_BITS:
+            inputs["lm_head"] = module.embed.weight.shape[-1]
+        for name, count in inputs.items():
+            if count % self.group:
+                expected = f"a divisor of {count} inputs, of {name}"
+                raise InvalidValue("quantization.group", self.group, expected)
+        kinds = {name: str(four_bits(count, self.group)) for name, count in inputs.items()}
+        if not kinds:
+            return self
+        mode = AS_STORED if self.mode in FOUR_BITS else self.mode
+        lm_head = None if "lm_head" in kinds else self.lm_head
+        return Scheme(mode, 0, lm_head, self.experts, kinds)
 
 
-def int4_scales(parts: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return the scales [..., 1] bfloat16 of groups [..., group] float32 with the least squared error.
-
-    importance [..., group]: weights of the squared errors; None: 1.
-    """
-    # The scale that represents the extreme exactly is rarely the best one.
-    extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
-    inverse = torch.where(extreme == 0, 1, extreme).reciprocal()
-    best, gain, q, product = torch.zeros_like(extreme), 0.0, torch.empty_like(parts), torch.empty_like(parts)
-    for q_extreme in EXTREME_Q:
-        torch.mul(parts, inverse * q_extreme, out=q).round_().clamp_(-8, 7)
-        # With these values the best scale is q.parts / q.q. It makes the error q.parts * scale smaller.
-        torch.mul(q, parts, out=product)
-        q.square_()
-        if importance is not None:
-            product.mul_(importance), q.mul_(importance)
-        fit = product.sum(-1, keepdim=True)
-        scale = fit / q.sum(-1, keepdim=True).clamp_(min=1e-30)
-        fit *= scale
-        best, gain = torch.where(fit > gain, scale, best), fit.clamp(min=gain)
-    return best.bfloat16()
+def scales_of(weight: Tensor, mode: str) -> Tensor:
+    """Return the scales [..., N, 1] float32 of weight [..., N, K] in 8 bits."""
+    return weight.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MAX if mode == "fp8" else 127)
 
 
 def quantized_values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
-    """Return q of weight [..., N, K]: int8 (with 4 bits in -8..7) or float8_e4m3fn."""
-    parts = weight.float().unflatten(-1, (scale.shape[-1], -1))
-    units = (parts / torch.where(scale == 0, 1, scale).float()[..., None]).flatten(-2)
-    if mode == "fp8":
-        return units.to(torch.float8_e4m3fn)
-    return (units.round_().clamp_(-8, 7) if mode in FOUR_BITS else units.round_()).to(torch.int8)
+    """Return q of weight [..., N, K]: int8 or float8_e4m3fn."""
+    units = weight.float() / scale
+    return units.to(torch.float8_e4m3fn) if mode == "fp8" else units.round_().to(torch.int8)
 
 
 def split_rows(weight: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
@@ -145,30 +134,12 @@ def split_rows(weight: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
     return weight.flatten(0, -2).split(rows or max(1, CHUNK_VALUES // weight.shape[-1]))
 
 
-def quantize_with(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
-    """Return `quantized_values` as files and layers store them: with 4 bits, two per byte."""
-    q = quantized_values(weight, scale, mode)
-    return pack_nibbles(q) if mode in FOUR_BITS else q
-
-
-def quantize(weight: Tensor, mode: str, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Quantize weight [..., N, K]. Returns it as files and layers store it, and its scales."""
-    done = []
-    for rows in split_rows(weight):
-        scale = scales_of(rows, mode, group)
-        done.append((quantize_with(rows, scale, mode), scale))
-    stored, scale = zip(*done)
-    # torch.cat does not support fp8, so its bytes are concatenated.
-    stored, scale = torch.cat([x.view(torch.uint8) for x in stored]).view(stored[0].dtype), torch.cat(scale)
-    return stored.unflatten(0, weight.shape[:-1]), scale.unflatten(0, weight.shape[:-1])
-
-
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [..., N, K] of a stored one and its scales."""
     if scale.dtype == torch.uint8:
-        values = e2m1(unpack_nibbles(weight) + 8).unflatten(-1, (-1, MXFP4_GROUP))
+        values = e2m1(unpack_pairs(weight)).unflatten(-1, (-1, MXFP4_GROUP))
         return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
-    q = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
+    q = unpack_pairs(weight).to(torch.int8) - 8 if weight.dtype == torch.uint8 else weight
     return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
 
 
@@ -177,16 +148,6 @@ def e2m1(codes: Tensor) -> Tensor:
     size = (codes & 7).float()
     twice = torch.where(size < 4, size, torch.where(size < 6, 2 * size - 4, 4 * size - 16))
     return torch.where(codes > 7, -twice, twice) / 2
-
-
-def pack_nibbles(q: Tensor) -> Tensor:
-    """Pack q [..., K] int8 in -8..7 as `kernels.stored.pack_pairs` does."""
-    return pack_pairs(q + 8)
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Invert `pack_nibbles`, to int8."""
-    return unpack_pairs(packed).to(torch.int8) - 8
 
 
 def round_inputs(x: Tensor, group: int = W8A8_GROUP) -> Tensor:
@@ -229,7 +190,7 @@ class Quantized(nn.Module):
         super().__init__()
         (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
         self.kind = Kind(mode, group, *more) if mode in STORED else None
-        if group and self.inputs % max(group, 0, *more[:1]):
+        if group and (self.inputs % group or (any(more[:1]) and self.inputs % more[0])):
             raise InvalidValue("group", group, f"a divisor of {self.inputs} inputs")
         if self.kind:
             for name, (size, dtype) in self.kind.sizes(self.inputs).items():
@@ -252,14 +213,33 @@ class Quantized(nn.Module):
         group = self.kind.rounded_inputs if self.kind else self.group or W8A8_GROUP
         return round_inputs(x, group) if self.mode in ROUNDS_INPUTS else x
 
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The scales, and the codes if there are any."""
+        return (self.scale, self.codes) if self.kind and self.kind.unit else (self.scale,)
+
+    def fit(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return the scales, and the codes if there are any, to `round` a weight [..., K] with."""
+        return fit(self.kind, weight) if self.kind else (scales_of(weight, self.mode),)
+
+    def round(self, weight: Tensor, *scales: Tensor) -> Tensor:
+        """Return a weight [..., K] rounded as it is stored."""
+        if self.kind:
+            return round_to(self.kind, weight, *scales)
+        return quantized_values(weight, *scales, self.mode)
+
+    def numbers(self, weight: Tensor, *scales: Tensor) -> Tensor:
+        """Return what a stored weight stands for [..., K], float32."""
+        if self.kind:
+            return restored(self.kind, weight, *scales)
+        return dequantize(weight, *scales, torch.float32)
+
     def dequantize(self, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
         """Return the weight [..., N, K], or of a stack [E, N, K] the matrices of experts `index` [...]."""
         weight, scale = self.weight, self.scale
         if self.kind:
-            codes = self.codes if self.kind.unit else None
-            stored = (x if x is None or index is None else x[index] for x in (weight, scale, codes))
-            weight, *scales = stored
-            return numbers(self.kind, values(self.kind, weight), *scales).to(dtype)
+            stored = (x if index is None else x[index] for x in (weight, *self.scales))
+            return self.numbers(*stored).to(dtype)
         if index is not None:  # indexing does not support fp8, so its bytes are indexed
             weight, scale = weight.view(torch.uint8)[index].view(weight.dtype), scale[index]
         if self.restore is not None:
@@ -284,12 +264,16 @@ class QuantizedLinear(Quantized):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     @classmethod
-    def from_weight(
-        cls, weight: Tensor, mode: str, group: int = 0, bias: Tensor | None = None
-    ) -> QuantizedLinear:
-        """Quantize a weight [N, K]."""
-        layer = cls(weight.shape[1], weight.shape[0], False, mode, group)
-        layer.weight.data, layer.scale.data = quantize(weight, mode, group)
+    def from_weight(cls, weight: Tensor, bias: Tensor | None, mode: str, *group) -> QuantizedLinear:
+        """Quantize a weight [N, K]. mode, group: of 8 bits, or a kind with `four_bits`."""
+        layer = cls(weight.shape[1], weight.shape[0], False, mode, *group)
+        scales = zip(*(layer.fit(rows) for rows in split_rows(weight)))
+        for name, parts in zip(("scale", "codes"), scales):
+            getattr(layer, name).data = torch.cat(parts)
+        of_rows = zip(split_rows(weight), *(split_rows(x, len(split_rows(weight)[0])) for x in layer.scales))
+        # torch.cat does not support fp8, so its bytes are concatenated.
+        stored = torch.cat([layer.round(*rows).view(torch.uint8) for rows in of_rows])
+        layer.weight.data = stored.view(layer.weight.dtype)
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return layer
 
@@ -351,16 +335,15 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
-    linear = linear_names(module, scheme.lm_head is not None) if scheme.mode else []
-    stacks = [name for name, p in module.named_parameters() if p.ndim == 3]
-    if scheme.kinds is not None:
-        found = [*linear_names(module, True), *stacks]
-        if unknown := [name for name in scheme.kinds if name not in found]:
-            kind = scheme.kinds[unknown[0]]
-            raise InvalidValue(f"quantization.kinds.{unknown[0]}", kind, "the name of a layer")
-        linear = list(scheme.kinds)
-        stacks = [name for name in stacks if scheme.experts and name not in scheme.kinds]
-    for name in linear + stacks:
+    stacks, kinds = [name for name, p in module.named_parameters() if p.ndim == 3], scheme.kinds or {}
+    found = [*linear_names(module, True), *stacks]
+    if unknown := [name for name in kinds if name not in found]:
+        raise InvalidValue(f"quantization.kinds.{unknown[0]}", kinds[unknown[0]], "the name of a layer")
+    if scheme.mode == AS_STORED:
+        chosen = [*kinds, *["lm_head"] * bool(scheme.lm_head), *(stacks if scheme.experts else ())]
+    else:
+        chosen = [*(linear_names(module, scheme.lm_head is not None) if scheme.mode else ()), *stacks, *kinds]
+    for name in dict.fromkeys(chosen):
         owner, attribute = _owner(module, name)
         old = getattr(owner, attribute)
         try:
@@ -382,11 +365,13 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
     A tied lm_head is untied. Raises ValueError as `replace_linears` does.
     """
     if scheme.lm_head and module.lm_head is None:
-        module.lm_head = QuantizedLinear.from_weight(module.embed.weight.detach(), *scheme.mode_of("lm_head"))
-    for name in linear_names(module, scheme.lm_head is not None):
+        weight, mode = module.embed.weight.detach(), scheme.with_kinds(module).mode_of("lm_head")
+        module.lm_head = QuantizedLinear.from_weight(weight, None, *mode)
+    names, scheme = linear_names(module, scheme.lm_head is not None), scheme.with_kinds(module)
+    for name in names:
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        quantized = QuantizedLinear.from_weight(layer.weight.detach(), *scheme.mode_of(name), bias)
+        quantized = QuantizedLinear.from_weight(layer.weight.detach(), bias, *scheme.mode_of(name))
         setattr(*_owner(module, name), quantized)
 
 

@@ -104,6 +104,55 @@ def numbers(kind: Kind, q: Tensor, scale: Tensor, codes: Tensor | None) -> Tenso
     return (weight.sub_(each[..., 1, :, None]) if kind.minima else weight).flatten(-2)
 
 
+def four_bits(inputs: int, group: int) -> Kind:
+    """Return the kind that `quantize.py` rounds layers with this number of inputs to."""
+    return Kind("q4", group, inputs, minima=True)
+
+
+def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return scales and minima [..., 1] for groups of weights [..., group] float32 in 0..15.
+
+    A group's range gives its values, and these the scale and minimum with the least squared error.
+    importance [..., group]: weights of the squared errors; None: 1.
+    """
+    low, high = parts.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / 15
+    q = ((parts - low) / torch.where(scale == 0, 1, scale)).round_()
+    weighted = q if importance is None else q * importance
+    count = parts.shape[-1] if importance is None else importance.sum(-1, keepdim=True)
+    values = parts if importance is None else parts * importance
+    of_q, of_parts = weighted.sum(-1, keepdim=True), values.sum(-1, keepdim=True)
+    variance = count * (weighted * q).sum(-1, keepdim=True) - of_q.square()
+    best = (count * (weighted * parts).sum(-1, keepdim=True) - of_q * of_parts) / variance
+    scale = torch.where(variance > 0, best, scale)
+    return scale, torch.where(scale == 0, -low, (scale * of_q - of_parts) / count)
+
+
+def fit(kind: Kind, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the units and codes of weight [..., K] for `round_to`. kind: one of `four_bits`."""
+    each = torch.cat(fit_groups(weight.float().unflatten(-1, (-1, kind.group))), -1).transpose(-1, -2)
+    units = each.abs().amax(-1, keepdim=True) / 127
+    return units.flatten(-2), codes_of(each, units).flatten(-2)
+
+
+def codes_of(each: Tensor, units: Tensor) -> Tensor:
+    """Return scales and minima [..., 2, groups] in their units [..., 2, 1], int8."""
+    return (each / torch.where(units == 0, 1, units)).round_().clamp_(-127, 127).to(torch.int8)
+
+
+def round_to(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
+    """Return the values of weight [..., K] nearest to it, packed."""
+    each = of_groups(kind, scale, codes)[..., None]
+    units = torch.where(each[..., 0, :, :] == 0, 1, each[..., 0, :, :])
+    q = weight.float().unflatten(-1, (-1, kind.group)) + each[..., 1, :, :]
+    return pack_pairs(q.div_(units).round_().clamp_(0, 15).to(torch.uint8).flatten(-2))
+
+
+def restored(kind: Kind, weight: Tensor, scale: Tensor, codes: Tensor | None = None) -> Tensor:
+    """Return what a stored weight stands for [..., K] float32."""
+    return numbers(kind, values(kind, weight), scale, codes)
+
+
 def regroup(kind: Kind, to: Kind, scale: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the scales and codes of one kind as another that holds it, see `Kind.joined`."""
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
-from kernels.quantized import Quantized, QuantizedLinear, pack_nibbles, unpack_nibbles
+from kernels.quantized import Quantized, QuantizedLinear
+from kernels.stored import pack_pairs, unpack_pairs
 
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
 # The index of the tile in `tile_configs`; None: the fastest, or the first one with several ranks.
@@ -113,7 +114,7 @@ def to_register_order(weight: Tensor) -> Tensor:
     pad the end, which the last tiles read.
     """
     has_nibbles = weight.dtype == torch.uint8
-    q = unpack_nibbles(weight) + 8 if has_nibbles else weight
+    q = unpack_pairs(weight) if has_nibbles else weight
     N, K = q.shape
     q = F.pad(q.view(torch.uint8), (0, -K % 64, 0, -N % 128)).view(_block_shape(N, K))
     q = q.permute(ORDER_4_BITS if has_nibbles else ORDER_8_BITS)
@@ -131,7 +132,7 @@ def from_register_order(words: Tensor, N: int, K: int, has_nibbles: bool) -> Ten
     q = q.reshape(*lead, *(shape[i] for i in order))
     q = q.permute(*range(len(lead)), *(len(lead) + order.index(i) for i in range(len(order))))
     q = q.reshape(*lead, shape[0] * 64, -1)[..., :N, :K]
-    return pack_nibbles(q.to(torch.int8) - 8) if has_nibbles else q.view(torch.int8)
+    return pack_pairs(q.to(torch.uint8)) if has_nibbles else q.view(torch.int8)
 
 
 @triton.jit

@@ -58,9 +58,11 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
     model, config = load_model(out)
     beside = {"int4": "int8", "w4a8": "w8a8"}.get(mode, mode)
-    written = {"mode": mode, "group": 32 if mode in LM_HEAD_MODES else 0, "lm_head": beside}
-    assert config["quantization"] == written and (out / "tokenizer.json").is_file()
-    layer = model.layers[2].wqkv
+    layer, found = model.layers[2].wqkv, config["quantization"]
+    kinds = found.pop("kinds", {})
+    written = {"mode": "stored" if mode in LM_HEAD_MODES else mode, "group": 0, "lm_head": beside}
+    assert found == written and (out / "tokenizer.json").is_file()
+    assert mode not in LM_HEAD_MODES or kinds["layers.2.wqkv"] == f"q4-32-{layer.inputs}-min"
     weight = before["layers.2.wqkv.weight"]
     assert 0 < (layer.dequantize(torch.float32) - weight).norm() / weight.norm() < most
     head = load_head(out / "eagle3", model, "eagle3")
@@ -103,8 +105,9 @@ def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
         out = tmp_path / str(mode)
         assert run(capsys, "--checkpoint", target, "--out", out, *nearest("int4"), *options)[0] == 0
         model, config = load_model(out)
-        assert config["quantization"]["lm_head"] == mode == getattr(model.lm_head, "mode", None)
-        assert (model.lm_head is None) == (mode is None) and model.layers[0].wo.mode == "int4"
+        found = {"int4": "q4"}.get(mode, mode)
+        assert getattr(model.lm_head, "mode", None) == found and model.layers[0].wo.mode == "q4"
+        assert ("lm_head" in config["quantization"]["kinds"]) == (found == "q4")
 
 
 @pytest.mark.kernels
@@ -151,11 +154,13 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
     make_target(tmp_path / "in", "gpt-oss in MXFP4")
     source = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
     ids = torch.arange(256).view(2, 128) % 50
-    quantize_folder(Quantised.of(source, scheme), tmp_path / "q", ids if scheme.mode == "int4" else None)
+    four_bits = scheme.mode == "int4"
+    quantize_folder(Quantised.of(source, scheme), tmp_path / "q", ids if four_bits else None)
     (exact, _), (target, config) = map(load_model, (source, tmp_path / "q"))
     assert config["quantization"]["experts"] == "mxfp4" and target.lm_head.mode == scheme.lm_head
     for one, other in zip(exact.layers, target.layers):
-        assert torch.equal(one.mlp.w_down.weight, other.mlp.w_down.weight) and other.wo.mode == scheme.mode
+        assert torch.equal(one.mlp.w_down.weight, other.mlp.w_down.weight)
+        assert other.wo.mode == ("q4" if four_bits else scheme.mode)
     assert choose_backend("cpu").prepare(target)
     plain, fast = (Engine(target, drafter, compile=False, max_seq_len=120) for drafter in (None, NGram()))
     found = [[o.ids for o in engine.generate([[*range(40)]], Sampling(60))] for engine in (plain, fast)]

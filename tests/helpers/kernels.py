@@ -41,11 +41,13 @@ def random_layer(mode: str | None, group: int, inputs: int, outputs: int, dtype:
         return layer.to(dtype)
     if mode.startswith("q"):
         return stored_layer(Kind.parse(mode), weight, bias)
-    if mode != "mxfp4":
-        return QuantizedLinear.from_weight(weight, mode, group, bias)
+    if not group:
+        return QuantizedLinear.from_weight(weight, bias, mode)
     layer = QuantizedLinear(inputs, outputs, True, mode, group)
     layer.weight.data = weight[:, ::2].mul(99).to(torch.int8).view(torch.uint8)
-    layer.scale.data, layer.bias.data = weight[:, ::32].mul(2).add(123).to(torch.uint8), bias
+    scale = weight[:, ::group]
+    layer.scale.data = scale.mul(2).add(123).to(torch.uint8) if mode == "mxfp4" else scale.div(8).bfloat16()
+    layer.bias.data = bias
     return layer
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.quantized import dequantize, quantized_values, scales_of
+from kernels.stored import fit, four_bits, of_groups, restored, round_to
 
 
 def correlated(inputs: int, rows: int, seed: int) -> torch.Tensor:
@@ -20,14 +20,16 @@ def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
     weight[3] = 0
     x = correlated(inputs, 4096, seed=0)
     seen, unseen = x[:2048], x[2048:]
-    q, scale = gptq(weight, second_moments(seen), group)
-    assert q.dtype == torch.int8 and q.min() >= -8 and q.max() <= 7 and (q[3] == 0).all()
-    assert scale.dtype == torch.bfloat16 and scale.shape == (40, inputs // group)
-    simple = scales_of(weight, "int4", group)
-    nearest = dequantize(quantized_values(weight, simple, "int4"), simple, torch.float32)
-    for inputs in (seen, unseen):
-        error = output_error(weight, dequantize(q, scale, torch.float32), inputs)
-        assert error < 0.75 * output_error(weight, nearest, inputs)
+    kind = four_bits(inputs, group)
+    found = gptq(weight, second_moments(seen), kind)
+    assert [(x.dtype, *x.shape) for x in found] == [
+        (dtype, 40, size) for size, dtype in kind.sizes(inputs).values()]
+    assert not restored(kind, *found)[3].any()
+    scales = fit(kind, weight)
+    nearest = restored(kind, round_to(kind, weight, *scales), *scales)
+    for x in (seen, unseen):
+        error = output_error(weight, restored(kind, *found), x)
+        assert error < 0.75 * output_error(weight, nearest, x)
 
 
 def test_second_moments_in_panels(monkeypatch):
@@ -37,8 +39,10 @@ def test_second_moments_in_panels(monkeypatch):
 
 
 def test_where_inputs_are_not_correlated_it_is_the_nearest():
-    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
-    want = scales_of(weight, "int4", 64)
+    """But for scales, whose units have more room."""
+    weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), four_bits(256, 64)
+    want = of_groups(kind, *fit(kind, weight))
     for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):
-        q, scale = gptq(weight, hessian, 64)
-        assert torch.equal(scale, want) and torch.equal(q, quantized_values(weight, want, "int4"))
+        found, *scales = gptq(weight, hessian, kind)
+        torch.testing.assert_close(of_groups(kind, *scales), want, rtol=0.01, atol=0.01 * float(want.max()))
+        assert torch.equal(found, round_to(kind, weight, *scales))
