@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import Block, KVCaches, Linear, ModelArgs, PassInputs, RMSNorm, TargetBlock, Transformer, lm_logits
+from model import Block, Embedding, KVCaches, Linear, ModelArgs, PassInputs, RMSNorm, TargetBlock, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Head(nn.Module):
         super().__init__()
         H, Vd = args.hidden_size, args.draft_vocab_size
         self.args, self.target_norm = args, None
-        self.embed = nn.Embedding(args.vocab_size, H) if args.own_embedding else None
+        self.embed = Embedding(args.vocab_size, H) if args.own_embedding else None
         self.lm_head = Linear(H, Vd, bias=False) if args.own_lm_head else None
         # Target id of each draft id [Vd], ascending; the identity when both vocabularies are the same.
         self.register_buffer("draft_ids", torch.arange(Vd, device="cpu"))
@@ -72,8 +72,7 @@ class Head(nn.Module):
     def use_target(self, target: Transformer) -> None:
         """Share the target's embedding table and lm_head where the checkpoint has none."""
         if self.lm_head is None:
-            tied = self.embed if self.args.tie_embeddings and self.embed is not None else None
-            self.lm_head = tied or (target.embed if target.lm_head is None else target.lm_head)
+            self.lm_head = (self.args.tie_embeddings and self.embed) or target.lm_head or target.embed
         if self.embed is None:
             self.embed = target.embed
         if self.reads_normed:
@@ -110,7 +109,7 @@ class Head(nn.Module):
 
     def logits(self, feature: Tensor) -> Tensor:
         """Output of `forward` [..., H] -> float32 draft logits [..., Vd]; draft id j is `draft_ids[j]`."""
-        return lm_logits(self.lm_head, feature)
+        return self.lm_head.logits(feature)
 
 
 class Eagle1Head(Head):
@@ -190,7 +189,7 @@ class Eagle3Head(Head):
 
     def score(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> float32 draft logits [..., Vd]."""
-        return lm_logits(self.lm_head, self.norm(x))
+        return self.lm_head.logits(self.norm(x))
 
 
 def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:

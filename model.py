@@ -18,6 +18,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.nn as nn
@@ -348,6 +349,16 @@ class Linear(nn.Linear):
         return matmul_float32(x, self.weight, self.bias)
 
 
+class Embedding(nn.Embedding):
+    """An embedding table [V, H], which is the lm_head too if the two are tied."""
+
+    bias, dtype, device = None, property(attrgetter("weight.dtype")), property(attrgetter("weight.device"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Normed states x [..., H] -> float32 logits [..., V]."""
+        return matmul_float32(x, self.weight)
+
+
 def matmul_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., H] @ weight [V, H]^T + bias [V] in float32 [..., V].
 
@@ -514,7 +525,7 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.embed = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.embed = Embedding(args.vocab_size, args.hidden_size)
         self.layers = nn.ModuleList(self.make_layer(i) for i in range(args.num_layers))
         self.norm = self.Layer.Norm(args.hidden_size, args.norm_eps)
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
@@ -529,9 +540,8 @@ class Transformer(nn.Module):
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
         """Allocate a cache for every layer. device: of the weights if left out."""
-        weight = self.embed.weight
-        device = device or weight.device
-        return self.Caches.allocate(self.args, batch, slots, weight.dtype, device, self.backend)
+        device = device or self.embed.device
+        return self.Caches.allocate(self.args, batch, slots, self.embed.dtype, device, self.backend)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the size of `caches`."""
@@ -594,12 +604,4 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> logits [..., V] in float32."""
-        return lm_logits(self.embed if self.lm_head is None else self.lm_head, self.norm(x))
-
-
-def lm_logits(lm_head: nn.Module, x: Tensor) -> Tensor:
-    """Normed states x [..., H] -> float32 logits [..., V].
-
-    lm_head: a layer with `logits`, or the embedding table if the two are tied.
-    """
-    return matmul_float32(x, lm_head.weight) if isinstance(lm_head, nn.Embedding) else lm_head.logits(x)
+        return (self.embed if self.lm_head is None else self.lm_head).logits(self.norm(x))

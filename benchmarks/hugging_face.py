@@ -57,7 +57,7 @@ def as_llama(target: Transformer):
     with meta_modules():
         llama = LlamaForCausalLM(config)
     llama.load_state_dict(weights, assign=True)  # the weights keep their dtype, the rotary embeddings float32
-    llama.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.embed.weight.device)
+    llama.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.embed.device)
     return llama.eval()
 
 

@@ -62,7 +62,7 @@ class Model:
 
     def __init__(self, target: Target, head: Head | None = None):
         self.target, self.head, self.weights = target, head, target.model
-        self.device = self.weights.embed.weight.device
+        self.device = self.weights.embed.device
         self.longest, self.stop_ids = self.weights.args.max_seq_len, target.config["stop_ids"]
 
     def encode(self, text: str) -> list[int]:

@@ -8,26 +8,19 @@ import torch
 from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
-from kernels.quantized import AS_STORED, Scheme, linear_names
+from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names
 from kernels.stored import Kind, regroup
 
 
 def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
-    """Return config and tensors of a target, those of linear layers as they are stored where that is known.
-
-    A tied lm_head becomes a matrix of its own beside the embedding.
-    """
+    """Return config and tensors of a target, its matrices as they are stored where that is known."""
     module = build_module(config)
-    layers = {f"{name}.weight": name for name in linear_names(module, True)}
+    layers = {f"{name}.weight": name for name in [*linear_names(module, True), EMBED]}
     layers |= {name: name for name, p in module.named_parameters() if p.ndim == 3}
     kinds, tensors = {}, []
     for planned in plan:
         grouped = [part.grouped for part in planned.parts]
-        if config.get("tie_embeddings") and planned.name == "embed.weight" and None not in grouped:
-            config = config | {"tie_embeddings": False}
-            kinds["lm_head"], more = _as_stored("lm_head", planned, grouped)
-            tensors += [planned, *more]
-        elif planned.name in layers and None not in grouped:
+        if planned.name in layers and None not in grouped:
             kinds[layers[planned.name]], more = _as_stored(layers[planned.name], planned, grouped)
             tensors += more
         else:

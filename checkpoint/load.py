@@ -195,8 +195,8 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     if config["kind"] not in extensions.HEADS:
         raise InputError(f"{folder}: is of kind {config['kind']}, expected a draft head; name another folder")
     check_head_fits(check_config(config), target.args, str(folder))
-    weight, ranks = target.embed.weight, target.ranks and target.ranks.for_heads
-    head = _load(Path(folder), config, weight.device, weight.dtype, ranks)
+    table, ranks = target.embed, target.ranks and target.ranks.for_heads
+    head = _load(Path(folder), config, table.device, table.dtype, ranks)
     head.use_target(target)
     return head
 

@@ -87,8 +87,8 @@ def build(setup: Setup) -> DraftModel:
             raise InputError(f"{folder}: has {own['vocab_size']} rows in its embedding, the target"
                              f" {vocab_size};"
                              f" their tokenizer has {tokenizer.vocab_size} ids")
-    weight, ranks = target.embed.weight, target.ranks and target.ranks.for_heads
-    model, _ = load_model(folder, weight.device, weight.dtype, ranks)
+    table, ranks = target.embed, target.ranks and target.ranks.for_heads
+    model, _ = load_model(folder, table.device, table.dtype, ranks)
     resize_vocabulary(model, vocab_size)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)

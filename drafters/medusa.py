@@ -26,7 +26,7 @@ from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
 from head import Head, HeadArgs
-from model import KVCaches, Linear, PassInputs, RMSNorm, TargetBlock, lm_logits
+from model import KVCaches, Linear, PassInputs, RMSNorm, TargetBlock
 from tree import PAPER_TREE, Tree
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
@@ -110,7 +110,7 @@ class MultiTokenHeads(Head):
         """
         k = paths.shape[-1] - 1
         h = self.stacks[k](self.stack_input(p, paths))
-        return self.lm_heads[k].logits(h) if self.args.lm_head_each else lm_logits(self.lm_head, h)
+        return self.lm_heads[k].logits(h) if self.args.lm_head_each else self.lm_head.logits(h)
 
 
 class MedusaHeads(MultiTokenHeads):

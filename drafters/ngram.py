@@ -207,7 +207,7 @@ def build(setup: Setup) -> NGram:
         return NGram(history=HISTORY_TOKENS)
     target = setup.target
     tokens = open_tokens(Path(setup.drafting.flags["datastore"]), target.args.vocab_size)
-    file = TokenFile(tokens.to(target.embed.weight.device))
+    file = TokenFile(tokens.to(target.embed.device))
     return NGram(max_match=INDEXED_LENGTHS[0], history=HISTORY_TOKENS, file=file)
 
 

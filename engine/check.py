@@ -168,7 +168,7 @@ def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallba
 @torch.no_grad()
 def check(runner: ModelRunner, modes: Modes, log: Callable[[str], None]) -> None:
     """Check the kernels, disable those that fail, then check the captured step. Log every fallback."""
-    epsilon = torch.finfo(runner.target.embed.weight.dtype).eps
+    epsilon = torch.finfo(runner.target.embed.dtype).eps
     of_kernel, of_step = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
     try:
         with runner.device_context(), random_requests(runner) as reset:

@@ -91,8 +91,7 @@ class ModelRunner:
         stop_ids: Iterable[int], compile: bool, log: Callable[[str], None],
         chunks: tuple[int, ...] | None, variants: list[Drafter],
     ):
-        weight = target.embed.weight
-        self.device, dtype = weight.device, weight.dtype
+        self.device, dtype = target.embed.device, target.embed.dtype
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
         self.device_step = step_of(target)
@@ -118,7 +117,7 @@ class ModelRunner:
         # Compiled attention slices the live slots. A slice of the whole cache would make dynamo recompile:
         # a cache is longer than any slice.
         allocated = self.slots + (SLOT_STEP if self.compiled else 0)
-        unread_bytes = batch * self.unread * width * weight.element_size()
+        unread_bytes = batch * self.unread * width * dtype.itemsize
         self.cache_bytes = self._check_memory(allocated, unread_bytes)
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, dtype, self.device)
@@ -191,7 +190,7 @@ class ModelRunner:
 
     def _check_memory(self, slots: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises CachesTooLarge."""
-        dtype, size = self.target.embed.weight.dtype, (self.batch, slots)
+        dtype, size = self.target.embed.dtype, (self.batch, slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, dtype) + unread_bytes
         free, beside = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
         if free is not None and need + beside > free:

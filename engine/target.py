@@ -46,7 +46,7 @@ def load_target(
     if kernels or (not on_cpu and "quantization" in config):  # on a GPU, choosing also detects fp8 support
         choose = extensions.load(extensions.STEPS)
         backend = choose(runtime.device_name, kernels, runtime.isa, log, runtime.kv == "int8")
-    if model.embed.weight.dtype == torch.float16 and model.args.qkv_bias:
+    if model.embed.dtype == torch.float16 and model.args.qkv_bias:
         log("--dtype fp16: Qwen2's activations overflow fp16 and the text is wrong; use bf16 or fp32")
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), log, backend)
     target.prepare_models(model)
@@ -120,7 +120,7 @@ class Target:
         The caches of `batch` requests take at most `MAX_CACHE_FRACTION` of the free memory. A shorter length
         is a power of two, at least 2,048 tokens: compiled graphs are cached by the size of the caches.
         """
-        device, args = self.model.embed.weight.device, self.model.args
+        device, args = self.model.embed.device, self.model.args
         longest = int(min(args.max_seq_len, args.short_length))
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
@@ -148,7 +148,7 @@ class Target:
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
         """Put models on our kernels, if this target runs there. quantize: 16-bit ones first."""
         backend = self.backend
-        mode = backend.quantized_at_load.get(self.model.embed.weight.dtype)
+        mode = backend.quantized_at_load.get(self.model.embed.dtype)
         for model in models if quantize and mode else ():
             own = not isinstance(model, Head) or model.args.own_lm_head
             extensions.load(extensions.QUANTIZE)(model, mode, own)
@@ -159,7 +159,7 @@ class Target:
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
-        device = self.model.embed.weight.device
+        device = self.model.embed.device
         default = self.backend.default_tree(device, "quantization" in self.config, batch)
         build = partial(
             build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,

@@ -63,11 +63,11 @@ class Evaluation:
             draftings[name] = drafting.resolve(folder, log)
         target = load_target(o.checkpoint, runtime, log, ranks)
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
-        weight, exact = target.model.embed.weight, step_of(target.model).batch_invariant
-        self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
+        table, exact = target.model.embed, step_of(target.model).batch_invariant
+        self.judge = Judge(o.checkpoint, table.dtype, str(table.device), exact, ranks, o.kv)
         self.store = AnswerStore(Path(o.out), options)
         if ranks:  # all ranks must have the same questions left
-            ranks.check_equal(f"the answers so far, {sorted(map(repr, self.store.answers))}", weight.device)
+            ranks.check_equal(f"the answers so far, {sorted(map(repr, self.store.answers))}", table.device)
 
     def answer(self) -> None:
         """Ask every question that a method has not answered yet."""

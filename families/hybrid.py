@@ -475,8 +475,8 @@ class Hybrid(Transformer):
     def caches(
         self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
     ) -> HybridCaches:
-        weight, count = self.embed.weight, sum(self.args.delta_layers)
-        where = weight.dtype, device or weight.device
+        table, count = self.embed, sum(self.args.delta_layers)
+        where = table.dtype, device or table.device
         args = replace(self.args, num_layers=len(self.layers) - count)  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.runs_on_backend else None

@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from head import Eagle3Head
-from kernels.quantized import FOUR_BITS, MXFP4, Quantized
+from kernels.quantized import EMBED, FOUR_BITS, MXFP4, Quantized, QuantizedEmbedding
 from kernels.stored import Kind
 from model import (
     MLP,
@@ -97,7 +97,7 @@ class CpuCaches(KVCaches):
             args = model.args
             layer_table = self.backend.ops.layer_table(*model.fused.weights, *self.lists, args.norm_eps)
             angles = model.inv_freq.float(), args.rope_factor
-            self._network = model, (model.embed.weight, *angles, layer_table, args.norm_eps)
+            self._network = model, (*table_of(model.embed), *angles, layer_table, args.norm_eps)
         return self._network[1]
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -169,8 +169,7 @@ class PackedLinear(Packed):
     """A `Linear`, a `QuantizedLinear` or a tied embedding; see `Packed`."""
 
     def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, activation: str | None = None):
-        bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        super().__init__(backend, linear, bias, dtype, activation)
+        super().__init__(backend, linear, linear.bias, dtype, activation)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype, rounded once, after adding bias and `residual` [..., N]."""
@@ -179,6 +178,25 @@ class PackedLinear(Packed):
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32, without rounding to 16 bits."""
         return self.backend.ops.linear(x, *self.operands, None, self.columns, FLOAT32)
+
+
+class PackedEmbedding(nn.Module):
+    """A `QuantizedEmbedding` that reads the rows of its packed weight, which may be the lm_head's too."""
+
+    def __init__(self, layer: PackedLinear, table: QuantizedEmbedding, dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.dtype, self.device = layer, dtype, table.device
+        self.table = torch.empty(0, table.inputs, dtype=dtype), *layer.operands[:2]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> their embeddings [..., H]."""
+        rows = self.layer.backend.ops.embed(tokens.flatten()[None], *self.table)
+        return rows.view(*tokens.shape, -1)
+
+
+def table_of(embed: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return an embedding as csrc/operators.cpp: Table."""
+    return embed.table if isinstance(embed, PackedEmbedding) else (embed.weight, None, None)
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:
@@ -261,7 +279,7 @@ class FusedTransformer:
 
     def __init__(self, target: Transformer, lm_head: tuple):
         self.weights, self.lm_head = _joined_weights(target.layers), lm_head
-        self.embedding_scale = target.args.embedding_scale(target.embed.weight.dtype)
+        self.embedding_scale = target.args.embedding_scale(target.embed.dtype)
 
     def __call__(
         self, target: Transformer, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
@@ -344,16 +362,18 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 setattr(parent, name, PackedMLP(backend, child, dtype))
             elif is_mixture(child) and supports_module(child, dtype, device):
                 setattr(parent, name, PackedExperts(backend, child, dtype))
-            elif (name == "lm_head" or not isinstance(child, nn.Embedding)) and supports_module(
-                child, dtype, device
-            ):
-                setattr(parent, name, packed(child, dtype))
+            elif name != "lm_head" and isinstance(child, nn.Embedding | PackedEmbedding):
+                continue  # rows are read from the table
+            elif supports_module(child, dtype, device):
+                layer = packed(child, dtype)
+                is_table = name == EMBED and isinstance(child, QuantizedEmbedding)
+                setattr(parent, name, PackedEmbedding(layer, child, dtype) if is_table else layer)
             elif not is_mixture(child):
                 pack_children(child, dtype, device)
 
     complete = True
     for model in models:
-        dtype, device = model.embed.weight.dtype, model.embed.weight.device
+        dtype, device = model.embed.dtype, model.embed.device
         if model.lm_head is None and supports_module(model.embed, dtype, device):
             model.lm_head = packed(model.embed, dtype)  # tied: the table stays for the embeddings
         pack_children(model, dtype, device)
@@ -381,7 +401,8 @@ def pack_models(backend, *models: nn.Module) -> bool:
 def _runs_fused(head: Eagle3Head) -> bool:
     """Return whether `ops.head_forward` supports this head."""
     first = head.layer
-    plain = isinstance(head.embed, nn.Embedding) and not getattr(first, "norm_before_residual", False)
+    table = isinstance(head.embed, nn.Embedding | PackedEmbedding)
+    plain = table and not getattr(first, "norm_before_residual", False)
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
     return plain and normed and all(layer.fused for layer in (first, *head.more_layers))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from kernels.stored import STORED, Kind, fit, four_bits, restored, round_to, unp
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
+EMBED = "embed"  # the name of the embedding table, quantized only as its source stores it
 AS_STORED = "stored"  # the mode of a scheme whose layers have kinds of their own, see `kernels.stored`
 MXFP4, MXFP4_GROUP = "mxfp4", 32  # of experts only, read from files, never rounded to
 # The mode of the lm_head and of draft heads, which are more sensitive, if not the mode of the layers.
@@ -312,6 +314,23 @@ class QuantizedLinear(Quantized):
         return y.to(torch.float32 if float32 else x.dtype).view(*x.shape[:-1], -1)
 
 
+class QuantizedEmbedding(QuantizedLinear):
+    """An embedding table as its source stores it, which is the lm_head too if the two are tied.
+
+    like: a module without quantized weights, whose dtype embeddings have.
+    """
+
+    dtype, device = property(attrgetter("like.weight.dtype")), property(attrgetter("weight.device"))
+
+    def __init__(self, like: nn.Module, *layer):
+        super().__init__(*layer)
+        object.__setattr__(self, "like", like)  # no child of this module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> their embeddings [..., H]."""
+        return self.dequantize(self.dtype, tokens)
+
+
 class QuantizedStack(Quantized):
     """The matrices of all E experts of a mixture [E, N, K]. In fp8 only weights are rounded, not inputs."""
 
@@ -336,7 +355,7 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
     Raises ValueError if a group does not divide a layer's inputs.
     """
     stacks, kinds = [name for name, p in module.named_parameters() if p.ndim == 3], scheme.kinds or {}
-    found = [*linear_names(module, True), *stacks]
+    found = [*linear_names(module, True), *stacks, EMBED]
     if unknown := [name for name in kinds if name not in found]:
         raise InvalidValue(f"quantization.kinds.{unknown[0]}", kinds[unknown[0]], "the name of a layer")
     if scheme.mode == AS_STORED:
@@ -349,6 +368,8 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
         try:
             if isinstance(old, nn.Parameter):
                 new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.mode_of(name, is_experts=True))
+            elif name == EMBED:
+                new = QuantizedEmbedding(module.norm, *old.weight.shape[::-1], False, *scheme.mode_of(name))
             else:
                 bias = old.bias is not None
                 new = QuantizedLinear(old.in_features, old.out_features, bias, *scheme.mode_of(name))

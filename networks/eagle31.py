@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.schema import Flag
 from head import Eagle3Block, Eagle3Head, HeadArgs
-from model import RMSNorm, lm_logits
+from model import RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,4 +62,4 @@ class Eagle31Head(Eagle3Head):
         return self.norm(x) if self.args.recycle_normed else x
 
     def logits(self, feature: Tensor) -> Tensor:
-        return lm_logits(self.lm_head, feature) if self.args.recycle_normed else self.score(feature)
+        return self.lm_head.logits(feature) if self.args.recycle_normed else self.score(feature)

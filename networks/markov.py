@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.schema import Flag, whole
 from head import HeadArgs
-from model import Linear, lm_logits
+from model import Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Markov(nn.Module):
     def markov_logits(self, row: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits to add for drafts after tokens: float32 [..., Vd]. Arguments: see `markov_input`.
         """
-        return lm_logits(self.markov_out, self.markov_input(row, tokens))
+        return self.markov_out.logits(self.markov_input(row, tokens))
 
     def confidence_logit(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return the logit of the acceptance probability of drafts [...], float32.
@@ -67,4 +67,4 @@ class Markov(nn.Module):
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)
-        return lm_logits(self.confidence, row.detach())[..., 0]
+        return self.confidence.logits(row.detach())[..., 0]

@@ -19,7 +19,7 @@ def twin(head: Head, target: Transformer, dtype: torch.dtype) -> Head:
     """Return a copy in this dtype on the target's device, tied to the target."""
     with meta_modules():
         copy = type(head)(head.args)
-    device = target.embed.weight.device
+    device = target.embed.device
     cast = {
         name: t.detach().to(device, dtype if t.is_floating_point() else None, copy=True)
         for name, t in own_state(head).items()

@@ -468,7 +468,7 @@ def schedule(
     tree: the option --tree. "auto", and None if no step is compiled: trees are sized by measured time.
     Raises InputError on "auto" for several ranks: each measures other times and would choose another tree.
     """
-    static = target.embed.weight.is_cuda or compiles
+    static = target.embed.device.type == "cuda" or compiles
     if target.ranks is not None:
         if tree == "auto":
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common.writing import digest
 from kernels import isa
 from kernels.quantized import QuantizedLinear
-from model import Linear, Transformer
+from model import Embedding, Linear, Transformer
 
 
 class TargetStates(NamedTuple):
@@ -33,7 +33,7 @@ class Features:
         dtype: torch.dtype | None = None, read_dtype: torch.dtype | None = None,
     ):
         self.target, self.aux_layers, self.free_bytes = target, aux_layers, cache_bytes
-        self.device, own_dtype = target.embed.weight.device, target.embed.weight.dtype
+        self.device, own_dtype = target.embed.device, target.embed.dtype
         self.dtype, self.read_dtype = dtype or own_dtype, read_dtype or own_dtype
         self.cached = {}  # states by `digest` of the ids
 
@@ -63,17 +63,19 @@ def training_copy(target: Transformer) -> Transformer:
 
     That holds for processors without bfloat16 instructions, and for Intel's with AVX512-BF16 but no AMX.
     """
-    weight, has = target.embed.weight, isa.features()
-    if weight.is_cuda or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.vendor() != isa.INTEL):
+    on_gpu, has = target.embed.device.type == "cuda", isa.features()
+    if on_gpu or "amx_bf16" in has or (has & {"avx512_bf16", "bf16"} and isa.vendor() != isa.INTEL):
         return target
-    return copy.deepcopy(target).float() if weight.dtype != torch.float32 else target
+    return copy.deepcopy(target).float() if target.embed.dtype != torch.float32 else target
 
 
 def without_layers(target: Transformer) -> Transformer:
     """Return a target's embedding, final norm and lm_head, dequantized: what heads read and learn from."""
-    ends, head = copy.copy(target), target.lm_head
+    ends, dtype = copy.copy(target), target.embed.dtype
     ends._modules = target._modules | {"layers": nn.ModuleList()}
-    if isinstance(head, QuantizedLinear):
-        ends.lm_head = Linear(head.inputs, head.outputs, bias=False, device="meta")
-        ends.lm_head.weight = nn.Parameter(head.dequantize(target.embed.weight.dtype), requires_grad=False)
+    for name, layer in (("embed", target.embed), ("lm_head", target.lm_head)):
+        if isinstance(layer, QuantizedLinear):
+            exact = (Embedding if name == "embed" else Linear)(1, 1, device="meta")
+            exact.weight, exact.bias = nn.Parameter(layer.dequantize(dtype), requires_grad=False), None
+            setattr(ends, name, exact)
     return ends

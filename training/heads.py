@@ -161,7 +161,7 @@ def new_head(
                 head.norm.weight.copy_(target.norm.scale.float().cpu() * 0.3)
         _initialize_block_weights(head, target, copied)
     head.draft_ids.copy_(draft_ids)
-    head = head.to(target.embed.weight.device)
+    head = head.to(target.embed.device)
     head.use_target(target)  # shared and frozen
     return head
 

@@ -109,7 +109,7 @@ class Objective:
     ):
         self.target, self.head, self.steps, self.lk = target, head, steps, lk
         self.start = start
-        self.device, self.dtype = target.embed.weight.device, target.embed.weight.dtype
+        self.device, self.dtype = target.embed.device, target.embed.dtype
         self.aux_layers = head.args.aux_layers
         self.run = compile_graph(type(self).outputs, dynamic=True) if compiled else type(self).outputs
         self.in_draft = torch.zeros(head.args.vocab_size, dtype=torch.bool)

@@ -87,7 +87,7 @@ class Session:
         if (count := o.synthesize + len(self.prompts)) and not o.minutes:
             note(describe(self.config, count, o.max_new_tokens, o.epochs, device))
         self.target, _ = load_model(o.checkpoint, device)
-        if self.target.embed.weight.dtype == torch.float16:
+        if self.target.embed.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
         vocab_size = self.target.args.vocab_size
         self.start = load_head(o.start, self.target) if o.start else None
@@ -166,7 +166,7 @@ class Session:
         engine = Engine(
             target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
             compile=self.compiled, log=note,
-            counts=(batch,) if target.embed.weight.is_cuda else None,  # each count would be compiled
+            counts=(batch,) if target.embed.device.type == "cuda" else None,  # each count would be compiled
         )
         return Collector(
             engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
@@ -191,8 +191,8 @@ class Session:
         )
         features = Features(
             self.decoding if self.quantized else learning, objective.aux_layers,
-            cache_bytes=FEATURE_CACHE_BYTES, dtype=self.target.embed.weight.dtype,
-            read_dtype=learning.embed.weight.dtype,
+            cache_bytes=FEATURE_CACHE_BYTES, dtype=self.target.embed.dtype,
+            read_dtype=learning.embed.dtype,
         )
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(

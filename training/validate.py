@@ -30,7 +30,7 @@ def acceptance_length(
 
     target: prepared for a backend. None if every answer ended with its first token.
     """
-    copy = twin(head, target, target.embed.weight.dtype)
+    copy = twin(head, target, target.embed.dtype)
     target.backend.prepare(copy)
     engine = Engine(
         target, make_drafter(copy, PAPER_TREE), batch=min(MAX_BATCH, len(prompts)), stop_ids=stop_ids,

@@ -117,6 +117,9 @@ struct Kernels {
   static void linear(int threads, const void* x, int64_t M, const Weight& w, const void* residual, Gate gate,
                      bool to_float, int64_t N, void* out);
 
+  // The rows `indices` [M] of a weight as its source stores it, dequantized -> out [M, inputs].
+  static void rows(const Weight& w, const int64_t* indices, int64_t M, void* out);
+
   // All between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Writes keys and values to the cache.
   static void attend(int threads, const PassArgs& args, const void* qkv, const AttentionLayer& layer, void* out);
 

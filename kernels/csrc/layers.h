@@ -48,6 +48,17 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
 }
 
 template <class E>
+void Kernels<E>::rows(const Weight& w, const int64_t* indices, int64_t M, void* out) {
+  const int64_t K = inputs_of<Input<E>>(w);
+  const Buffer<Value<Fp32>> row(K);
+  for (int64_t m = 0; m < M; m++) {
+    stored_row(w, indices[m], row);
+    auto* to = static_cast<Value<E>*>(out) + m * K;
+    for (int64_t k = 0; k < K; k += LANES) E::put(to + k, Fp32::get(row + k, K - k), K - k);
+  }
+}
+
+template <class E>
 void Kernels<E>::attend(int threads, const PassArgs& args, const void* qkv, const AttentionLayer& layer, void* out) {
   Pass pass(args);
   const Buffer<Value<E>> rotated(args.B * args.T * args.heads * args.hd);

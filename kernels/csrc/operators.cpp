@@ -12,9 +12,11 @@ void use_threads(int64_t count) { requested_threads = count; }
 
 // A packed weight, its scale and its bias.
 using Operands = std::tuple<Tensor, Maybe, Maybe>;
-// A network: embedding table, RoPE's inverse frequencies [hd/2] or [2, hd/2], the factor of its sines and cosines, the
+// An embedding table [V, H]; or of none [0, H], whose dtype counts, the packed weight and the scales of a stored one.
+using Table = std::tuple<Tensor, Maybe, Maybe>;
+// A network: embeddings, RoPE's inverse frequencies [hd/2] or [2, hd/2], the factor of its sines and cosines, the
 // layers (see `layer_table`), eps of the norms.
-using Network = std::tuple<Tensor, Tensor, double, Tensor, double>;
+using Network = std::tuple<Table, Tensor, double, Tensor, double>;
 // The final norm, the lm_head and its number of outputs.
 using LmHead = std::tuple<Numbers, Operands, int64_t>;
 // An EAGLE-3 head: the norms of embeddings and of features, and its network.
@@ -193,14 +195,26 @@ std::tuple<Numbers, Numbers> angles(const Longs& positions, const Numbers& inver
   return {cosine, sine};
 }
 
+// The embeddings [B, T, H] of tokens.
+Tensor embed(const Longs& tokens, const Table& embeddings) {
+  const auto& [table, packed, records] = embeddings;
+  const int64_t B = tokens.size(0), T = tokens.size(1);
+  if (!packed) return gather_rows(table, B, T, [&](int64_t i) { return tokens[i]; });
+  Tensor out = empty({B, T, table.size(1)}, table.scalar_type());
+  dispatch_dtype(out, [&](auto kernels) {
+    kernels.rows(weight(&*packed, &*records, nullptr), &tokens[0], B * T, out.mutable_data_ptr());
+  });
+  return out;
+}
+
 // head.py: Eagle3Head.run_layers over tokens [B, T] and features [B, T, H] -> the residual stream.
 Tensor head_forward(const Longs& tokens, const Dense& feature, const Longs& positions, const Longs& slots,
                     const Flags& visible, const Head& weights) {
   const auto& [table_norm, feature_norm, network] = weights;
   const auto& [table, inverse, factor, layer_table, eps] = network;
-  const int64_t M = tokens.numel(), H = feature.size(2), S = table.size(1);
+  const int64_t M = tokens.numel(), H = feature.size(2), S = std::get<0>(table).size(1);
   const auto [cosine, sine] = angles(positions, inverse, factor);
-  const Tensor embedded = gather_rows(table, tokens.size(0), tokens.size(1), [&](int64_t i) { return tokens[i]; });
+  const Tensor embedded = embed(tokens, table);
   Tensor input = empty({tokens.size(0), tokens.size(1), S + H}, feature.scalar_type()), stream = copy(feature);
   auto* to = static_cast<char*>(input.mutable_data_ptr());
   const auto norm = [&](const Tensor& x, const float* weight, int64_t size, double eps, char* out) {
@@ -217,7 +231,7 @@ std::tuple<Tensor, Tensor> target_forward(const Longs& tokens, const Longs& posi
                                   const Flags& visible, double scale, const std::vector<int64_t>& aux,
                                   const Network& network) {
   const auto& [table, inverse, factor, layer_table, eps] = network;
-  Tensor x = gather_rows(table, tokens.size(0), tokens.size(1), [&](int64_t i) { return tokens[i]; });
+  Tensor x = embed(tokens, table);
   if (scale != 1) dispatch_dtype(x, [&](auto kernels) { kernels.scale(scale, x.numel(), x.mutable_data_ptr()); });
   const auto [cosine, sine] = angles(positions, inverse, factor);
   Tensor features = run_layers(x, cosine, sine, layer_table, slots, visible, eps, aux, nullptr);
@@ -388,7 +402,7 @@ Longs commit(const Longs& tokens, const Longs& count, const Longs& path, const M
 #define ON_TENSORS(X) \
   X(linear) X(attend) X(delta) X(experts) X(rms_norm) X(layer_table) X(layers) X(head_forward) X(target_forward) \
   X(verify) X(draft) X(grow) X(cache_table) X(move) X(restrict) X(pack) X(pack_nibbles) X(gumbel) X(draw) X(rank) \
-  X(advance) X(visible_slots) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles)
+  X(advance) X(visible_slots) X(prune) X(join) X(lookup) X(accept) X(commit) X(angles) X(embed)
 #define OF_NUMBERS(X) X(layout) X(int8_block_sizes) X(use_threads)
 #define DEFINE(name) m.def(eagle::Operator<&eagle::name>::schema(#name).c_str());
 #define IMPLEMENT(name) m.impl(#name, eagle::Operator<&eagle::name>::call);

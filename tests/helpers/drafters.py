@@ -60,7 +60,7 @@ def guessing_heads(
                 stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
         head.lm_head.weight.copy_(target.lm_head_weight[draft_ids].float().cpu())
     head.draft_ids.copy_(draft_ids)
-    head = head.to(target.embed.weight.device)
+    head = head.to(target.embed.device)
     head.use_target(target)
     return head
 

@@ -14,6 +14,10 @@ from kernels.cpu import CpuStep
 from kernels.packed import GATES, PackedLinear
 
 pytestmark = pytest.mark.kernels
+STORED = (
+    ("q4-32-0", 0, 96), ("q4-128-0-min", 0, 128), ("q4-32-256-min", 0, 512), ("q8-16-0-min", 0, 96),
+    ("q8-32-0", 0, 96), ("q8-16-256", 0, 256), ("q8-16-256-min", 0, 512),
+)
 
 
 def check_alone(compute, x) -> None:
@@ -34,8 +38,7 @@ def check_alone(compute, x) -> None:
 @pytest.mark.parametrize("mode, group, inputs", (
     (None, 0, 38), (None, 0, 96), ("int8", 0, 128), ("int4", 32, 128), ("int4", 64, 128), ("w8a8", 0, 128),
     ("w8a8", 0, 100), ("w4a8", 32, 96), ("w4a8", 64, 192), ("w4a8", 128, 256), ("mxfp4", 32, 96),
-    ("q4-32-0", 0, 96), ("q4-128-0-min", 0, 128), ("q4-32-256-min", 0, 512), ("q8-16-0-min", 0, 96),
-    ("q8-32-0", 0, 96), ("q8-16-256", 0, 256), ("q8-16-256-min", 0, 512),
+    *STORED,
 ))
 @pytest.mark.parametrize("rows, columns", ((1, 31), (5, 1), (13, 16), (21, 45), (40, 75)))
 def test_products(each_isa, dtype, activation, mode, group, inputs, rows, columns):
@@ -52,6 +55,14 @@ def test_products(each_isa, dtype, activation, mode, group, inputs, rows, column
         assert packed.logits(x).dtype == torch.float32
         close(packed.logits(x), expected, torch.float32)
         check_alone(packed.logits, x.flatten(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode, group, inputs", STORED)
+def test_rows_of_an_embedding_table(each_isa, dtype, mode, group, inputs):
+    layer, tokens = random_layer(mode, group, inputs, 75, dtype), torch.tensor([[74, 0, 31], [32, 5, 64]])
+    table = torch.empty(0, inputs, dtype=dtype), *PackedLinear(each_isa, layer, dtype).operands[:2]
+    same(each_isa.ops.embed(tokens, *table), layer.dequantize(dtype, tokens))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -88,7 +88,7 @@ def test_a_quantized_target_is_learned_from_as_it_decodes(golden, prompt_file, t
     assert train.main(options(folder, prompt_file, tmp_path, epochs=2, steps=2)) == 0
     assert all(row["held_out"][0] > 0.5 and row["tau"] > 1.5 for row in log_of(tmp_path) if "held_out" in row)
     target, _ = load_model(folder)
-    assert without_layers(target).lm_head_weight.equal(target.lm_head.dequantize(target.embed.weight.dtype))
+    assert without_layers(target).lm_head_weight.equal(target.lm_head.dequantize(target.embed.dtype))
 
 
 def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys, monkeypatch):
