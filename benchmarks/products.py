@@ -30,6 +30,8 @@ from kernels.choose import choose_backend
 from kernels.cpu import CpuStep
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
+from kernels.stored import four_bits
+from quantize import GROUP
 
 PAUSE = 0.02  # seconds, after which the threads of PyTorch's products no longer spin
 
@@ -45,7 +47,7 @@ def weights_of(o) -> list[Tensor]:
 
 def int8pack(weight: Tensor) -> Callable:
     """Return PyTorch's own product with int8 weights."""
-    layer = QuantizedLinear.from_weight(weight, "int8")
+    layer = QuantizedLinear.from_weight(weight, None, "int8")
     q, scale = layer.weight.data, layer.scale.data.flatten().to(torch.bfloat16)
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
 
@@ -60,25 +62,25 @@ def unquantized(backend: CpuStep, weight: Tensor) -> PackedLinear:
 def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
     """Return all kinds of products by name."""
     on_cpu = weights[0].device.type == "cpu"
-    modes = {"int8": 0, "w8a8": 0} if on_cpu else {"int8": 0, "fp8": 0}
-    if all(w.shape[1] % 64 == 0 for w in weights):
-        modes |= {"int4": 64, "w4a8": 64} if on_cpu else {"int4": 64}
+    modes = {mode: (mode,) for mode in (("int8", "w8a8") if on_cpu else ("int8", "fp8"))}
+    if all(w.shape[1] % GROUP == 0 for w in weights):
+        modes["4 bits"] = four_bits(GROUP)
     products = {
         "PyTorch whole": [partial(F.linear, weight=w) for w in weights],
         "PyTorch int8pack": [int8pack(w) for w in weights],
     }
     if not on_cpu:
-        for mode, group in modes.items():
-            layers = [QuantizedLinear.from_weight(w, mode, group) for w in weights]
+        for name, mode in modes.items():
+            layers = [QuantizedLinear.from_weight(w, None, *mode) for w in weights]
             choose_backend(weights[0].device).prepare(nn.ModuleList(layers))
-            products[f"ours {mode}"] = layers
+            products[f"ours {name}"] = layers
         return products
     for wanted in o.isa or [None]:
         backend = CpuStep.load(wanted, note)
         products[f"{backend.name} whole"] = [unquantized(backend, w) for w in weights]
-        for mode, group in modes.items():
-            layers = [QuantizedLinear.from_weight(w, mode, group) for w in weights]
-            products[f"{backend.name} {mode}"] = [PackedLinear(backend, x, torch.bfloat16) for x in layers]
+        for name, mode in modes.items():
+            layers = [QuantizedLinear.from_weight(w, None, *mode) for w in weights]
+            products[f"{backend.name} {name}"] = [PackedLinear(backend, x, torch.bfloat16) for x in layers]
     return products
 
 

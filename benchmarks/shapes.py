@@ -97,7 +97,7 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
     with meta_modules():
         model = kind(args)
         if scheme:
-            replace_linears(model, scheme)
+            replace_linears(model, scheme.with_kinds(model))
     for key, p in model.named_parameters():
         if p.dtype == torch.float32 and not key.endswith(".scale"):
             p.data = p.data.to(dtype)

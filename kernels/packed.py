@@ -514,7 +514,7 @@ def pack_records(backend, weight: Quantized, gated: bool) -> Tensor:
     scales = torch.stack(packed(weight.scale.float()), 2).view(torch.uint8)  # [blocks, units, count, bytes]
     if not kind.unit:
         return scales
-    units = weight.inputs // kind.unit
+    units = kind.units(weight.inputs)
     codes = torch.stack([x.unflatten(1, (units, -1)) for x in packed(weight.codes)], 3)
     codes = codes.flatten(2).view(torch.uint8).unflatten(2, (count, -1))
     return torch.cat((scales.flatten(2), codes.flatten(2)), 2).unflatten(2, (count, -1))

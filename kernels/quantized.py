@@ -70,7 +70,7 @@ class Scheme:
             try:
                 Kind.parse(kind)
             except (ValueError, TypeError):
-                raise InvalidValue(f"quantization.kinds.{name}", kind, "a kind as q4-32-256-min") from None
+                raise InvalidValue(f"quantization.kinds.{name}", kind, "a kind as q4-32-row-min") from None
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
         if mode is None and (lm_head or not experts):
@@ -112,7 +112,7 @@ class Scheme:
             if count % self.group:
                 expected = f"a divisor of {count} inputs, of {name}"
                 raise InvalidValue("quantization.group", self.group, expected)
-        kinds = {name: str(four_bits(count, self.group)) for name, count in inputs.items()}
+        kinds = dict.fromkeys(inputs, str(four_bits(self.group)))
         if not kinds:
             return self
         mode = AS_STORED if self.mode in FOUR_BITS else self.mode
@@ -192,7 +192,7 @@ class Quantized(nn.Module):
         super().__init__()
         (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
         self.kind = Kind(mode, group, *more) if mode in STORED else None
-        if group and (self.inputs % group or (any(more[:1]) and self.inputs % more[0])):
+        if group and self.inputs % max(group, *more[:1], 1):
             raise InvalidValue("group", group, f"a divisor of {self.inputs} inputs")
         if self.kind:
             for name, (size, dtype) in self.kind.sizes(self.inputs).items():

@@ -15,11 +15,12 @@ from torch import Tensor
 
 STORED = ("q4", "q8")
 GROUPS = 16, 32, 64, 128
+ROW = -1  # the unit of codes is a row: all inputs
 CODED_INPUTS = 128  # that are rounded to int8 together where scales have codes; else those of a group
 
 
 class Kind(NamedTuple):
-    """How a layer stores its weight. unit: the inputs that share a unit; 0: scales have no codes."""
+    """How a layer stores its weight. unit: the inputs that share a unit, 256 or ROW; 0: no codes."""
 
     mode: str
     group: int
@@ -28,12 +29,12 @@ class Kind(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Kind:
-        """Read the text in a config.json, as q4-32-256-min. Raises ValueError."""
-        mode, *rest = text.split("-")
-        minima = rest[-1:] == ["min"]
-        kind = cls(mode, *map(int, rest[: len(rest) - minima]), minima)
+        """Read the text in a config.json, as q4-32-256-min or q4-32-row. Raises ValueError."""
+        mode, group, unit, *minima = text.split("-")
+        kind = cls(mode, int(group), ROW if unit == "row" else int(unit), minima == ["min"])
         groups = GROUPS[1:] if mode == "q4" else GROUPS
-        if mode not in STORED or kind.group not in groups or kind.unit % kind.group:
+        known = mode in STORED and kind.group in groups and kind.unit in (0, 256, ROW)
+        if not known or str(kind) != text:
             raise ValueError(text)
         return kind
 
@@ -43,13 +44,18 @@ class Kind(NamedTuple):
         return max(CODED_INPUTS, self.group) if self.unit else self.group
 
     def __str__(self) -> str:
-        return f"{self.mode}-{self.group}-{self.unit}{'-min' * self.minima}"
+        unit = "row" if self.unit == ROW else self.unit
+        return f"{self.mode}-{self.group}-{unit}{'-min' * self.minima}"
+
+    def units(self, inputs: int) -> int:
+        """Return the number of units in a row, without codes of groups."""
+        return 1 if self.unit == ROW else inputs // (self.unit or self.group)
 
     def sizes(self, inputs: int) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns and types of the tensors of a weight [..., inputs]; minima follow scales."""
         count, four = 1 + self.minima, self.mode == "q4"
         sizes = {"weight": (inputs // 2, torch.uint8) if four else (inputs, torch.int8),
-                 "scale": (count * inputs // (self.unit or self.group), torch.float32)}
+                 "scale": (count * self.units(inputs), torch.float32)}
         return sizes | ({"codes": (count * inputs // self.group, torch.int8)} if self.unit else {})
 
     def joined(self, other: Kind) -> Kind:
@@ -104,9 +110,9 @@ def numbers(kind: Kind, q: Tensor, scale: Tensor, codes: Tensor | None) -> Tenso
     return (weight.sub_(each[..., 1, :, None]) if kind.minima else weight).flatten(-2)
 
 
-def four_bits(inputs: int, group: int) -> Kind:
-    """Return the kind that `quantize.py` rounds layers with this number of inputs to."""
-    return Kind("q4", group, inputs, minima=True)
+def four_bits(group: int) -> Kind:
+    """Return the kind that `quantize.py` rounds to 4 bits."""
+    return Kind("q4", group, ROW, minima=True)
 
 
 def fit_groups(parts: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from common.errors import InputError, first_line
 from common.torchrun import end_with_torchrun
 from kernels.quantized import W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
+from kernels.stored import ROW, Kind
 from model import Block, Linear, ModelArgs, Transformer
 from sampling.noise import number_of
 
@@ -39,7 +40,7 @@ LOST_RANK_ERRORS = "closed by peer", "reset by peer", "Broken pipe", "Timed out"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
 # Parts of a tensor's name that are not the layer's name.
 NAME_AFFIXES = re.compile(
-    r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|(?<=mlp\.)routed\.|\.(weight|bias|scale)$"
+    r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|(?<=mlp\.)routed\.|\.(weight|bias|scale|codes)$"
 )
 # By layer: the dimension that is cut, and the fields of `Shard` along it.
 SHARDED_DIMENSIONS = {
@@ -225,6 +226,7 @@ class Shard:
     delta_keys: Span
     delta_values: Span
     delta_heads: Span
+    kinds: dict[str, Kind]
 
     @classmethod
     def for_rank(
@@ -234,9 +236,6 @@ class Shard:
 
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
-        if scheme and scheme.kinds:
-            raise InputError(f"{ranks} ranks: weights as their source stores them cannot be sharded; convert"
-                             " the source with --dtype bf16")
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
             "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",
@@ -246,9 +245,10 @@ class Shard:
                 f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be sharded over at most {nkv}"
                 f" ranks, or over a multiple of {nkv} that divides {nh}; choose another --nproc-per-node"
             )
+        kinds = {name: Kind.parse(kind) for name, kind in ((scheme and scheme.kinds) or {}).items()}
         # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
         mode, unit = scheme.mode_of("layers") if scheme else (None, 0)
-        unit = W8A8_GROUP if mode == "w8a8" else unit
+        unit = W8A8_GROUP if mode == "w8a8" else max([unit, *(max(kind[1:3]) for kind in kinds.values())])
         stack_unit = scheme.mode_of("layers", is_experts=True)[1] if scheme and experts else 0
         pieces = max(unit, stack_unit) or 2 - inner % 2
         tokens = tokens or args.vocab_size
@@ -276,7 +276,7 @@ class Shard:
         return cls(
             queries, keys, _split(inner // pieces, pieces, rank, ranks), _split(tokens, 1, rank, ranks),
             queries if delta_layers else Span(0, 0, 0), _split(shared // pieces, pieces, rank, ranks),
-            _split(nk, dk, rank, ranks), values, _split(nk, each, rank, ranks),
+            _split(nk, dk, rank, ranks), values, _split(nk, each, rank, ranks), kinds,
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
@@ -305,6 +305,11 @@ class Shard:
                 return None
             dimension = -1
         spans = [getattr(self, what) for what in along]
+        module, _, leaf = name.rpartition(".")
+        if (kind := self.kinds.get(module)) and dimension == INPUTS and leaf in ("scale", "codes"):
+            if leaf == "scale" and kind.unit == ROW:
+                return None
+            spans *= 1 + kind.minima
         length, whole = shape[dimension], sum(span.size for span in spans)
         if length == 1 and dimension == INPUTS:  # scales of rows
             return None

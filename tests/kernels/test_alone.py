@@ -29,7 +29,7 @@ CASES += [(CROSS, name) for name in isa.SETS if name.startswith("neon") and name
 FORMATS = None, "int8", "int4", "mxfp4", "w8a8", "w4a8"  # as csrc/kernels.h: Weight::Format
 GROUPED = "int4", "mxfp4", "w4a8"
 # Kinds of `kernels.stored` and their formats.
-STORED = {"q4-32-256-min": "w4a8", "q4-32-0": "w4a8", "q8-16-256": "w8a8", "q8-32-0-min": "w8a8"}
+STORED = {"q4-32-row-min": "w4a8", "q4-32-0": "w4a8", "q8-16-256": "w8a8", "q8-32-0-min": "w8a8"}
 
 
 class Driver:
@@ -73,8 +73,8 @@ def check_products(driver: Driver, rows: int) -> None:
                 numbers, scale, bias = packed.operands
                 groups, records = scale.shape[1] if mode in GROUPED else 1, (int(mode == "w4a8"), 0, 1)
                 if mode in STORED:  # as csrc/kernels.h: Records
-                    groups, unit = inputs // layer.kind.group, (layer.kind.unit or layer.kind.group)
-                    records = 2 if layer.kind.unit else 1, layer.kind.minima, unit // layer.kind.group
+                    groups, minima = inputs // layer.kind.group, layer.kind.minima
+                    records = 2 if layer.kind.unit else 1, minima, groups // layer.kind.units(inputs)
                 sizes = *numbers.shape[:2], groups, numbers[0].nbytes, *records, inputs, packed.columns, rows
                 about = 0, int(dtype == torch.bfloat16), FORMATS.index(STORED.get(mode, mode)), *sizes
                 whole = [*about, packed.mode, 0, numbers, scale, bias, x, onto]

@@ -20,7 +20,7 @@ def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
     weight[3] = 0
     x = correlated(inputs, 4096, seed=0)
     seen, unseen = x[:2048], x[2048:]
-    kind = four_bits(inputs, group)
+    kind = four_bits(group)
     found = gptq(weight, second_moments(seen), kind)
     assert [(x.dtype, *x.shape) for x in found] == [
         (dtype, 40, size) for size, dtype in kind.sizes(inputs).values()]
@@ -40,7 +40,7 @@ def test_second_moments_in_panels(monkeypatch):
 
 def test_where_inputs_are_not_correlated_it_is_the_nearest():
     """But for scales, whose units have more room."""
-    weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), four_bits(256, 64)
+    weight, kind = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)), four_bits(64)
     want = of_groups(kind, *fit(kind, weight))
     for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):
         found, *scales = gptq(weight, hessian, kind)

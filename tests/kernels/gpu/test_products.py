@@ -1,7 +1,9 @@
 """Products with quantised weights, in one kernel, against those with the weights they stand for."""
 import pytest
 import torch
+import torch.nn as nn
 from helpers.ahead_of_time import expensive
+from helpers.kernels import random_layer
 
 from kernels.gpu import products
 from kernels.gpu.launch import arrival_counters
@@ -22,8 +24,8 @@ CASES = [  # rows, mode, group, outputs and inputs, also those that no tile divi
 def case(device, dtype, mode, group, rows, N, K, bias=True):
     """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
-    weight, shift = torch.randn(N, K, generator=draw), torch.randn(N, generator=draw).to(dtype)
-    layer = QuantizedLinear.from_weight(weight, mode, group, shift if bias else None)
+    layer = random_layer(mode, group, K, N, dtype)
+    layer.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False) if bias else None
     layer.exact = layer.dequantize(torch.float64).to(device)
     x, onto = (torch.randn(rows, n, generator=draw).to(device, dtype) for n in (K, N))
     products.fuse(layer.to(device))
