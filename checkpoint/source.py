@@ -178,7 +178,7 @@ def _open_folder(path: Path) -> Source:
     tensors = (_of_shards if name.endswith(".json") or "-of-" in name else _one_file)(path / name, load)
     if encoder := encoder_of(path):
         check_file(path / encoder)
-    if text := config.get("text_config"):  # of a model that reads images, too
+    if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
         config = text | {key: value for key, value in config.items() if value is not None}
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(extensions.PUBLISHED)(path, config, tensors)

@@ -234,6 +234,8 @@ class Shard:
 
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
+        if not getattr(args, "shardable", True):
+            raise InputError(f"{ranks} ranks: a target of this family runs in one process only")
         if scheme and scheme.kinds:
             raise InputError(f"{ranks} ranks: weights as their source stores them cannot be sharded; convert"
                              " the source with --dtype bf16")
