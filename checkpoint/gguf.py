@@ -17,13 +17,14 @@ from torch import Tensor
 
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
-from checkpoint.gguf_types import TYPES, read_scales, read_values
+from checkpoint.gguf_types import TYPES, read_stored
 from checkpoint.source import Entry, Grouped, Source, unique_ids
 from common.errors import InputError
-from kernels.stored import pack_values
+from kernels.stored import pack_values, regroup
 from tokens.gguf_tokenizer import rebuild
 
-BLOCK = 1 << 17  # numbers per dequantised block: it stays in a processor's cache, and malloc keeps its memory
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCK = 1 << 19  # bytes of rows that are read at a time: they stay in a cache, and malloc keeps their memory
 # Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
 DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
 # Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
@@ -249,30 +250,34 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
     """
     if expert is not None:
         tensor = GGUFTensor(tensor.type, tensor.shape[1:], tensor.data[expert])
-    dtype = {"F32": torch.float32, "F16": torch.float16}.get(tensor.type.name, torch.bfloat16)
+    dtype = FLOATS.get(tensor.type.name, torch.bfloat16)
     shape, unit = tensor.shape, interleaved or 1
-    step = max(BLOCK // math.prod(shape[1:]) // unit, 1) * unit
 
     def in_halves(block: Tensor) -> Tensor:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
         if not interleaved:
             return block
         return block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
 
-    def by_blocks(read: Callable[[slice], Tensor]) -> Tensor:
-        """Read some rows at a time."""
+    def by_blocks(read: Callable[[slice], tuple], itemsize: int) -> tuple:
+        """Read tensors some rows at a time. itemsize: of the largest."""
         if len(shape) == 1:
             return read(slice(None))
-        result = None
+        step = max(BLOCK // itemsize // math.prod(shape[1:]) // unit, 1) * unit
+        result: tuple = ()
         for start in range(0, shape[0], step):
-            block = in_halves(read(rows := slice(start, start + step)))
-            result = block.new_empty(shape[0], *block.shape[1:]) if result is None else result
-            result[rows] = block
+            blocks = read(rows := slice(start, start + step))
+            result = result or tuple(x if x is None else x.new_empty(shape[0], *x.shape[1:]) for x in blocks)
+            for whole, block in zip(result, blocks):
+                if block is not None:
+                    whole[rows] = in_halves(block)
         return result
 
-    grouped = None
-    if known := len(shape) == 2 and TYPES.get(tensor.type.name):
-        grouped = Grouped(
-            known.kind,
-            lambda to: by_blocks(lambda rows: pack_values(to, read_values(tensor.type, tensor.data[rows]))),
-            lambda: tuple(x if x is None else in_halves(x) for x in read_scales(tensor.type, tensor.data)))
-    return Entry(shape, dtype, lambda: by_blocks(lambda rows: tensor.numbers(rows).to(dtype)), grouped)
+    def stored(to, rows: slice) -> tuple:
+        q, *scales = read_stored(tensor.type, tensor.data[rows])
+        return pack_values(to, q), *regroup(known.kind, to, *scales)
+
+    known = TYPES.get(tensor.type.name) if len(shape) == 2 else None
+    return Entry(
+        shape, dtype, lambda: by_blocks(lambda rows: (tensor.numbers(rows).to(dtype),), 4)[0],
+        "" if tensor.type.name in FLOATS else tensor.type.name,
+        known and Grouped(known.kind, lambda to: by_blocks(partial(stored, to), 1)))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
 from checkpoint.convert import convert
-from checkpoint.gguf_types import TYPES, read_scales, read_values
+from checkpoint.gguf_types import TYPES, read_stored
 from checkpoint.load import load_model, read_config
 from kernels.stored import Kind, numbers, pack_values, regroup, values
 
@@ -22,7 +22,7 @@ from kernels.stored import Kind, numbers, pack_values, regroup, values
 def test_quantised(tmp_path, target, monkeypatch):
     """In two files; a factor alone stretches linearly, as in llama.cpp."""
     # One head per block, so that tensors come in several.
-    monkeypatch.setattr(gguf_source, "BLOCK", 16 * 32)
+    monkeypatch.setattr(gguf_source, "BLOCK", 4 * 16 * 32)
     state, files = target_state(), [tmp_path / f"m-{i:05}-of-00002.gguf" for i in (1, 2)]
 
     def extra(w) -> None:
@@ -60,7 +60,7 @@ def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> n
 def test_every_type_as_it_is_stored(name):
     kind, (own, *_) = gguf.GGMLQuantizationType[name], TYPES[name]
     blocks = random_blocks(kind, 6, 512)
-    q, (scale, codes) = read_values(kind, blocks), read_scales(kind, blocks)
+    q, scale, codes = read_stored(kind, blocks)
     tensors = pack_values(own, q), scale, codes
     for tensor, (size, _) in zip(tensors, own.sizes(512).values()):
         assert tensor.shape == (6, size)
