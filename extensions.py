@@ -68,14 +68,12 @@ JOIN, TREE_FILES, STATIC_HEAD = (
 TARGETS = {
     "delta_layers": "families.hybrid:Hybrid",
     "shared_expert_size": "families.hybrid:Hybrid",
-    "rotary_dim": "families.hybrid:Hybrid",
     "sinks": "families.gpt_oss:GptOss",
     "biases": "families.gpt_oss:GptOss",
-    "output_norms": "families.gemma3:Gemma3",
-    "scaled_embedding": "families.gemma3:Gemma3",
-    "query_scalar": "families.gemma3:Gemma3",
-    "local_rope_base": "families.gemma3:Gemma3",
-    "zero_centred": "families.gemma3:Gemma3",
+    **dict.fromkeys(
+        ("output_norms", "scaled_embedding", "query_scalar", "local_rope_base", "zero_centred", "rotary_dim",
+         "only_output_norms", "wide_qk_norm", "unrotated_layers", "embedding_factor", "residual_factor",
+         "logit_divisor", "logit_cap", "score_cap"), "families.variants:Variant"),
     "num_experts": "families.experts:Mixture",
 }
 # The network of each kind of draft head; the kind is the name of its folder in the target's.

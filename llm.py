@@ -63,8 +63,7 @@ class LLM:
         ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime,
     ):
         speculate, checkpoint = "none" if speculate is None else speculate, checkpoint or model
-        given = locals()
-        CHECKED.check({name: given[name] for name in ARGUMENTS})
+        CHECKED.check({name: value for name, value in locals().items() if name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
             raise InputError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
@@ -118,8 +117,7 @@ class LLM:
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         ids = self.encode(prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)
-        options = with_options(Sampling, sampling)
-        self._warm_up(options)
+        self._warm_up(options := with_options(Sampling, sampling))
         return self.engine.run([ids], [options], [])
 
     def chat(self, messages: list[dict], *, variables: dict | None = None,

@@ -418,11 +418,11 @@ class Block(nn.Module):
 
     standard: no subclass changes what it computes: a kernel may replace it. fused: a backend's kernel for
     `forward`, called with this block and the arguments. sinks: attention sinks, an extra softmax logit for
-    each query head [nh], or None.
+    each query head [nh], or None. score_cap: see `families.variants`.
     """
 
     Norm, Cache = RMSNorm, KVCache
-    standard, fused = True, None
+    standard, fused, score_cap = True, None, 0.0
 
     def __init__(self, args: ModelArgs, layer: int = 0, input_size: int | None = None):
         super().__init__()

@@ -27,7 +27,7 @@ from common.writing import check_replaceable
 from engine.runtime import Runtime
 from kernels.tp import local_device, process_group
 from training.data import MIN_ANSWER_TOKENS
-from training.estimate import describe
+from training.estimate import describe, measured_flops
 from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
 from training.losses import TTT_STEPS
 from training.processes import RANK_TIMEOUT, ProcessGroup
@@ -118,7 +118,8 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     session = Session(o, words)
     if o.estimate:
         count = o.synthesize + len(session.prompts)
-        print(describe(session.config, count, o.max_new_tokens, o.epochs, runtime.device))
+        flops = measured_flops(runtime.device)
+        print(describe(session.config, count, o.max_new_tokens, o.epochs, flops))
         return
     if not is_distributed():
         session.run(ProcessGroup(), runtime.device)

@@ -1,6 +1,9 @@
 """Plan a converted target whose matrices keep the precision in which their source stores them."""
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Callable
 from functools import partial, reduce
 
 import torch
@@ -8,41 +11,69 @@ import torch
 from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
-from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names
+from common.cli import note
+from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names, quantize
 from kernels.stored import Kind, regroup
+
+ROUNDED = Kind("q8", 32)  # what holds matrices of other types, after rounding
 
 
 def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
-    """Return config and tensors of a target, its matrices as they are stored where that is known."""
+    """Return config and tensors of a target, its quantized matrices as they are stored, or in `ROUNDED`."""
     module = build_module(config)
     layers = {f"{name}.weight": name for name in [*linear_names(module, True), EMBED]}
     layers |= {name: name for name, p in module.named_parameters() if p.ndim == 3}
-    kinds, tensors = {}, []
+    kinds, tensors, others = {}, [], Counter()
     for planned in plan:
-        grouped = [part.grouped for part in planned.parts]
-        if planned.name in layers and None not in grouped:
+        fits = planned.name in layers and planned.shape[-1] % ROUNDED.group == 0
+        grouped = [part.grouped or _rounded(part) for part in planned.parts if fits and part.quantized]
+        if len(grouped) == len(planned.parts):
             kinds[layers[planned.name]], more = _as_stored(layers[planned.name], planned, grouped)
             tensors += more
+            others.update({part.quantized for part in planned.parts if not part.grouped})
         else:
             tensors.append(planned)
+    if others:
+        each = ", ".join(f"{count} in {name}" for name, count in others.items())
+        note(f"no layer of ours holds these matrices exactly, so they are rounded to int8 in groups of"
+             f" {ROUNDED.group} inputs: {each}; --dtype bf16 dequantizes all")
     if not kinds:
         return config, plan
     experts = config.get("quantization", {}).get("experts")
     return config | {"quantization": Scheme(AS_STORED, 0, None, experts, kinds).to_config()}, tensors
 
 
+def _rounded(part: Entry) -> Grouped:
+    """Return a matrix rounded to `ROUNDED`."""
+    def read(to: Kind) -> tuple:
+        q, scale = quantize(part.read().unflatten(1, (-1, ROUNDED.group)), "int8")
+        return q.flatten(1), *regroup(ROUNDED, to, scale.flatten(1), None)
+
+    return Grouped(ROUNDED, read)
+
+
 def _as_stored(layer: str, planned: Planned, grouped: list[Grouped]) -> tuple[str, list[Planned]]:
     """Return the kind that holds all parts of a layer's weight, and its tensors."""
     kind: Kind = reduce(Kind.joined, (part.kind for part in grouped))
-
-    def read_scales(part: Grouped, which: int) -> torch.Tensor:
-        return regroup(part.kind, kind, *part.scales())[which]
-
-    read = {"weight": lambda part: partial(part.weight, kind),
-            "scale": lambda part: partial(read_scales, part, 0),
-            "codes": lambda part: partial(read_scales, part, 1)}
+    sizes = kind.sizes(planned.shape[-1])
+    takes = [_taken_once(partial(part.read, kind), len(sizes)) for part in grouped]
     return str(kind), [
         Planned(f"{layer}.{leaf}", (*planned.shape[:-1], columns), dtype, [
-            Entry((whole.shape[0], columns), dtype, read[leaf](part))
-            for whole, part in zip(planned.parts, grouped)], planned.sources)
-        for leaf, (columns, dtype) in kind.sizes(planned.shape[-1]).items()]
+            Entry((part.shape[0], columns), dtype, partial(take, i))
+            for part, take in zip(planned.parts, takes)], planned.sources)
+        for i, (leaf, (columns, dtype)) in enumerate(sizes.items())]
+
+
+def _taken_once(read: Callable[[], tuple], count: int) -> Callable[[int], torch.Tensor]:
+    """Return what takes an item of the `count` items of read(), each once. It is called for the first."""
+    lock, items = threading.Lock(), []
+
+    def take(i: int) -> torch.Tensor:
+        with lock:
+            items[:] = items or read()[:count]
+            item, items[i] = items[i], None
+            if not any(x is not None for x in items):
+                items.clear()
+        return item
+
+    return take

@@ -12,6 +12,17 @@ from common.errors import InputError
 from common.schema import named
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Fields of `families.variants.VariantArgs`: keys of configs, which are 1 or null where nothing changes.
+FACTORS = {
+    "query_scalar": "query_pre_attn_scalar", "embedding_factor": "embedding_multiplier",
+    "residual_factor": "residual_multiplier", "logit_divisor": "logits_scaling",
+    "logit_cap": "final_logit_softcapping", "score_cap": "attn_logit_softcapping",
+}
+# Keys of RoPE's parameters that are read elsewhere, or change nothing for text.
+ROPE_KEYS = {
+    "type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+    "max_position_embeddings", "finetuned",
+}
 # Linear scaling without an original length: a longer context is taken as scaled already.
 MAX_UNSCALED_LENGTH = 8192
 
@@ -21,7 +32,7 @@ def model_fields(path: Path, config: dict) -> dict:
 
     Raises InputError for anything that we would compute wrongly.
     """
-    reject(path, config, "quantization_config", "mlp_bias")
+    reject(path, config, "quantization_config", "mlp_bias", "clip_qkv", "logit_scale", "attention_chunk_size")
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise InputError(f"{path}: activation {activation!r} is not supported ({', '.join(ACTIVATIONS)} are)")
@@ -33,11 +44,15 @@ def model_fields(path: Path, config: dict) -> dict:
     if config.get("rope_parameters") and config.get("rope_scaling"):
         note(f"warning: {where}: has rope_parameters and rope_scaling; the latter counts, with rope_theta"
              f" {fields['rope_base']:g}")
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     special = {  # written only where they are set
         "windows": _windows(where, config, fields["num_layers"], longest if local is None else math.inf),
-        "local_rope_base": local, "query_scalar": config.get("query_pre_attn_scalar"),
+        "local_rope_base": local, "rotary_dim": int(fields["head_dim"] * share) if share != 1 else None,
         "activation": ACTIVATIONS[activation] if ACTIVATIONS[activation] != "silu" else None,
+        **{name: config.get(key) for name, key in FACTORS.items() if config.get(key) != 1},
     }
+    if factor := config.get("attention_multiplier"):  # of scores, in place of 1 / sqrt(head_dim)
+        special["query_scalar"] = factor**-2
     return fields | {name: value for name, value in special.items() if value}
 
 
@@ -74,17 +89,20 @@ def _rope_of_kinds(path: Path, config: dict, rope: dict) -> tuple[dict, float | 
     if not full or not sliding or sliding.get("rope_type", "default") != "default":
         raise InputError(f"{path}: rope parameters of kinds of layers other than full_attention and, without"
                          " scaling, sliding_attention")
-    return full, sliding.get("rope_theta", local)
+    local = sliding.get("rope_theta", local)
+    same = rope_type(full) == "default" and local == full.get("rope_theta")
+    return full, None if same else local
 
 
 def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
     """Return the field rope_scaling and the longest context after scaling. rope: the config's parameters."""
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
-        raise InputError(f"{path}: partial_rotary_factor is not supported")
-    if (kind := rope_type(rope)) == "default":
+    if (kind := rope_type(rope)) in ("default", "mrope"):  # mrope: equal positions for text
         return None, longest
-    others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-    scaling = {k: v for k, v in rope.items() if k not in others and v is not None}
+    scaling = {k: v for k, v in rope.items() if k not in ROPE_KEYS and v is not None}
+    if beta := scaling.pop("llama_4_scaling_beta", 0):  # of queries beyond the original length
+        longest = min(longest, scaling.get("original_max_position_embeddings", longest))
+        note(f"warning: {path}: llama_4_scaling_beta {beta} is not supported, so texts end at {longest}"
+             " tokens, before it changes anything")
     if kind in ("longrope", "su"):
         return _longrope(path, config, scaling, longest), longest
     key = "original_max_position_embeddings"
@@ -97,9 +115,11 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     scaling = {"rope_type": kind, **scaling}
     with named(path):
         check_rope(scaling)
-    if grows:
+    if grows and not beta:
         longest = max(longest, int(original * scaling["factor"]))
-    known = {"rope_type", *rope_fields(kind)}
+    known = "rope_type", *rope_fields(kind)
+    if unknown := [name for name in scaling if name not in (*known, key)]:
+        raise InputError(f"{path}: {unknown[0]} of RoPE's parameters is not supported")
     return {name: value for name, value in scaling.items() if name in known}, longest
 
 

@@ -90,7 +90,7 @@ def convert(
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
-        if cast_to is None and any(entry.grouped for entry in source.tensors.values()):
+        if cast_to is None and any(entry.quantized for entry in source.tensors.values()):
             parts[""] = extensions.load(extensions.AS_STORED)(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)

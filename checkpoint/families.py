@@ -25,8 +25,10 @@ from checkpoint.dense import (
     NameTable,
     Parts,
     hugging_face,
+    rope_of,
 )
 from checkpoint.hybrid import hybrid_fields, rearranged
+from checkpoint.rotary import reordered
 from checkpoint.source import Entry, Source
 from common.cli import note
 from common.errors import InputError
@@ -40,10 +42,20 @@ PHI3: NameTable = {  # stacked as ours are
     "mlp.w_gate_up.weight": ["mlp.gate_up_proj.weight"],
     "mlp.w_down.weight": ["mlp.down_proj.weight"],
 }
-GEMMA3: NameTable = LAYER | {
+OLMO: NameTable = LAYER | {
     "wo_norm.weight": ["post_attention_layernorm.weight"],
-    "mlp_norm.weight": ["pre_feedforward_layernorm.weight"],
     "mlp_out_norm.weight": ["post_feedforward_layernorm.weight"],
+    **{f"{x}_wide_norm.weight": [f"self_attn.{x}_norm.weight"] for x in "qk"},
+}
+GEMMA: NameTable = OLMO | {"mlp_norm.weight": ["pre_feedforward_layernorm.weight"]}
+GLM: NameTable = LAYER | {"mlp.w_gate_up.weight": ["mlp.gate_up_proj.weight"]}
+GLM4: NameTable = GLM | {
+    "wo_norm.weight": ["post_self_attn_layernorm.weight"],
+    "mlp_out_norm.weight": ["post_mlp_layernorm.weight"],
+}
+GRANITE4: NameTable = LAYER | {
+    "mlp.w_gate_up.weight": ["shared_mlp.input_linear.weight"],
+    "mlp.w_down.weight": ["shared_mlp.output_linear.weight"],
 }
 MIXTRAL: NameTable = {
     "mlp.router.weight": ["block_sparse_moe.gate.weight"],
@@ -93,18 +105,35 @@ class ExtendedFamily(Family):
 
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
-    their tensors.
+    their tensors. renamed: other keys of the config. neighbors: rotary pairs are neighboring channels.
+    local_unscaled: RoPE scaling is of layers without a sliding window.
     """
 
     experts: bool = False
     required: dict = field(default_factory=dict)
     interleaved: bool = False
     hybrid: bool = False
+    renamed: dict = field(default_factory=dict)
+    neighbors: bool = False
+    local_unscaled: bool = False
+
+    def config(self, source: Source) -> dict:
+        config = super().config(source)
+        config |= {ours: config[theirs] for theirs, ours in self.renamed.items() if theirs in config}
+        if "text_config" in config:  # the language model of one that sees or hears
+            has_head = any(name.endswith("lm_head.weight") for name in source.tensors)
+            config.setdefault("tie_word_embeddings", not has_head)
+        rope = rope_of(config)
+        if self.local_unscaled and config.get("sliding_window") and "full_attention" not in rope:
+            base = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 1e4))}
+            config |= {"rope_parameters": {"full_attention": base | rope, "sliding_attention": base}}
+            config.pop("rope_scaling", None)
+        return config
 
     def fields(self, source: Source) -> dict:
         path, config = source.path, self.config(source)
-        reject(path, source.config, "attn_logit_softcapping", "final_logit_softcapping",
-                "use_bidirectional_attention", *(() if self.fixed.get("biases") else ("attention_bias",)))
+        biased = self.fixed.get("biases") or self.fixed.get("qkv_bias")
+        reject(path, source.config, "use_bidirectional_attention", *(() if biased else ("attention_bias",)))
         for key, value in (self.required | ({"decoder_sparse_step": 1} if self.experts else {})).items():
             if config.get(key, value) != value:
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
@@ -116,7 +145,9 @@ class ExtendedFamily(Family):
             more["shared_expert_size"] *= self.experts
         if self.experts and "moe_intermediate_size" in config:  # Qwen3.5's mixtures name no other
             config.setdefault("intermediate_size", config["moe_intermediate_size"])
-        fields = model_fields(path, config) | self.fixed | more
+        fields = model_fields(path, config) | self.fixed | more | _unrotated(config)
+        if "rotary_dim" in fields and "partial_rotary_factor" not in self.defaults:
+            raise InputError(f"{path}: partial_rotary_factor is not supported for this model")
         if not self.experts:
             return fields
         reject(path, config, "mlp_only_layers", "use_sliding_window")
@@ -136,8 +167,10 @@ class ExtendedFamily(Family):
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
         tensors = _split_experts(tensors, self.interleaved) if self.experts else dict(tensors)
-        tiled = source.architecture in TILED
-        return rearranged(source.path, config, tensors, tiled) if self.hybrid else tensors
+        if self.hybrid:
+            return rearranged(source.path, config, tensors, source.architecture in TILED)
+        reorder = self.neighbors or config.get("rotary_dim")
+        return reordered(tensors, config, self.neighbors) if reorder else tensors
 
     def extra_parts(self, source: Source, config: dict, dtype: torch.dtype) -> Parts:
         """Return the MTP layer of a hybrid. An unknown kind of layer is skipped with a warning."""
@@ -161,11 +194,24 @@ class ExtendedFamily(Family):
 def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
     """Return the text part of a vision-language model, under the names of a text model."""
     def renamed(name: str) -> str:
-        name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+        name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name.removeprefix("thinker."))
         return name.replace("model.lm_head.", "lm_head.")
 
-    others = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+    others = re.compile(
+        r"(thinker\.|model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|talker|code2wav)\.")
     return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
+
+
+def _unrotated(config: dict) -> dict:
+    """Return the field of layers without RoPE, of SmolLM3 and Granite 4."""
+    layers = config.get("num_hidden_layers", 0)
+    rotated = config.get("no_rope_layers")
+    if rotated is None and (interval := config.get("no_rope_layer_interval")):
+        rotated = [int((i + 1) % interval != 0) for i in range(layers)]
+    if config.get("position_embedding_type", "rope") != "rope":
+        rotated = [0] * layers
+    unrotated = [1 - int(one) for one in (rotated or ())[:layers]]
+    return {"unrotated_layers": unrotated} if any(unrotated) else {}
 
 
 def _split_experts(tensors: dict[str, Entry], interleaved: bool) -> dict[str, Entry]:
@@ -200,13 +246,22 @@ def _split_experts(tensors: dict[str, Entry], interleaved: bool) -> dict[str, En
 
 # Qwen has a switch for sliding windows, off by default, and a first layer that has one; LLaMA has none.
 NO_WINDOW = {"use_sliding_window": False, "max_window_layers": 28}
-GEMMA3_FIXED = dict.fromkeys(("qk_norm", "zero_centred", "output_norms", "scaled_embedding"), True)
+GEMMA_FIXED = dict.fromkeys(("zero_centred", "output_norms", "scaled_embedding"), True)
 # Published configs omit whatever is a default of transformers' class.
 GEMMA3_DEFAULTS = {
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
     "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
+}
+GEMMA2_DEFAULTS = {k: v for k, v in GEMMA3_DEFAULTS.items() if k != "rope_local_base_freq"} | {
+    "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 1e4, "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}
+GLM_FIXED = {"qkv_bias": True}
+GLM_DEFAULTS = {
+    "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
 }
 MTP = "mtp."  # prefix of tensors
 MTP_NAMES: NameTable = {
@@ -228,7 +283,8 @@ GPT_OSS_DEFAULTS = {
 }
 HYBRID_FIXED = {"qk_norm": True, "zero_centred": True}
 HYBRID_DEFAULTS = {
-    "head_dim": 256, "norm_topk_prob": True, "shared_expert_intermediate_size": 512, **NO_WINDOW,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512, **NO_WINDOW,
 }
 
 
@@ -251,8 +307,25 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
     "Qwen2ForCausalLM qwen2 gguf:qwen2": _extended("Qwen2ForCausalLM"),
     "Qwen3ForCausalLM qwen3 gguf:qwen3": _extended("Qwen3ForCausalLM"),
-    "MistralForCausalLM mistral": _family(
+    "MistralForCausalLM mistral MinistralForCausalLM ministral Mistral3ForConditionalGeneration"
+    " mistral3": _family(
         LAYER, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "Ministral3ForCausalLM ministral3 gguf:mistral3": _family(LAYER, defaults={"head_dim": 128}),
+    "Qwen3VLForConditionalGeneration qwen3_vl qwen3_vl_text gguf:qwen3vl": _family(
+        LAYER, {"qk_norm": True}, {"head_dim": 128}),
+    "SmolLM3ForCausalLM smollm3 gguf:smollm3": _family(LAYER, defaults={
+        "num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32768,
+        "no_rope_layer_interval": 4, "tie_word_embeddings": True, "use_sliding_window": False}),
+    "Olmo2ForCausalLM olmo2 Olmo3ForCausalLM olmo3 gguf:olmo2": _family(
+        OLMO, dict.fromkeys(("output_norms", "only_output_norms", "wide_qk_norm"), True),
+        {"rms_norm_eps": 1e-5}, local_unscaled=True),
+    "GraniteForCausalLM granite gguf:granite": _family(LAYER),
+    "GraniteMoeHybridForCausalLM granitemoehybrid": _family(
+        GRANITE4, defaults={"position_embedding_type": "none"}, required={"num_local_experts": 0},
+        renamed={"shared_intermediate_size": "intermediate_size"}),
+    "GlmForCausalLM glm": _family(GLM, GLM_FIXED, GLM_DEFAULTS, neighbors=True),
+    "Glm4ForCausalLM glm4 gguf:glm4": _family(
+        GLM4, GLM_FIXED | {"output_norms": True}, GLM_DEFAULTS, neighbors=True),
     "MixtralForCausalLM mixtral": _family(
         MIXTRAL, {"renormalise_experts": True}, MIXTRAL_DEFAULTS, experts=True),
     "gguf:llama+experts": _family(
@@ -260,10 +333,14 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         architecture="MixtralForCausalLM"),
     "Qwen3MoeForCausalLM qwen3_moe gguf:qwen3moe+experts": _family(
         MIXTURE, {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True),
+    "Qwen3VLMoeForConditionalGeneration qwen3_vl_moe Qwen3OmniMoeForConditionalGeneration"
+    " gguf:qwen3vlmoe+experts": _family(
+        MIXTURE, {"qk_norm": True}, {"norm_topk_prob": True, "head_dim": 128, **NO_WINDOW}, experts=True),
     "Phi3ForCausalLM phi3 gguf:phi3": _family(
-        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
+        PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1}),
     "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
-        GEMMA3, GEMMA3_FIXED, GEMMA3_DEFAULTS),
+        GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
+    "Gemma2ForCausalLM gemma2 gguf:gemma2": _family(GEMMA, GEMMA_FIXED, GEMMA2_DEFAULTS),
     "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": _family(
         LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True),
     "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts": DELTA_MIXTURE,
@@ -274,7 +351,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),
 }
 FAMILIES = {
-    name: replace(family, architecture=family.architecture or names.split()[0])
+    name: replace(family, architecture=family.architecture or (name if "For" in name else names.split()[0]))
     for names, family in ROWS.items() for name in names.split()
 }
 TILED = "gguf:qwen35", "gguf:qwen35moe+experts"  # value heads are tiled over key heads there

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
-from checkpoint.gguf_types import TYPES, read_scales, read_values
+from checkpoint.gguf_types import TYPES, read_stored
 from checkpoint.source import Entry, Grouped, Source, unique_ids
 from common.errors import InputError
-from kernels.stored import pack_values
+from kernels.stored import pack_values, regroup
 from tokens.gguf_tokenizer import rebuild
 
-BLOCK = 1 << 17  # numbers per dequantised block: it stays in a processor's cache, and malloc keeps its memory
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCK = 1 << 19  # bytes of rows that are read at a time: they stay in a cache, and malloc keeps their memory
 # Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
 DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
 # Keys of an architecture, under its name and a dot, and Hugging Face's for them. The later of two counts.
@@ -41,7 +42,12 @@ SAME = {
     "full_attention_interval": "full_attention_interval", "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }
+KINDS = "full_attention", "sliding_attention"  # of layers without and with a window
+INTERLEAVED = "llama", "mistral3", "granite", "smollm3"
 NO_MODELS = {  # by general.type
     "adapter": "a LoRA adapter (llama-export-lora merges it into its model)",
     "imatrix": "an importance matrix",
@@ -67,15 +73,15 @@ def open_file(path: Path) -> Source:
     known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
                 if f"rope_{name}.weight" in stored}
-    config = _config(path, arch, fields, stored, divisors)
+    config = _config(path, arch, known, fields, stored, divisors)
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
         name = _name(theirs, names, layers)
         if "_exps." not in theirs and len(tensor.shape) < 3:
-            # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and
-            # k head of LLaMA. Only the size of a head matters for undoing it, not the number of heads.
-            interleaved = arch == "llama" and re.search(r"\.attn_[qk]\.weight$", theirs)
+            # llama.cpp rotates neighbouring pairs in these families: its converter interleaves the halves of
+            # every q and k head. Only the size of a head matters for undoing it, not the number of heads.
+            interleaved = arch in INTERLEAVED and re.search(r"\.attn_[qk]\.weight$", theirs)
             entry = _entry(tensor, config.get("head_dim") if interleaved else None)
             tensors[name] = _as_published(name, known, entry)
             continue
@@ -142,22 +148,25 @@ def _as_published(name: str, family: Family, entry: Entry) -> Entry:
     return entry
 
 
-def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors: dict) -> dict:
+def _config(
+    path: Path, arch: str, family: Family, fields: dict, tensors: dict, divisors: dict
+) -> dict:
     """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
 
     def get(key: str, default=None):
         return fields.get(f"{arch}.{key}", default)
 
     config = {ours: get(key) for key, ours in SAME.items() if get(key) is not None}
+    config |= {key: _shortest_decimal(value) for key, value in config.items() if isinstance(value, float)}
     hidden, heads, blocks = map(config.get, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     rotary, inner = get("rope.dimension_count"), get("ssm.inner_size")
-    head_dim = config.get("head_dim") or rotary or (hidden // heads if hidden and heads else None)
-    hybrid = inner is not None
-    turning = head_dim if hybrid else rotary or head_dim
-    if turning != head_dim or get("attention.value_length", head_dim) != head_dim:
+    partial, usual = "partial_rotary_factor" in family.defaults, hidden // heads if hidden and heads else None
+    head_dim = config.get("head_dim") or (usual if partial else rotary or usual)
+    if (not partial and (rotary or head_dim) != head_dim) or (
+            get("attention.value_length", head_dim) != head_dim):
         raise InputError(f"{path}: heads whose keys, values and rotary part differ in size are not supported")
-    values, eps = config.get("linear_num_value_heads"), config.get("rms_norm_eps")
-    embed = tensors.get("token_embd.weight")
+    values = config.get("linear_num_value_heads")
+    embed, period = tensors.get("token_embd.weight"), config.get("sliding_window_pattern")
     scalar = head_dim if arch == "gemma3" else None
     if arch == "gemma3" and blocks == 62 and hidden and heads:
         scalar = hidden // heads  # as llama.cpp: the scores of the model of 27B alone have another root
@@ -165,12 +174,12 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors: dict) 
         "vocab_size": config.get("vocab_size") if embed is None else embed.shape[0],
         "num_hidden_layers": blocks and blocks - get("nextn_predict_layers", 0),
         "num_key_value_heads": config.get("num_key_value_heads", heads), "head_dim": head_dim,
-        "rms_norm_eps": None if eps is None else _shortest_decimal(eps),
         "rope_scaling": _rope_scaling(path, arch, get, divisors),
         "tie_word_embeddings": "output.weight" not in tensors, "query_pre_attn_scalar": scalar,
         "norm_topk_prob": True if config.get("num_experts") else None,  # llama.cpp knows no other mixtures
         "linear_value_head_dim": inner // values if inner and values else None,
-        "partial_rotary_factor": rotary / head_dim if hybrid and rotary and head_dim else None,
+        "layer_types": [KINDS[one] for one in period] if isinstance(period, list) else None,
+        "partial_rotary_factor": rotary / head_dim if partial and rotary and head_dim else None,
     }
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
@@ -206,6 +215,8 @@ def _rope_scaling(path: Path, arch: str, get: Callable, divisors: dict) -> dict 
     extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")
     if kind == "yarn" and extra and factor:
         values["attention_factor"] = extra * (0.1 * math.log(factor) + 1)
+    if arch == "mistral3":  # its two factors of YaRN cancel
+        values |= {"attention_factor": 1.0, "llama_4_scaling_beta": get("attention.temperature_scale")}
     if arch == "gpt-oss":  # a key of its config that a GGUF has not
         values["truncate"] = False
     return {"rope_type": kind, "factor": factor, **values}
@@ -239,30 +250,34 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
     """
     if expert is not None:
         tensor = GGUFTensor(tensor.type, tensor.shape[1:], tensor.data[expert])
-    dtype = {"F32": torch.float32, "F16": torch.float16}.get(tensor.type.name, torch.bfloat16)
+    dtype = FLOATS.get(tensor.type.name, torch.bfloat16)
     shape, unit = tensor.shape, interleaved or 1
-    step = max(BLOCK // math.prod(shape[1:]) // unit, 1) * unit
 
     def in_halves(block: Tensor) -> Tensor:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
         if not interleaved:
             return block
         return block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
 
-    def by_blocks(read: Callable[[slice], Tensor]) -> Tensor:
-        """Read some rows at a time."""
+    def by_blocks(read: Callable[[slice], tuple], itemsize: int) -> tuple:
+        """Read tensors some rows at a time. itemsize: of the largest."""
         if len(shape) == 1:
             return read(slice(None))
-        result = None
+        step = max(BLOCK // itemsize // math.prod(shape[1:]) // unit, 1) * unit
+        result: tuple = ()
         for start in range(0, shape[0], step):
-            block = in_halves(read(rows := slice(start, start + step)))
-            result = block.new_empty(shape[0], *block.shape[1:]) if result is None else result
-            result[rows] = block
+            blocks = read(rows := slice(start, start + step))
+            result = result or tuple(x if x is None else x.new_empty(shape[0], *x.shape[1:]) for x in blocks)
+            for whole, block in zip(result, blocks):
+                if block is not None:
+                    whole[rows] = in_halves(block)
         return result
 
-    grouped = None
-    if known := len(shape) == 2 and TYPES.get(tensor.type.name):
-        grouped = Grouped(
-            known.kind,
-            lambda to: by_blocks(lambda rows: pack_values(to, read_values(tensor.type, tensor.data[rows]))),
-            lambda: tuple(x if x is None else in_halves(x) for x in read_scales(tensor.type, tensor.data)))
-    return Entry(shape, dtype, lambda: by_blocks(lambda rows: tensor.numbers(rows).to(dtype)), grouped)
+    def stored(to, rows: slice) -> tuple:
+        q, *scales = read_stored(tensor.type, tensor.data[rows])
+        return pack_values(to, q), *regroup(known.kind, to, *scales)
+
+    known = TYPES.get(tensor.type.name) if len(shape) == 2 else None
+    return Entry(
+        shape, dtype, lambda: by_blocks(lambda rows: (tensor.numbers(rows).to(dtype),), 4)[0],
+        "" if tensor.type.name in FLOATS else tensor.type.name,
+        known and Grouped(known.kind, lambda to: by_blocks(partial(stored, to), 1)))

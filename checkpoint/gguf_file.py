@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint.gguf_types import FAST, TYPES, read_scales, read_values
+from checkpoint.gguf_types import FAST, TYPES, read_stored
 from common.errors import library_errors
 from common.files import check_file
 from kernels.stored import numbers
@@ -39,10 +39,8 @@ class GGUFTensor:
         from gguf.quants import dequantize
 
         if self.type.name in FAST:
-            data, kind = self.data[rows], TYPES[self.type.name].kind
-            return numbers(kind, read_values(self.type, data), *read_scales(self.type, data))
-        # A float32 tensor of the file itself is read-only, which PyTorch does not support.
-        return torch.from_numpy(np.require(dequantize(self.data[rows], self.type), requirements="W"))
+            return numbers(TYPES[self.type.name].kind, *read_stored(self.type, self.data[rows]))
+        return torch.from_numpy(dequantize(self.data[rows], self.type))
 
 
 class _Cursor:
@@ -92,7 +90,7 @@ def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
     """
     check_file(path)
     with library_errors(f"{path}: truncated or damaged"), open(path, "rb") as file:
-        cursor = _Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        cursor = _Cursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))  # writable for PyTorch
         if cursor.array("u1", 4).tobytes() != b"GGUF":
             raise ValueError("it does not start with GGUF")
         if (version := cursor.kind()) not in (2, 3):

@@ -16,7 +16,7 @@ from kernels.stored import Kind
 
 Found = tuple[Tensor, Tensor | None]  # scales [n, 1 or 2], minima after scales, and codes [n, 1 or 2, groups]
 ONE, ZERO = b"\x00\x3c", b"\x00\x00"  # in float16
-LOW, HIGH = 0x0F0F0F0F, 0x30303030  # of the four bytes of a word
+LOW, HIGH, SIX = 0x0F0F0F0F, 0x30303030, 0x3F3F3F3F  # bits of the four bytes of a word
 
 
 class GGUFType(NamedTuple):
@@ -46,10 +46,10 @@ def _exponent(blocks: Tensor) -> Found:
 
 
 def _six_bits(blocks: Tensor) -> Found:  # of Q4_K and Q5_K
-    low, middle, high = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
-    codes = torch.stack((torch.cat((low & 63, high & 15 | low >> 6 << 4), 1),
-                         torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), 1)), 1)
-    return torch.stack((_half(blocks, 0), _half(blocks, 2)), 1), codes.view(torch.int8)
+    low, middle, high = blocks[:, 4:16].contiguous().view(torch.int32).unbind(1)
+    codes = torch.stack((low & SIX, high & LOW | low >> 2 & HIGH,
+                         middle & SIX, high >> 4 & LOW | middle >> 2 & HIGH), 1)
+    return torch.stack((_half(blocks, 0), _half(blocks, 2)), 1), codes.view(torch.int8).unflatten(1, (2, 8))
 
 
 def _q2_k(blocks: Tensor) -> Found:
@@ -107,26 +107,21 @@ def _q6_k_values(blocks: Tensor) -> Tensor:
 FAST = {"Q4_K": _q4_k_values, "Q6_K": _q6_k_values}  # in a fraction of the time
 
 
-def read_values(kind, data: np.ndarray) -> Tensor:
-    """Return the integers [N, K] int8 of rows [N, bytes] of a type in `TYPES`. kind: gguf's type."""
+def read_stored(kind, data: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the integers [N, K] int8, scales and codes of rows [N, bytes] of a type in `TYPES`.
+
+    kind: gguf's type. data: writable, and left as it is.
+    """
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
-    blocks = np.array(data).reshape(-1, GGML_QUANT_SIZES[kind][1])
+    blocks, rows = torch.from_numpy(data).view(-1, GGML_QUANT_SIZES[kind][1]), (len(data), -1)
+    _, read_scales, head, tail = TYPES[kind.name]
     if kind.name in FAST:
-        return FAST[kind.name](torch.from_numpy(blocks)).view(len(data), -1).view(torch.int8)
-    head, tail = (np.frombuffer(x, np.uint8) for x in (TYPES[kind.name].head, TYPES[kind.name].tail))
-    blocks[:, : len(head)] = head
-    blocks[:, blocks.shape[1] - len(tail) :] = tail
-    return torch.from_numpy(dequantize(blocks, kind)).to(torch.int8).view(len(data), -1)
-
-
-def read_scales(kind, data: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and codes of rows [N, bytes] of a type in `TYPES`, as layers hold them."""
-    from gguf import GGML_QUANT_SIZES
-
-    blocks = torch.tensor(data).view(-1, GGML_QUANT_SIZES[kind][1])
-    scale, codes = TYPES[kind.name].scales(blocks)
-    rows = len(data), -1
-    return (scale.unflatten(0, rows).transpose(1, 2).flatten(1),
-            None if codes is None else codes.unflatten(0, rows).transpose(1, 2).flatten(1))
+        q = FAST[kind.name](blocks).view(torch.int8)
+    else:
+        plain, head, tail = blocks.numpy().copy(), *(np.frombuffer(x, np.uint8) for x in (head, tail))
+        plain[:, : len(head)], plain[:, plain.shape[1] - len(tail) :] = head, tail
+        q = torch.from_numpy(dequantize(plain, kind)).to(torch.int8)
+    found = read_scales(blocks)
+    return q.view(rows), *(x if x is None else x.unflatten(0, rows).transpose(1, 2).flatten(1) for x in found)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint.rotary import each_head, rotary_first
 from checkpoint.source import Entry
 from common.errors import InputError
 
@@ -23,7 +24,7 @@ EXPECTED = {  # other keys, and the values that we compute
     "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,),
     "output_gate_type": ("swish", "silu"),
 }
-READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval", "partial_rotary_factor"}
+READ = {*DELTA, *EXPECTED, "layer_types", "full_attention_interval"}
 
 
 def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
@@ -43,26 +44,7 @@ def hybrid_fields(path: Path, config: dict) -> tuple[dict, dict]:
         raise InputError(f"{path}: layer_types must be linear_attention or full_attention for each of"
                          f" {layers} layers, and both among them")
     fields["delta_layers"] = [int(kind == "linear_attention") for kind in kinds]
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    share = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    for key in ("mrope_section", "mrope_interleaved"):  # equal positions for text
-        rope.pop(key, None)
-    if rope.get("rope_type", rope.get("type", "default")) == "yarn":
-        raise InputError(f"{path}: YaRN with partial rotary embedding is not supported")
-    head_dim = config.get("head_dim") or 0
-    fields["rotary_dim"] = int(head_dim * share) if share != 1 else 0
-    rest = {k: v for k, v in config.items() if k not in READ and k != "rope_scaling"}
-    return rest | {"rope_parameters": rope}, fields
-
-
-def rotary_first(head_dim: int, rotary: int) -> Tensor:
-    """Return the order of a head's channels that puts rotary pairs at (j, j + hd/2), from j = 0.
-
-    In files the first `rotary` channels are rotary, in pairs (j, j + rotary/2).
-    """
-    rest = torch.arange(rotary, head_dim).chunk(2)
-    pairs = torch.arange(rotary).chunk(2)
-    return torch.cat((pairs[0], rest[0], pairs[1], rest[1]))
+    return {k: v for k, v in config.items() if k not in READ}, fields
 
 
 def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool) -> dict[str, Entry]:
@@ -91,25 +73,22 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
 
 def _orders(path: Path, fields: dict, tiled: bool) -> dict[str, dict[str, Tensor]]:
     """Return for each source tensor which of its rows go where: source name -> {our name: row indices}."""
-    size, rotary = fields["head_dim"], fields["rotary_dim"] or fields["head_dim"]
+    size, rotary = fields["head_dim"], fields.get("rotary_dim") or fields["head_dim"]
     keys, values = fields["delta_key_heads"], fields["delta_heads"]
     key_dim, value_dim = fields["delta_key_dim"], fields["delta_value_dim"]
     if not keys or values % keys:
         raise InputError(f"{path}: {values} value heads are no multiple of {keys} key heads")
 
-    def each(heads: int, rows: int, order: Tensor) -> Tensor:
-        """Repeat row indices of one head for all heads."""
-        return (torch.arange(heads)[:, None] * rows + order).flatten()
-
     rotary_order, straight = rotary_first(size, rotary), torch.arange(size)
     # Files interleave each key head with its value heads.
     sizes = key_dim, key_dim, values // keys * value_dim, values // keys * value_dim
-    q, k, v, z = (each(keys, sum(sizes), rows) for rows in torch.arange(sum(sizes)).split(sizes))
-    b, a = (each(keys, 2 * values // keys, rows) for rows in torch.arange(2 * values // keys).chunk(2))
+    q, k, v, z = (each_head(keys, sum(sizes), rows) for rows in torch.arange(sum(sizes)).split(sizes))
+    b, a = (each_head(keys, 2 * values // keys, rows) for rows in torch.arange(2 * values // keys).chunk(2))
     orders = {
-        "self_attn.q_proj.weight": {"q_proj.weight": each(fields["num_heads"], 2 * size, rotary_order),
-                                    "gate_proj.weight": each(fields["num_heads"], 2 * size, size + straight)},
-        "self_attn.k_proj.weight": {"k_proj.weight": each(fields["num_kv_heads"], size, rotary_order)},
+        "self_attn.q_proj.weight": {
+            "q_proj.weight": each_head(fields["num_heads"], 2 * size, rotary_order),
+            "gate_proj.weight": each_head(fields["num_heads"], 2 * size, size + straight)},
+        "self_attn.k_proj.weight": {"k_proj.weight": each_head(fields["num_kv_heads"], size, rotary_order)},
         **{f"self_attn.{x}_norm.weight": {f"{x}_norm.weight": rotary_order} for x in "qk"},
         "linear_attn.in_proj_qkvz.weight": {
             "in_proj_qkv.weight": torch.cat((q, k, v)), "in_proj_z.weight": z},

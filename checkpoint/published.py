@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from checkpoint.source import QUANTIZATION, Entry, Grouped
-from common.cli import note
 from common.errors import InputError, library_errors
 from kernels.quantized import e2m1
-from kernels.stored import GROUPS, Kind, pack_values
+from kernels.stored import GROUPS, Kind, numbers, pack_values, regroup
 
 PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a quantized layer
     f"weight_{part}" for part in
@@ -43,13 +42,18 @@ class Codes(NamedTuple):
     minimum: Tensor | None = None
     groups: Tensor | None = None
 
+    def scales(self, times: int = 1) -> Tensor:
+        """Return the scales of all groups, then their minima, each `times` times [N, 1 or 2 * groups]."""
+        both = (x for x in (self.scale, self.minimum) if x is not None)
+        return torch.cat([x.repeat_interleave(times, 1) for x in both], 1)
+
     def numbers(self) -> Tensor:
         """Return the matrix in float32."""
+        kind, order = Kind("q8", 0, 0, self.minimum is not None), None
         if self.groups is not None:
-            scale, minimum = (None if x is None else x[:, self.groups] for x in (self.scale, self.minimum))
-            return self.q.float().mul_(scale) if minimum is None else self.q.float().mul_(scale).sub_(minimum)
-        parts = self.q.float().unflatten(1, (self.scale.shape[1], -1)).mul_(self.scale[..., None])
-        return (parts if self.minimum is None else parts.sub_(self.minimum[..., None])).flatten(1)
+            order = self.groups.argsort(stable=True)
+        found = numbers(kind, self.q if order is None else self.q[:, order], self.scales(), None)
+        return found if order is None else found[:, order.argsort()]
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -148,13 +152,13 @@ class Layer(NamedTuple):
         if not group or size * self.groups != self.shape[1]:
             return None
 
-        def scales() -> tuple[Tensor, None]:
-            _, scale, minimum, _ = self.read()
-            return torch.cat([x.repeat_interleave(size // group, 1) for x in (scale, minimum)
-                              if x is not None], 1), None
-
         kind = Kind("q4" if self.bits <= 4 and group > 16 else "q8", group, 0, self.minima)
-        return Grouped(kind, lambda to: pack_values(to, self.read().q), scales)
+
+        def read(to: Kind) -> tuple:
+            codes = self.read()
+            return pack_values(to, codes.q), *regroup(kind, to, codes.scales(size // group), None)
+
+        return Grouped(kind, read)
 
 
 def _layer(said: dict, layer: Parts) -> Layer:
@@ -207,7 +211,7 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
         if said.get(name) not in (None, *known):
             raise InputError(f"{path}: {key}: {name} {json.dumps(said[name])[:60]} is not supported; expected"
                              f" {' or '.join(map(json.dumps, known))}")
-    found, layers, count, dense = {}, {}, 0, 0
+    found, layers = {}, {}
     for name, entry in tensors.items():
         prefix, _, leaf = name.rpartition(".")
         if leaf in PARTS:
@@ -227,16 +231,11 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
             with library_errors(f"{path}: tensor {name}: its parts do not fit each other"):
                 return read(*given)
 
-        def numbers(read=whole.read) -> Tensor:
+        def dense(read=whole.read) -> Tensor:
             found = read()
             return (found if isinstance(found, Tensor) else found.numbers()).bfloat16()
 
         if grouped:
-            kind, weight, scales = grouped
-            grouped = Grouped(kind, partial(checked, weight), partial(checked, scales))
-        count, dense = count + 1, dense + (not grouped)
-        found[name] = Entry(whole.shape, torch.bfloat16, partial(checked, numbers), grouped)
-    if dense:
-        note(f"{path}: {dense} of {count} quantized layers become bfloat16: they are fp8, or their groups of"
-             " inputs are no runs of 16, 32, 64 or 128")
+            grouped = Grouped(grouped.kind, partial(checked, grouped.read))
+        found[name] = Entry(whole.shape, torch.bfloat16, partial(checked, dense), method, grouped)
     return {k: v for k, v in config.items() if k != key}, found

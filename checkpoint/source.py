@@ -44,26 +44,29 @@ DAMAGED = "truncated? Download it again"
 class Grouped(NamedTuple):
     """A matrix as its file stores it, see `kernels.stored`.
 
-    kind: a `Kind`. weight(to), scales(): its integers as another kind stores them, its scales and codes.
+    kind: the `Kind` that holds it. read(to): its integers, scales and codes as another kind stores them.
     """
 
     kind: Any
-    weight: Callable[[Any], Tensor]
-    scales: Callable[[], tuple[Tensor, Tensor | None]]
+    read: Callable[[Any], tuple[Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a source, read by `read()`. dtype: None if it is stored in a type unknown here."""
+    """One tensor of a source, read by `read()`. dtype: None if it is stored in a type unknown here.
+
+    quantized: the name of the type that `read` dequantizes. grouped: None if no kind holds it exactly.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     read: Callable[[], Tensor]
+    quantized: str = ""
     grouped: Grouped | None = None
 
     def changed(self, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
         """Return the tensor that `change` makes of this one. shape: its shape, if it is another."""
-        return Entry(shape or self.shape, self.dtype, lambda: change(self.read()))
+        return Entry(shape or self.shape, self.dtype, lambda: change(self.read()), self.quantized)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ def _open_folder(path: Path) -> Source:
     tensors = (_of_shards if name.endswith(".json") or "-of-" in name else _one_file)(path / name, load)
     if encoder := encoder_of(path):
         check_file(path / encoder)
-    if text := config.get("text_config"):  # of a model that reads images, too
+    if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
         config = text | {key: value for key, value in config.items() if value is not None}
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(extensions.PUBLISHED)(path, config, tensors)

@@ -17,6 +17,8 @@ from common.errors import InputError, did_you_mean, one_line
 
 MAX_THREADS = 1024
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
+NO_MEMORY = re.compile("MemoryError|out of memory|can.?.t allocate memory|not enough memory")
+Rule = Callable[[argparse.Namespace], object]
 KV_DTYPES = ("auto", "int8", "fp8")  # of the target's keys and values; auto: the model's own
 
 
@@ -45,10 +47,7 @@ def is_main_rank() -> bool:
 
 def no_memory(error: BaseException) -> bool:
     """Return whether an error, of Python or of PyTorch, means that memory ran out."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    return isinstance(error, (MemoryError, RuntimeError)) and bool(NO_MEMORY.search(repr(error)))
 
 
 def run_command(
@@ -92,7 +91,7 @@ def command(
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    errors = sys.stderr  # any process may fail
+    errors, InputError.in_command = sys.stderr, True  # any process may fail
     codecs.register_error("spell", _spell)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="spell")
@@ -110,19 +109,16 @@ def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
 class Options(argparse.ArgumentParser):
     """A parser that also holds the rules of its options, and the groups that several commands share."""
 
-    def __init__(self, description: str | None = None, **more):
-        how = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=how, **more)
+    def __init__(self, about: str | None = None, **more):
+        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-        self._rules: list[Callable[[argparse.Namespace], object]] = []
+        self._rules: list[Rule] = []
 
-    def judge(self, rule: Callable[[argparse.Namespace], object]) -> None:
+    def judge(self, rule: Rule) -> None:
         """Add a rule, which raises InputError if options break it."""
         self._rules.append(rule)
 
-    def refuse(
-        self, test: Callable[[argparse.Namespace], object], words: Callable[[argparse.Namespace], str]
-    ) -> None:
+    def refuse(self, test: Rule, words: Rule) -> None:
         """Add a rule: refuse options with these words if `test` is true."""
         def rule(o: argparse.Namespace) -> None:
             if test(o):

@@ -2,12 +2,24 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 
+FLAG = re.compile(r"(\S+\.py .*)|--([a-z][a-z0-9-]*)")  # a command is left as it is
+
 
 class InputError(ValueError):
-    """A file, a flag or a request cannot be used. The message is one line: what, where, what to do."""
+    """A file, a flag or a request cannot be used. The message is one line: what, where, what to do.
+
+    It names flags. Unless a command runs, they become parameters: --max-seq-len is max_seq_len.
+    """
+
+    in_command = False
+
+    def __str__(self) -> str:
+        words = super().__str__()
+        return words if self.in_command else FLAG.sub(lambda m: m[1] or m[2].replace("-", "_"), words)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

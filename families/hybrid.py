@@ -29,6 +29,7 @@ from torch import Tensor
 from common.schema import whole
 from families.experts import Experts, MixtureArgs, MixtureBlock
 from families.norms import ZeroCenteredNorm
+from families.rope import PartialRotaryArgs, scale_pairs
 from model import MLP, KVCache, KVCaches, Linear, PassInputs, Transformer, rows_of
 
 BLOCK = 16  # tokens between two boundaries
@@ -63,7 +64,7 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HybridArgs(MixtureArgs):
+class HybridArgs(MixtureArgs, PartialRotaryArgs):
     """The shape of a target with delta nets: nv value heads of size dv, nk query and key heads of size dk."""
 
     delta_layers: tuple[whole(0, 1), ...] = ()  # 1: a delta net, 0: gated attention
@@ -72,7 +73,6 @@ class HybridArgs(MixtureArgs):
     delta_key_dim: whole(0, 2**16) = 0  # dk
     delta_value_dim: whole(0, 2**16) = 0  # dv
     delta_taps: whole(0, 64) = 0  # tokens of the short convolution
-    rotary_dim: whole(0, 2**16) = 0  # dimensions of a head with RoPE; 0: all
     shared_expert_size: whole(0, 2**22) = 0  # inner size of the shared expert; 0: none
     zero_centred: Literal[True] = True  # norms multiply by 1 + weight
 
@@ -84,12 +84,6 @@ class HybridArgs(MixtureArgs):
     def delta_width(self) -> int:
         """The width of q, k and v of a delta net, concatenated."""
         return 2 * self.delta_key_heads * self.delta_key_dim + self.delta_heads * self.delta_value_dim
-
-    def inverse_frequencies(self, length: int = 0) -> Tensor:
-        if not self.rotary_dim:
-            return super().inverse_frequencies(length)
-        rotary = replace(self, head_dim=self.rotary_dim, rotary_dim=0).inverse_frequencies(length)
-        return F.pad(rotary, (0, (self.head_dim - self.rotary_dim) // 2))  # 0: no rotation
 
 
 class SharedExperts(nn.Module):
@@ -122,6 +116,10 @@ class GatedBlock(HybridBlock):
         super().__init__(args, layer)
         H, width = args.hidden_size, args.num_heads * args.head_dim
         self.wqkv = Linear(H, 2 * width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.pairs = (args.rotary_dim or args.head_dim) // 2, args.pair_factor
+
+    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return scale_pairs(angles, *self.pairs)
 
     def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
         width = self.num_heads * self.head_dim

@@ -6,14 +6,16 @@ which has a second list for sequences beyond the original length.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 from typing_extensions import NotRequired
 
-from common.schema import Flag, number
+from common.schema import Flag, number, whole
 from model import Factor, Length, ModelArgs
 
 Divisors = Annotated[list[Factor], Field(min_length=1, max_length=2**15)]
@@ -79,3 +81,47 @@ def short_length(args: ModelArgs) -> float:
     """Return the maximum length of longrope's short divisors; infinity without longrope."""
     scaling = args.rope_scaling
     return scaling["original_max_position_embeddings"] if "long_divisors" in scaling else math.inf
+
+
+@dataclass(frozen=True)
+class PartialRotaryArgs(ModelArgs):
+    """The shape of a target that may rotate only some dimensions of a head.
+
+    They are pairs (j, j + hd/2) with j < rotary_dim / 2. pair_factor: factor of their cosines and sines, if
+    `rope_factor` is not that of all.
+    """
+
+    rotary_dim: whole(0, 2**16) = 0  # dimensions of a head with RoPE; 0: all
+
+    def __post_init__(self):
+        super().__post_init__()
+        factors = (self.rope_factor, 1.0) if self.factor_by_layer else (1.0, self.rope_factor)
+        for name, factor in zip(("pair_factor", "rope_factor"), factors):
+            object.__setattr__(self, name, factor)
+
+    @property
+    def factor_by_layer(self) -> bool:
+        """Whether the factor of cosines and sines is not that of all pairs of all layers."""
+        return self.rotary_dim > 0
+
+    @property
+    def _rotary(self) -> PartialRotaryArgs:
+        """The shape of the rotary part of a head."""
+        return replace(self, head_dim=self.rotary_dim, rotary_dim=0) if self.rotary_dim else self
+
+    def relations(self) -> list[tuple[str, bool, str]]:
+        fits = ("rotary_dim", self.rotary_dim <= self.head_dim, f"at most head_dim, {self.head_dim}")
+        return [*super(PartialRotaryArgs, self._rotary).relations(), fits]
+
+    def inverse_frequencies(self, length: int = 0) -> Tensor:
+        rotary = super(PartialRotaryArgs, self._rotary).inverse_frequencies(length)
+        return F.pad(rotary, (0, self.head_dim // 2 - len(rotary)))  # 0: no rotation
+
+
+def scale_pairs(
+    angles: tuple[Tensor, Tensor], pairs: int, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Multiply cosines and sines [B, T, hd/2] of the first pairs by a factor."""
+    if factor == 1:
+        return angles
+    return tuple(torch.cat((x[..., :pairs] * factor, x[..., pairs:]), dim=-1) for x in angles)

@@ -56,8 +56,8 @@ class CpuCache(KVCache):
     def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         ops = self.backend.ops
         angles = block.layer_angles(shared.angles(partial(_angles, ops)))
-        caches = self.k, self.v, shared.slots, shared.visible
-        return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window, block.sinks)
+        caches, scores = (self.k, self.v, shared.slots, shared.visible), (block.sinks, block.score_cap)
+        return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window, *scores)
 
 
 class CpuCaches(KVCaches):
@@ -467,7 +467,7 @@ def _is_packed(layer: Block, sharded: bool = False) -> bool:
     wo, mlp = (getattr(x, "layer", x) if sharded else x for x in (layer.wo, layer.mlp))
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
-    normed = all(isinstance(norm, PackedNorm) for norm in norms)
+    normed = all(isinstance(norm, PackedNorm | nn.Identity) for norm in norms)
     packed = PackedMLP | PackedExperts | PackedLinear
     parts = (mlp,) if isinstance(mlp, packed) else mlp.children()  # shared and routed experts
     return linear and all(isinstance(x, packed) for x in parts) and normed

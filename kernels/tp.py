@@ -29,7 +29,7 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.torchrun import end_with_torchrun
-from kernels.quantized import W8A8_GROUP, Scheme
+from kernels.quantized import EMBED, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind
 from model import Block, Linear, ModelArgs, Transformer
@@ -236,6 +236,11 @@ class Shard:
 
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
+        if not getattr(args, "shardable", True):
+            raise InputError(f"{ranks} ranks: a target of this family runs in one process only")
+        if args.tie_embeddings and scheme and EMBED in (scheme.kinds or {}):
+            raise InputError(f"{ranks} ranks: an lm_head tied to embeddings as their source stores them cannot be"
+                             " sharded; convert the source with --dtype bf16")
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
             "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import InputError
 from engine import target as targets
 from engine.drafting import Drafting
 from llm import LLM
@@ -14,11 +15,11 @@ from llm import LLM
 FEW = {"max_new_tokens": 4}
 TURN = {"role": "user", "content": "Hello"}
 WRONG = (  # of LLM, arguments after the checkpoint, and what is said
-    (("eagle-3",), {}, "--speculate eagle-3: unknown (did you mean eagle3?); choose from"),
+    (("eagle-3",), {}, "speculate eagle-3: unknown (did you mean eagle3?); choose from"),
     ((Drafting("eagle3"),), {"tree": "paper"}, "draft and tree are fields of Drafting: set them there"),
-    ((), {"device": 7}, "--device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a valid string"),
+    ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a valid string"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
-    ((), {"kv": "fp8"}, "--kv fp8: our CPU kernels have int8 caches and none in fp8; "),
+    ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; "),
     ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?)"),
 )
 PROMPTS = (  # of generate: prompts, sampling options, and what is said
@@ -53,7 +54,8 @@ def test_numbers_of_numpy_types_of_torch_and_a_schema_as_a_dictionary(golden, ll
     assert json.loads(llm.generate("Hello", json_schema=schema, max_new_tokens=50).text) == {"a": 1}
 
 
-def test_wrong_types_and_options_get_a_sentence(golden, llm):
+def test_wrong_types_and_options_get_a_sentence(golden, llm, monkeypatch):
+    monkeypatch.setattr(InputError, "in_command", False)
     calls = [(lambda p=p, o=o: llm.generate(p, **o), words) for p, o, words in PROMPTS]
     calls += [(lambda a=a, o=o: LLM(golden, *a, **o), words) for a, o, words in WRONG]
     calls += [(lambda call=call: call("Hello", variables=5), "variables is 5; expected")

@@ -62,9 +62,8 @@ def expected_tau(tokens: float) -> float:
     return low + (high - low) * (at - x) / (y - x)
 
 
-def describe(config: dict, conversations: int, answer: int, epochs: int, device: str | torch.device) -> str:
-    """Return the hours of a run on this machine, measured in a second, and the acceptance length."""
-    flops = measured_flops(device)
+def describe(config: dict, conversations: int, answer: int, epochs: int, flops: float) -> str:
+    """Return the hours of a run, see `phases`, and the acceptance length."""
     hours = phases(config, conversations, answer, epochs, flops)
     tokens = conversations * answer * ANSWER_FRACTION
     parts = ", ".join(f"{name} {value:.1f}" for name, value in hours.items())

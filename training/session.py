@@ -34,12 +34,12 @@ from networks.weights import own_state
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.estimate import describe
+from training.estimate import describe, measured_flops, phases
 from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
-from training.trainer import STATE, Plan, Trainer
+from training.trainer import STATE, VALIDATION, Plan, Trainer
 from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
@@ -77,15 +77,18 @@ class Session:
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
             raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
                              f" the target has {most}")
-        self.start_time, self.seconds_before = time.monotonic(), 0.0  # of training
+        self.start_time = time.monotonic()
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def run(self, processes: ProcessGroup, device: str) -> None:
         """Load the target; collect, train, write the head. Raises InputError and OSError on bad input."""
         o, self.processes, self.device = self.o, processes, device
         note(f"loading {o.checkpoint}")
-        if (count := o.synthesize + len(self.prompts)) and not o.minutes:
-            note(describe(self.config, count, o.max_new_tokens, o.epochs, device))
+        if count := o.synthesize + len(self.prompts):
+            plan = self.config, count, o.max_new_tokens, o.epochs, measured_flops(device)
+            self.training_seconds = 3600 * sum(phases(*plan)[name] for name in ("states", "training"))
+            if not o.minutes:
+                note(describe(*plan))
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
@@ -144,9 +147,12 @@ class Session:
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
             # A resumed training keeps its text.
-            fraction = 0.0 if (self.work / STATE).exists() else MAX_TEXT_FRACTION
-            collector.write(self.start_time + 60 * fraction * o.minutes if o.minutes else math.inf)
-            self.seconds_before = time.monotonic() - self.start_time
+            seconds = 60 * o.minutes * (0.0 if (self.work / STATE).exists() else MAX_TEXT_FRACTION)
+            deadline = self.start_time + seconds if o.minutes else math.inf
+            collector.write(deadline, min(self.training_seconds, 60 * o.minutes - seconds or math.inf))
+            if not collector.planned:
+                raise InputError(f"--minutes {o.minutes:g}: no conversation ended in half of it; raise it, or"
+                                 " lower --max-new-tokens")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
@@ -199,7 +205,8 @@ class Session:
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
             tau=self._tau(),
         )
-        before = torch.tensor(self.seconds_before * self.processes.is_main, device=objective.device)
+        before = (time.monotonic() - self.start_time) * self.processes.is_main
+        before = torch.tensor(before, device=objective.device)
         self.processes.all_reduce([before])  # all end at one step
         trainer.before = float(before)
         if trainer.resume():
@@ -212,7 +219,8 @@ class Session:
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]
         stop_ids = self.config["stop_ids"]
-        return partial(acceptance_length, self.decoding, prompts, stop_ids) if prompts else None
+        seconds = 60 * self.o.minutes * VALIDATION / 2
+        return partial(acceptance_length, self.decoding, prompts, stop_ids, seconds) if prompts else None
 
     # -- result ----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
 MICRO_BATCH_TOKENS = 8192  # padded tokens of a forward pass; gradients are accumulated
 SAVE_INTERVAL = 300  # seconds
+VALIDATION = 0.1  # of --minutes, for the last validation
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
-        self.seconds, self.before = 0.0, 0.0  # of the steps; of --minutes, before them
+        self.seconds, self.before = 0.0, 0.0  # of training; of --minutes, before it
         self.updating = False
         self.log: TrainingLog | None = None  # on rank 0, during `run`
         self._learn_scale()
@@ -143,7 +144,7 @@ class Trainer:
 
         It is `total` or more when the steps or the time are over.
         """
-        left = 60 * self.plan.minutes - self.before
+        left = 60 * self.plan.minutes * (1 - VALIDATION) - self.before
         return max(self.step, self.total * self.seconds / max(left, 1.0)) if self.plan.minutes else self.step
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Trainer:
         Raises InputError if the loss is not finite.
         """
         self.log = TrainingLog(self.work, self.step, self.total) if self.processes.is_main else None
-        self.saved = time.time()
+        self.saved, self.clock = time.time(), time.monotonic()
         try:
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
                 self._run_epoch()
@@ -173,15 +174,14 @@ class Trainer:
     def _run_epoch(self) -> None:
         """Run the rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.objective.steps
-        last = time.monotonic()
         while self.in_epoch < len(epoch) and self._progress() < self.total:
             indices = epoch[self.in_epoch]
             loss, accuracy = self.gradients(indices, steps)
             now = time.monotonic()
             # The clock of rank 0 counts: all ranks end at the same step.
-            took = torch.tensor((now - last) * self.processes.is_main, device=self.objective.device)
+            took = torch.tensor((now - self.clock) * self.processes.is_main, device=self.objective.device)
             self.processes.all_reduce([took])
-            self.seconds, last = self.seconds + float(took), now
+            self.seconds, self.clock = self.seconds + float(took), now
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), MAX_GRADIENT_NORM))
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise InputError(f"the loss is {loss}, the norm of its gradient {norm} at step {self.step};"

@@ -1,9 +1,13 @@
 """The acceptance length of a head in training, from decoding held-out prompts."""
 from __future__ import annotations
 
+import math
+import time
+
 from drafters.block import block_drafter
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
+from engine.request import Request
 from head import Head
 from model import Transformer
 from networks.weights import twin
@@ -24,11 +28,11 @@ def make_drafter(head: Head, shape: TreeShape) -> Drafter:
 
 
 def acceptance_length(
-    target: Transformer, prompts: list[list[int]], stop_ids: list[int], head: Head
+    target: Transformer, prompts: list[list[int]], stop_ids: list[int], seconds: float, head: Head
 ) -> float | None:
     """Return the mean tokens per step, without prefill, of greedy answers to prompts (lists of ids).
 
-    target: prepared for a backend. None if every answer ended with its first token.
+    target: prepared for a backend. seconds: at most, 0 for no limit. None if there was no step.
     """
     copy = twin(head, target, target.embed.dtype)
     target.backend.prepare(copy)
@@ -36,6 +40,10 @@ def acceptance_length(
         target, make_drafter(copy, PAPER_TREE), batch=min(MAX_BATCH, len(prompts)), stop_ids=stop_ids,
         max_seq_len=max(map(len, prompts)) + ANSWER_TOKENS, compile=False,
     )
-    requests = engine.generate(prompts, Sampling(ANSWER_TOKENS))
+    requests: list[Request] = []
+    deadline = time.monotonic() + (seconds or math.inf)
+    for _ in engine.run(prompts, [Sampling(ANSWER_TOKENS)] * len(prompts), requests):
+        if time.monotonic() > deadline:
+            break
     lengths = [n for request in requests for n in request.accept_lengths]
     return sum(lengths) / len(lengths) if lengths else None

@@ -158,10 +158,11 @@ class Collector:
         """The files of all ranks, of this run and of earlier runs with the same settings."""
         return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
-    def write(self, deadline: float = math.inf) -> None:
+    def write(self, deadline: float = math.inf, training_seconds: float = 0.0) -> None:
         """Write this rank's shard of the missing conversations, until `deadline` (`time.monotonic`).
 
-        Conversations that are missing then are removed from `planned`.
+        Conversations that are missing then are removed from `planned`. The bar shows the time that is left
+        of text and training. Until conversations have ended, they are expected to have the most tokens.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.is_main:
@@ -174,8 +175,9 @@ class Collector:
         mine = self.processes.shard(missing)
         path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
         live: dict[Request, tuple[str, Conversation]] = {}
-        tokens = 0
-        with progress_bar(total=len(mine), unit="conversation", desc="text") as bar, open(path, "a") as file:
+        tokens, began, batch = 0, time.monotonic(), self.engine.batch
+        form = "{desc} |{bar:12}| {n_fmt}/{total_fmt} conversations [{elapsed}{postfix}]"
+        with progress_bar(total=len(mine), desc="text", bar_format=form) as bar, open(path, "a") as file:
 
             def advance(talk: str, steps: Conversation, answer: Request | None = None) -> None:
                 """Admit the next request of a conversation, or write the finished conversation."""
@@ -193,7 +195,12 @@ class Collector:
                     tokens += len(event.ids)
                     if event.finish:
                         advance(*live.pop(event.request), event.request)
-                bar.set_postfix_str(counted(tokens, "token"), refresh=False)
+                ended = tokens - sum(len(request.ids) for request in live)
+                expected = (ended + batch * self.max_new_tokens) / (bar.n + batch) * len(mine)
+                now = time.monotonic()
+                left = min(max(expected - tokens, 0) * (now - began) / max(tokens, 1), deadline - now)
+                left = bar.format_interval(left + training_seconds)
+                bar.set_postfix_str(f"{counted(tokens, 'token')}, {left} left with training", refresh=False)
                 bar.update(0)
 
             for talk in mine:

@@ -54,11 +54,13 @@ struct Attention {
   const Buffer<float> scores;  // [ROWS, SCORES], overwritten by softmax weights
   const int group_rows;  // AMX tiles are shaped for this number of rows
   const int64_t window;
+  const float cap;
   PrefetchRange next_keys, next_values;
 
   // padded: hd in whole tiles.
-  Attention(int64_t hd, int64_t padded, const Groups& groups, int64_t window)
-      : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), group_rows(groups.size), window(window) {
+  Attention(int64_t hd, int64_t padded, const Groups& groups, const AttentionLayer& layer)
+      : stored(hd, padded, groups.count), scores(2 * ROWS * SCORES), group_rows(groups.size),
+        window(layer.window), cap(layer.cap) {
     std::fill_n(&scores[group_rows * SCORES], ROWS * SCORES, 0.0f);  // rows beyond the last are read, see `DtypeKV`
   }
 
@@ -152,7 +154,8 @@ struct Attention {
           compute_scores(g, row, rows, stored.row_key_tile(slots, j, std::min<int64_t>(BLOCK, count - j)), j);
       });
       const auto softmax = [&](int row, int rows, const VisibleSlots& slots, int64_t count) {
-        stored.softmax(g, row, rows, slots, shared, slots.before_window(block, window), count, scale, scores, sums);
+        stored.softmax(g, row, rows, slots, shared, slots.before_window(block, window), count, scale, cap * 1.44269504f,
+                       scores, sums);
       };
       if (shared == BLOCK_SLOTS && !of.max_before) softmax(0, rows, row_slots[begin / groups.per_kv], shared);
       else each(softmax);
@@ -205,7 +208,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
       sums.normalize<Out>(r, hd, layer.sinks ? layer.sinks + head : nullptr, out + (of_row * heads + head) * hd);
     }
   };
-  Attention<Stored> attention(hd, pass.padded(), groups, layer.window);
+  Attention<Stored> attention(hd, pass.padded(), groups, layer);
   Tiles shapes;
   if (attention.IN_TILES) shapes.shape(groups.size);
   const Buffer<float> next_sums(SoftmaxSums::size(pass.padded()));

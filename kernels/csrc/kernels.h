@@ -72,13 +72,15 @@ struct PassArgs {
 };
 
 // Attention's parameters of a layer: weights [hd] of the head norms, if any, its cache, its sliding window in slots (0:
-// none), and the sinks, if any: a score per query head that takes part in the softmax and has no value.
+// none), the sinks, if any: a score per query head that takes part in the softmax and has no value, and the soft cap of
+// scores, if any.
 struct AttentionLayer {
   const float *q_norm, *k_norm;
   float eps;
   Cache k, v;
   int64_t window = 0;
   const float* sinks = nullptr;
+  float cap = 0;
 };
 
 // A mixture of experts. The blocks of all experts are concatenated in a layer's weights.

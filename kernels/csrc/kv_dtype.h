@@ -133,11 +133,14 @@ struct DtypeKV {
   }
 
   // Turn the scores of `rows` rows into softmax weights of `count` slots; slots before `from` get weight 0.
+  // cap: a soft cap of scaled scores, or 0.
   void softmax(int64_t, int row, int rows, const VisibleSlots&, int64_t, int64_t from, int64_t count, float scale,
-               float* scores, const SoftmaxSums& sums) const {
+               float cap, float* scores, const SoftmaxSums& sums) const {
     for (int r = row; r < row + rows; r++) {
+      for (int64_t j = 0; cap && j < count; j += LANES)
+        store(scores + r * SCORES + j, soft_cap(load<Floats>(scores + r * SCORES + j) * scale, cap));
       std::fill_n(scores + r * SCORES, from, -INFINITY);
-      softmax_row(scores + r * SCORES, count, scale, sums.exponent[r], sums.total + r * LANES);
+      softmax_row(scores + r * SCORES, count, cap ? 1.0f : scale, sums.exponent[r], sums.total + r * LANES);
     }
   }
   void dequantize(int, const SoftmaxSums&) const {}

@@ -146,7 +146,7 @@ struct Int8KV {
 
   // See kv_dtype.h. Weights are multiplied by the steps of their values, then rounded.
   void softmax(int64_t group, int row, int rows, const VisibleSlots& slots, int64_t shared, int64_t from, int64_t count,
-               float scale, float* scores, const SoftmaxSums& sums) {
+               float scale, float cap, float* scores, const SoftmaxSums& sums) {
     const float *keys = &key_block().step(), *values = &value_block().step();
     const int64_t end = (count + LANES - 1) / LANES * LANES;
     if (end > shared || from) {
@@ -170,7 +170,7 @@ struct Int8KV {
     // One loop over rows per phase hides the latency of each row's reductions.
     for (int r = row; r < row + rows; r++)
       sums.exponent[r] = scale_scores(scores + r * SCORES, end, query_steps[group * ROWS + r] * scale,
-                                  offsets[group * ROWS + r], keys);
+                                  offsets[group * ROWS + r], keys, cap);
     for (int r = row; r < row + rows; r++)
       weight_steps[r] =
           weights(scores + r * SCORES, end, sums.exponent[r], values, sums.total + r * LANES) / MAX_WEIGHT;
@@ -178,11 +178,12 @@ struct Int8KV {
   }
 
   // Turn a row's integer sums into scores (exponents of two). Returns the exponent that weights are relative to.
-  static float scale_scores(float* row, int64_t end, float scale, int32_t offset, const float* keys) {
+  static float scale_scores(float* row, int64_t end, float scale, int32_t offset, const float* keys, float cap) {
     const Floats factor = broadcast(std::max(scale, 1e-20f));  // above 0: masked scores stay the lowest
     Floats top = broadcast(-1e30f);
     for (int64_t j = 0; j < end; j += LANES) {
-      const Floats x = to_floats(load<Ints>(row + j) + offset) * (load<Floats>(keys + j) * factor);
+      Floats x = to_floats(load<Ints>(row + j) + offset) * (load<Floats>(keys + j) * factor);
+      if (cap) x = x < -1e20f ? x : soft_cap(x, cap);  // masked scores stay the lowest
       store(row + j, x);
       top = larger(x, top);
     }

@@ -81,12 +81,13 @@ Tensor linear(const Dense& x, const Operands& operands, const Maybe& residual, i
   return out;
 }
 
-// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v -> [B, T, nh * hd]. window, sinks: see `AttentionLayer`.
+// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v -> [B, T, nh * hd]. window, sinks, cap: see `AttentionLayer`.
 Tensor attend(const Dense& qkv, const Numbers& cosine, const Numbers& sine, const Maybe& q_norm, const Maybe& k_norm,
               double eps, Tensor& k, Tensor& v, const Longs& slots, const Flags& visible, int64_t window,
-              const Maybe& sinks) {
+              const Maybe& sinks, double cap) {
   const int64_t heads = qkv.size(2) / head_size(cosine) - 2 * k.size(2);
-  const AttentionLayer layer{floats(q_norm), floats(k_norm), float(eps), cache(k), cache(v), window, floats(sinks)};
+  const AttentionLayer layer{floats(q_norm), floats(k_norm), float(eps), cache(k), cache(v), window, floats(sinks),
+                             float(cap)};
   const PassArgs args = pass_args(qkv, heads, layer.k, cosine, sine, slots, visible);
   Tensor out = empty({args.B, args.T, heads * args.hd}, qkv.scalar_type());
   dispatch_dtype(qkv, [&](auto kernels) { kernels.attend(threads(), args, data(qkv), layer, out.mutable_data_ptr()); });

@@ -151,6 +151,11 @@ inline Floats swish(Floats x, Floats z) {
   const Floats e = exponential(z < 0.0f ? z : -z);
   return x * (z < 0.0f ? e : broadcast(1.0f)) / (e + 1.0f);
 }
+// cap * tanh(x / cap).
+inline Floats soft_cap(Floats x, float cap) {
+  const Floats e = exponential((x < 0.0f ? x : -x) * (2 / cap)), bounded = (1.0f - e) / (1.0f + e) * cap;
+  return x < 0.0f ? -bounded : bounded;
+}
 // gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate) of clamped values.
 inline Floats clamped_swiglu(Floats gate, Floats up) {
   const Floats limit = broadcast(7.0f);

@@ -33,8 +33,8 @@ class LayerCache(KVCache):
 
     @with_fallback("attend", KVCache.attend)
     def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
-        """Attend in one kernel, from wqkv to wo; in PyTorch with sinks or a dense mask."""
-        if block.sinks is not None or not isinstance(shared.visible, TreeMask):
+        """Attend in one kernel, from wqkv to wo; in PyTorch with sinks, soft caps or a dense mask."""
+        if block.sinks is not None or block.score_cap or not isinstance(shared.visible, TreeMask):
             return super().attend(block, qkv, shared)
         mask, angles = shared.seen(block.window), block.layer_angles(shared.angles(_angles))
         return attend(qkv, *angles, *block.head_norms, self.kv, self.layer, *mask[1:])

@@ -10,7 +10,7 @@ md.renderer.rules.image = (tokens, i) => { // nothing is fetched from another ma
 
 // Put the parts of rendered text that marks cover, ranges [start, end, probability] of the source, into spans.
 // Rendered characters come in the order of the source, which has markup between them.
-function colour(into, source, marks) {
+function color(into, source, marks) {
   const walker = document.createTreeWalker(into, NodeFilter.SHOW_TEXT), texts = [];
   while (walker.nextNode()) texts.push(walker.currentNode);
   let at = 0, next = 0;
@@ -50,7 +50,7 @@ export function render(into, source, marks, copier) {
     if (globalThis.hljs.getLanguage(language)) code.innerHTML = globalThis.hljs.highlight(text, { language }).value;
     code.parentElement.tabIndex = 0;
   }
-  if (marks?.length) colour(into, source, marks);
+  if (marks?.length) color(into, source, marks);
   for (const pre of into.querySelectorAll("pre")) {
     const box = document.createElement("div"), head = document.createElement("div"), label = document.createElement("span");
     box.className = "code";

@@ -1,10 +1,10 @@
 // The page: conversations kept in the browser, answers streamed from the server that serves this file.
 import { render } from "./markdown.js";
-import { draw, percent } from "./tree.js";
+import { draw, percent, svg } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_tokens"];
-const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "beside", "coloured"];
+const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "beside", "colored"];
 const FEWEST = 40; // tokens of answers whose speeds are compared
 // Prompts with many accepted drafts: 1.7 to 2.1 tokens per step with smollm2-135m and its EAGLE-3 head, means
 // of three seeds at temperature 0.7. The seeds are not those that the prompts were chosen by.
@@ -12,6 +12,10 @@ const PROMPTS = [
   "Write a Python function that checks whether a number is prime.", "List the months of the year.",
   "What are the planets of the solar system?", "Write a letter to a friend about the sea.",
 ];
+const ICONS = {
+  copy: "M5.5 5.5h8v8h-8zM10.5 5.5v-3h-8v8h3", done: "M3 8.5l3.5 3.5L13 4.5", again: "M13 8a5 5 0 1 1-1.5-3.6L13 6V2.5M13 6H9.5",
+  edit: "M3 13l1-3.5 7-7 2.5 2.5-7 7z", delete: "M3 4.5h10M6.5 4.5v-2h3v2M4.5 4.5l.5 9h6l.5-9",
+};
 const ENDINGS = { stop: "", length: "cut at the limit of tokens", stopped: "stopped" };
 const store = {
   read(key, otherwise) {
@@ -77,12 +81,20 @@ function element(tag, attributes = {}, ...children) {
 
 // A button that shows an icon; its name is for the pointer and for screen readers.
 function icon(sign, name, onclick) {
-  return element("button", { type: "button", class: "icon", "aria-label": name, title: name, onclick }, sign);
+  return element("button", { type: "button", class: "icon", "aria-label": name, title: name, onclick }, picture(sign));
+}
+
+// Icons are drawn: fonts lack their signs on some machines.
+function picture(sign) {
+  return svg("svg", { viewBox: "0 0 16 16", "aria-hidden": true }, svg("path", { d: ICONS[sign] }));
 }
 
 function copier(text) {
-  return icon("⧉", "Copy", (event) => {
-    const done = () => { event.target.textContent = "✓"; setTimeout(() => { event.target.textContent = "⧉"; }, 1500); };
+  return icon("copy", "Copy", ({ currentTarget: button }) => {
+    const done = () => {
+      button.replaceChildren(picture("done"));
+      setTimeout(() => button.replaceChildren(picture("copy")), 1500);
+    };
     if (navigator.clipboard) navigator.clipboard.writeText(text()).then(done, () => say("Copying is not allowed here."));
     else say("Copying needs https or localhost.");
   });
@@ -126,10 +138,12 @@ function speed({ figures: { tokens = 0, seconds = 0 } = {} }) {
 
 // The comparison of two complete answers.
 function speedup(message) {
-  const done = (answer) => ["stop", "length"].includes(answer.finish) && speed(answer);
-  if (!done(message) || !done(message.plain)) return [];
+  const done = (answer) => ["stop", "length"].includes(answer.finish);
+  if (!message.plain || !done(message) || !done(message.plain)) return [];
   const fewest = Math.min(message.figures.tokens, message.plain.figures.tokens);
-  if (fewest < FEWEST) return [element("div", { class: "speedup" }, `${count(fewest, "token")}: too few to compare speeds`)];
+  if (fewest < FEWEST || !speed(message) || !speed(message.plain)) {
+    return [element("div", { class: "speedup" }, `${count(fewest, "token")}: too few to compare speeds`)];
+  }
   const ratio = (speed(message) / speed(message.plain)).toFixed(2);
   return [element("div", { class: "speedup" }, element("strong", {}, `${ratio}×`),
     "the speed of plain decoding, in this one run · ",
@@ -137,11 +151,11 @@ function speedup(message) {
 }
 
 function messageNode(message, index) {
-  const again = index === current.messages.length - 1 ? [icon("↻", "Regenerate", regenerate)] : [];
+  const again = index === current.messages.length - 1 ? [icon("again", "Regenerate", regenerate)] : [];
   if (message.role === "user") {
     return element("article", { class: "message user" }, element("h2", {}, "You"),
       element("div", { class: "text" }, message.content), element("div", { class: "tools" },
-        icon("✎", "Edit", () => edit(index)), icon("🗑", "Delete", () => removeTurn(index)), ...again));
+        icon("edit", "Edit", () => edit(index)), icon("delete", "Delete", () => removeTurn(index)), ...again));
   }
   const { plain } = message;
   const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : message.model || "Answer", message)];
@@ -163,7 +177,7 @@ function welcome() {
   const explained = drafts
     ? "Several words are drafted at once, and the model checks them in one pass: same answer, fewer steps."
     : "It decodes without drafts; --speculate adds them.";
-  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Coloured words"),
+  const legend = element("p", { class: "legend" }, element("span", { class: "d" }, "Colored words"),
     " were drafted and accepted. The model wrote the others itself.");
   return element("section", { class: "welcome" },
     element("p", {}, `Chat with ${$("model").textContent || "a model"} on this server. ${explained}`), ...(drafts ? [legend] : []),
@@ -193,7 +207,7 @@ function showList() {
   const has = (one) => [one.title, ...one.messages.map(({ content }) => content)].join("\n").toLowerCase().includes(sought);
   $("conversations").replaceChildren(...conversations.filter(has).map((one) => element("li", {},
     element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
-    icon("✎", `Rename ${one.title}`, () => rename(one)), icon("×", `Delete ${one.title}`, () => remove(one)))));
+    icon("edit", `Rename ${one.title}`, () => rename(one)), icon("delete", `Delete ${one.title}`, () => remove(one)))));
 }
 
 // Store all conversations. An old answer stays until a new one is complete.
@@ -584,7 +598,7 @@ for (const id of SETTINGS) {
 applySettings();
 
 function applySettings() {
-  document.body.classList.toggle("coloured", $("coloured").checked);
+  document.body.classList.toggle("colored", $("colored").checked);
   $("beside").disabled = !$("speculate").checked; // plain decoding is not compared with itself
 }
 

@@ -2,7 +2,7 @@
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 92, HEIGHT = 24, BOX = 80, GAP = 4;
 
-function svg(tag, attributes, ...children) {
+export function svg(tag, attributes, ...children) {
   const made = document.createElementNS(NS, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   made.append(...children);

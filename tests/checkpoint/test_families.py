@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.families import LLAMA3, TARGETS, WINDOW, WINDOWS, V, make_target, top_tokens
+from helpers.families import LLAMA3, TARGETS, VARIANTS, WINDOW, WINDOWS, V, make_target, top_tokens
 from helpers.heads import make_head, write_head
 
 from checkpoint.convert import convert, family_of
@@ -40,19 +40,21 @@ def engines_of(tmp_path, folder, target, **of_head) -> dict[str, Engine]:
 
 
 WINDOWED = [
-    name for name in TARGETS if any(words in name for words in ("window", "Phi-3", "Gemma 3", "gpt-oss"))
+    name for name in TARGETS
+    if any(words in name for words in ("window", "Phi-3", "Gemma", "gpt-oss", "OLMo 3"))
 ]
 MIXTURES = "Mixtral", "Qwen3-MoE"
-ON_KERNELS = [pytest.param(name, True, marks=pytest.mark.kernels) for name in (*WINDOWED, *MIXTURES)]
+ON_KERNELS = [*WINDOWED, *MIXTURES, *VARIANTS]
 IN_PYTORCH = [  # one of each kind of windows; the others differ in what the kernels' rows show, too
     pytest.param(name, False, marks=[pytest.mark.expensive] * (
-        name in WINDOWED and name not in ("Mistral with its window", "Gemma 3", "gpt-oss")
+        name in ON_KERNELS and name not in ("Mistral with its window", "Gemma 3", "gpt-oss", *MIXTURES)
     )) for name in TARGETS
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, kernels", [*IN_PYTORCH, *ON_KERNELS])
+@pytest.mark.parametrize("name, kernels", [
+    *IN_PYTORCH, *(pytest.param(name, True, marks=pytest.mark.kernels) for name in ON_KERNELS)])
 def test_target(tmp_path, name, kernels):
     """Drafted text of a seed is the plain one. On the kernels heads have windows, too."""
     reference = make_target(tmp_path / "in", name)

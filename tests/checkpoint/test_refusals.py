@@ -92,7 +92,12 @@ BAD_TARGETS = {
     "a pickle that would run a command": (only({K0: Evil()}, "bin"), "more than a pickle of tensors"),
     "a head without --target": (folder_with("head"), "is a draft head, which needs --target"),
     "dynamic RoPE": (folder_with(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
-    "scores with a soft cap": (folder_with("Gemma3", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+    "attention in both directions": (
+        folder_with("Gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
+    "heads that turn in part": (folder_with("Mistral", partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "an unknown parameter of RoPE": (folder_with(
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale of RoPE's"),
+    "queries and keys with a limit": (folder_with("Olmo2", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
     "experts quantised otherwise": (
         folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),

@@ -32,7 +32,8 @@ def cli(golden, capsys):
     return run
 
 
-def test_json_has_the_promised_keys(cli):
+def test_json_has_the_promised_keys(cli, monkeypatch):
+    monkeypatch.setattr("console.compare.MIN_GAIN", 99.0)
     args = "--prompt", "Hello", "--max-new-tokens", 40, *EAGLE3
     done, text = cli(*args, "--json", "--compare"), cli(*args, "--compare")
     row, plain = done.row, done.row["plain"]
@@ -52,7 +53,8 @@ def test_json_has_the_promised_keys(cli):
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    for words in "peak memory", "equal: yes", "\n10 tokens in the prompt, prefill ", "; cut at --max-new":
+    for words in "peak memory", "equal: yes", "\n10 tokens in the prompt, prefill ", "; cut at --max-new", (
+            f"\nwhat bounds it: acceptance length {row['tau']:.2f}; costs were not timed"):
         assert words in text.err
 
 
@@ -71,6 +73,7 @@ def test_what_a_request_may_ask_for(cli):
     row = cli(*args, "--stop", stop, "--stop", "never there", "--compare").row
     assert row["equal"] is True and row["text"] == usual["text"].split(stop)[0]
     assert (row["finish"], row["stop"]) == ("stop", stop)
+    assert cli(*args, "--json-schema", '{"const": 1}').row["text"].strip() == "1"
 
 
 def test_prompts_of_every_kind_and_samples_in_one_batch(cli, tmp_path):

@@ -32,6 +32,14 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+GRANITE = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
+OLMO3 = {"sliding_window": WINDOW, "rope_parameters": {
+    "full_attention": YARN | {"attention_factor": 1.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT_OSS = {
     "rope_parameters": {
@@ -42,8 +50,37 @@ GPT_OSS = {
     "hidden_size": 64, "intermediate_size": 128,
 }
 
+TINY = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2)
+EYES = {  # of the classes that see
+    "Gemma3": TINY, "Mistral3": TINY | {"head_dim": 4, "model_type": "pixtral"},
+    "Qwen3VL": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
+                "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+}
+
 # name: (transformers' classes, what differs)
-TARGETS = {
+VARIANTS = {
+    "Phi-4-mini": (
+        "Phi3", {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75}, "sliding_window": None,
+                 "head_dim": 16, "hidden_size": 64, "original_max_position_embeddings": 256,
+                 "tie_word_embeddings": True}),
+    "Mistral Small 3": ("Mistral3", {"head_dim": 16, "model_type": "mistral", "sliding_window": None}),
+    "Ministral 3": ("Ministral3", {"rope_parameters": YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 256}, "head_dim": 16}),
+    "Qwen3-VL": ("Qwen3VL", {"head_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 2, 2]}}),
+    "SmolLM3": ("SmolLM3", {}),
+    "OLMo 2": ("Olmo2", {}), "OLMo 3": ("Olmo3", OLMO3),
+    "Granite 3": ("Granite", GRANITE),
+    "Granite 4": ("GraniteMoeHybrid", GRANITE | {
+        "num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * LAYERS,
+        "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
+    "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "Gemma 2": ("Gemma2", {"head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 36,
+                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+}
+TARGETS = VARIANTS | {
     "Llama-2": ("Llama", {"num_key_value_heads": 4}),
     "Llama-3": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "Llama-3.1": ("Llama", {"rope_parameters": LLAMA3}),
@@ -91,12 +128,12 @@ def make_target(folder: Path, name: str):
     transformers = pytest.importorskip("transformers")
     kind, changes = TARGETS[name]
     sizes = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, **changes}
-    if kind == "Gemma3":
-        tiny = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes = {"text_config": sizes, "vision_config": dict.fromkeys(tiny, 2)}
+    if kind in EYES:
+        sizes = {"text_config": sizes, "vision_config": EYES[kind], "tie_word_embeddings": False}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(sorted(TARGETS).index(name))
-    reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    auto = transformers.AutoModelForImageTextToText if kind in EYES else transformers.AutoModelForCausalLM
+    reference = auto.from_config(config).float().eval()
     with torch.no_grad():
         for n, p in reference.named_parameters():  # norms and biases too: ones and zeros would hide a swap
             p.normal_(1 if n.endswith("norm.weight") and "Gemma" not in kind else 0, 0.2)

@@ -27,6 +27,9 @@ HYBRIDS = {
     "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}, "model."),
     "Qwen3.5 with eyes": (
         "Qwen3_5Config", "Qwen3_5ForConditionalGeneration", {"vision_config": EYES}, "model.language_model."),
+    "Qwen3.5, yarn": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {"rope_parameters": {
+        **DELTA["rope_parameters"], "rope_type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 64}}, "model."),
     "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", MIXTURE, "model."),
     "Qwen3-Next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", MIXTURE, "model."),
 }

@@ -7,6 +7,7 @@ import gguf
 import torch
 from safetensors.torch import save_file
 
+from checkpoint.gguf import INTERLEAVED
 from helpers.heads import layer_shapes, make_head
 
 CONFIG = {
@@ -85,6 +86,10 @@ def write_gguf(
         w.add_expert_feed_forward_length: "moe_intermediate_size",
         w.add_expert_shared_feed_forward_length: "shared_expert_intermediate_size",
         w.add_ssm_conv_kernel: "linear_conv_kernel_dim", w.add_ssm_state_size: "linear_key_head_dim",
+        w.add_embedding_scale: "embedding_multiplier", w.add_residual_scale: "residual_multiplier",
+        w.add_attention_scale: "attention_multiplier", w.add_logit_scale: "logits_scaling",
+        w.add_attn_logit_softcapping: "attn_logit_softcapping",
+        w.add_final_logit_softcapping: "final_logit_softcapping",
         w.add_ssm_group_count: "linear_num_key_heads", w.add_ssm_time_step_rank: "linear_num_value_heads",
     }.items():
         if config.get(key):
@@ -102,7 +107,7 @@ def write_gguf(
             name = found or name.replace("model.layers", "blk")
             name += ".weight" * name.endswith("sinks")
         data = tensor.float()
-        if arch == "llama" and re.search(r"attn_[qk]\.", name):  # halves of a head become neighbouring pairs
+        if arch in INTERLEAVED and re.search(r"attn_[qk]\.", name):  # halves become neighbouring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
             data = pairs.reshape(data.shape)
         data = data.contiguous().numpy()

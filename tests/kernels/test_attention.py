@@ -16,7 +16,7 @@ pytestmark = pytest.mark.kernels
 
 
 def attend(isa, qkv, cos, sin, k, v, slots, visible, norms=(None, None, 0.0), window=0, sinks=None):
-    return isa.ops.attend(qkv, cos, sin, *norms, k, v, slots, visible, window, sinks)
+    return isa.ops.attend(qkv, cos, sin, *norms, k, v, slots, visible, window, sinks, 0.0)
 
 
 def in_dtype(isa, k, v):

@@ -56,8 +56,19 @@ GPT_OSS = WINDOWS | {
 }
 
 
+VARIANTS = (  # Gemma 2; OLMo 3; SmolLM3, Granite and Phi-4 in one
+    GEMMA | {"score_cap": 1.5, "logit_cap": 4.0, "qk_norm": False, "local_rope_base": None},
+    WINDOWS | {"local_rope_base": 500.0, "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}} | dict.fromkeys(
+            ("output_norms", "only_output_norms", "wide_qk_norm"), True),
+    {"unrotated_layers": (0, 1, 0, 0, 1, 0), "residual_factor": 0.3, "embedding_factor": 6.0,
+     "logit_divisor": 3.0, "query_scalar": 9.0, "rotary_dim": 4},
+)
+
+
 @pytest.mark.parametrize("options", (
-    {}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True, "norm_eps": 0.5}, WINDOWS, GEMMA,
+    *VARIANTS, {},
+    {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True, "norm_eps": 0.5}, WINDOWS, GEMMA,
     *({"of_head": options} for options in (
         {"num_layers": 2, "windows": (5, 30)}, {"recycle_normed": True}, {"own_embedding": True},
         {"own_lm_head": False, "draft_vocab_size": 160}, {"norm_before_residual": True},
@@ -96,6 +107,8 @@ def test_a_packed_model_is_the_model(options):
     (torch.float32, 0.0, "int8", 100, {}), (torch.float32, 1.0, "auto", 100, {}),
     (torch.bfloat16, 0.0, "auto", 32, GEMMA), (torch.bfloat16, 1.0, "int8", 32, GEMMA),
     (torch.bfloat16, 0.0, "auto", 32, GPT_OSS), (torch.bfloat16, 1.0, "int8", 32, GPT_OSS),
+    *((torch.bfloat16, 0.0, "auto", 32, options) for options in VARIANTS),
+    (torch.bfloat16, 1.0, "int8", 32, VARIANTS[0]),
 ))
 def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim, options):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the

@@ -1,9 +1,10 @@
 """The page in a real browser: by keyboard, on a phone, in the dark, and when the server dies.
 
-Needs the package playwright and a Chromium in the PATH; its own download is not used.
+Needs the package playwright, and a Chromium in the PATH or playwright's own (`playwright install chromium`).
 """
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from helpers.launching import free_port
@@ -11,7 +12,7 @@ from helpers.serving import serving
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")]
+pytestmark = pytest.mark.slow
 expect = sync_api.expect
 PHONE = {"width": 360, "height": 640}
 LABELS = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
@@ -20,7 +21,10 @@ LABELS = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        path = CHROMIUM or playwright.chromium.executable_path
+        if not Path(path).exists():
+            pytest.skip("Chromium is not installed")
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield running
         running.close()
 
@@ -73,6 +77,11 @@ def test_a_first_visit_an_answer_its_tree_and_an_export(page):
     expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
     expect(page.locator(".speedup")).to_contain_text("texts equal")
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
+    assert "taken" not in (page.locator("#drawing g").first.get_attribute("class") or "")
+    steps = int(page.locator("#step").inner_text().split()[-1])
+    expect(page.get_by_role("button", name="Later step")).to_be_disabled()
+    press(page, "Earlier step")
+    expect(page.locator("#step")).to_have_text(f"Step {steps - 1} of {steps}")
     page.locator("#drawing g").nth(1).click()
     expect(page.locator("#tip")).to_contain_text(re.compile(r"likely, with its path .* %$"))
     with page.expect_download() as download:
@@ -102,10 +111,23 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     assert page.get_by_label("Seed").input_value() == "3"  # settings are kept too
     names.nth(2).click()
     expect(page.locator(".assistant .text")).to_have_text(text)
+    page.once("dialog", lambda dialog: dialog.accept("the oldest"))
+    press(page, "Rename first")
+    page.get_by_label("Search in conversations").fill("OLDEST")
+    expect(names).to_have_text(["the oldest"])
+    page.get_by_label("Search in conversations").fill("second")  # a message, too
+    expect(names).to_have_text(["second"])
+    page.get_by_label("Search in conversations").fill("")
+    page.once("dialog", lambda dialog: dialog.accept("first"))
+    press(page, "Rename the oldest")
     press(page, "Delete first")
     expect(names).to_have_text(["third", "second"])
+    expect(page.locator("#banner")).to_have_class("note")  # no warning
     press(page, "Undo")
     expect(names).to_have_text(["third", "second", "first"])
+    page.get_by_label("Temperature").fill("1000")
+    page.get_by_label("Seed").focus()
+    expect(page.locator("#banner")).to_contain_text("from 0 to 100")
 
 
 def test_a_phone_in_the_dark(page):
@@ -153,6 +175,8 @@ def test_what_a_model_writes_is_no_markup(page):
     assert not any(tried.locator(tag).count() for tag in ("img", "script", "iframe", "b"))
     links = [link.get_attribute("href") for link in tried.locator("a").all()]
     assert links == ["https://a.page/", "https://a.page/x.png"]  # a picture is a link: nothing is fetched
+    expect(tried.locator(".code .head span")).to_have_text("html")
+    assert tried.locator("pre .hljs-tag").count() >= 1
     assert tried.locator("pre code").inner_text().strip() == "<script>alert(1)</script>"
 
 
@@ -208,7 +232,12 @@ def test_messages_are_refused_edited_and_deleted(page):
 def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     """Leaving, a reload and Escape keep the old answer."""
     fill(page, most=2)
+    page.get_by_label("Compare with plain decoding").check()
     write(page, "first")
+    expect(page.locator(".speedup")).to_contain_text("too few to compare")
+    page.get_by_label("Compare with plain decoding").uncheck()
+    press(page, "Regenerate")
+    ended(page)
     expect(page.locator(".figures")).to_contain_text("cut at the limit of tokens")
     text = page.locator(".assistant .text").inner_text()
     fill(page, most=280, temperature=2)

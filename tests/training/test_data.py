@@ -56,4 +56,4 @@ def test_estimate(golden):
     assert two == pytest.approx(2 * one) and one > 0
     assert sum(phases(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
     assert [expected_tau(tokens) for tokens in (1, 62_000, 10**9)] == [2.05, 2.21, 3.82]
-    assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, "cpu")
+    assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e12)

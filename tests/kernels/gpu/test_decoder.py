@@ -11,8 +11,8 @@ from helpers.drafters import NAMES, make_drafter, small_models
 from checkpoint.load import class_of, load_head, load_model
 from drafters.ngram import NGram
 from engine.engine import Engine
-from families.gemma3 import Gemma3Args
 from families.gpt_oss import GptOssArgs
+from families.variants import VariantArgs
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.device import INTERPRETED
 from kernels.gpu.experts import fused_mix
@@ -59,9 +59,9 @@ def test_golden_trace(golden, device, backend, path):
 
 
 FAMILIES = {
-    "Gemma": Gemma3Args(
+    "Gemma": VariantArgs(
         64, 32, 48, 3, 4, 2, 16, qk_norm=True, windows=(5, 0, 9), local_rope_base=500.0, query_scalar=24.0,
-        activation="gelu_tanh",
+        activation="gelu_tanh", zero_centred=True, output_norms=True, scaled_embedding=True,
     ),
     "gpt-oss": GptOssArgs(
         64, 32, 32, 2, 4, 2, 16, num_experts=6, experts_per_token=2, windows=(9, 0), sinks=True, biases=True,
