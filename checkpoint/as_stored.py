@@ -12,7 +12,7 @@ from checkpoint.load import build_module
 from checkpoint.source import Entry, Grouped
 from checkpoint.writer import Planned
 from common.cli import note
-from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names, quantize
+from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names, quantized_values, scales_of
 from kernels.stored import Kind, regroup
 
 ROUNDED = Kind("q8", 32)  # what holds matrices of other types, after rounding
@@ -46,8 +46,10 @@ def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
 def _rounded(part: Entry) -> Grouped:
     """Return a matrix rounded to `ROUNDED`."""
     def read(to: Kind) -> tuple:
-        q, scale = quantize(part.read().unflatten(1, (-1, ROUNDED.group)), "int8")
-        return q.flatten(1), *regroup(ROUNDED, to, scale.flatten(1), None)
+        groups = part.read().unflatten(1, (-1, ROUNDED.group))
+        scale = scales_of(groups, "int8")
+        q = quantized_values(groups, scale, "int8").flatten(1)
+        return q, *regroup(ROUNDED, to, scale.flatten(1), None)
 
     return Grouped(ROUNDED, read)
 

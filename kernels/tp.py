@@ -239,8 +239,8 @@ class Shard:
         if not getattr(args, "shardable", True):
             raise InputError(f"{ranks} ranks: a target of this family runs in one process only")
         if args.tie_embeddings and scheme and EMBED in (scheme.kinds or {}):
-            raise InputError(f"{ranks} ranks: an lm_head tied to embeddings as their source stores them cannot be"
-                             " sharded; convert the source with --dtype bf16")
+            raise InputError(f"{ranks} ranks: an lm_head tied to embeddings as their source stores them"
+                             " cannot be sharded; convert the source with --dtype bf16")
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
             "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",
