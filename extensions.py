@@ -66,10 +66,8 @@ JOIN, TREE_FILES, STATIC_HEAD = (
 # Fields of a target's config.json that a dense LLaMA or Qwen leaves out: the class of target that has them.
 # The first field that is set decides, so a family stands above those that share its fields.
 TARGETS = {
-    "delta_layers": "families.hybrid:Hybrid",
-    "shared_expert_size": "families.hybrid:Hybrid",
-    "sinks": "families.gpt_oss:GptOss",
-    "biases": "families.gpt_oss:GptOss",
+    **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
+    **dict.fromkeys(("sinks", "biases"), "families.gpt_oss:GptOss"),
     "global_head_dim": "families.gemma4:Gemma4",
     **dict.fromkeys(
         ("output_norms", "scaled_embedding", "query_scalar", "local_rope_base", "zero_centred", "rotary_dim",

@@ -40,8 +40,7 @@ def load_target(
         extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, log, ranks)
     on_cpu = torch.device(runtime.device_name).type == "cpu"
     config = {} if on_cpu else read_config(checkpoint, "target")
-    if field := next(filter(config.get, extensions.CPU_ONLY), None):
-        what = extensions.CPU_ONLY[field]
+    if what := next((what for field, what in extensions.CPU_ONLY.items() if config.get(field)), None):
         raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend, kernels = TORCH, runtime.compile and runtime.kernels
