@@ -19,21 +19,24 @@ CODED_INPUTS = 128  # that are rounded to int8 together where scales have codes;
 
 
 class Kind(NamedTuple):
-    """How a layer stores its weight. unit: the inputs that share a unit; 0: scales have no codes."""
+    """How a layer stores its weight. unit: the inputs that share a unit; 0: scales have no codes.
+
+    ordered: the layer has an order of its inputs, and the weight is in it.
+    """
 
     mode: str
     group: int
     unit: int = 0
     minima: bool = False
+    ordered: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Kind:
         """Read the text in a config.json, as q4-32-256-min. Raises ValueError."""
-        mode, *rest = text.split("-")
-        minima = rest[-1:] == ["min"]
-        kind = cls(mode, *map(int, rest[: len(rest) - minima]), minima)
+        mode, group, unit, *flags = text.split("-")
+        kind = cls(mode, int(group), int(unit), "min" in flags, "order" in flags)
         groups = GROUPS[1:] if mode == "q4" else GROUPS
-        if mode not in STORED or kind.group not in groups or kind.unit % kind.group:
+        if str(kind) != text or mode not in STORED or kind.group not in groups or kind.unit % kind.group:
             raise ValueError(text)
         return kind
 
@@ -43,7 +46,7 @@ class Kind(NamedTuple):
         return max(CODED_INPUTS, self.group) if self.unit else self.group
 
     def __str__(self) -> str:
-        return f"{self.mode}-{self.group}-{self.unit}{'-min' * self.minima}"
+        return f"{self.mode}-{self.group}-{self.unit}{'-min' * self.minima}{'-order' * self.ordered}"
 
     def sizes(self, inputs: int) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns and types of the tensors of a weight [..., inputs]; minima follow scales."""
@@ -53,14 +56,14 @@ class Kind(NamedTuple):
         return sizes | ({"codes": (count * inputs // self.group, torch.int8)} if self.unit else {})
 
     def joined(self, other: Kind) -> Kind:
-        """Return the kind that holds weights of both exactly."""
+        """Return the kind that holds weights of both exactly, which have one order."""
         if self == other:
             return self
         unit = self.unit if self.unit == other.unit else 0
         group = math.gcd(self.group, other.group)
         # Four bits without minima are -8..7, with minima 0..15.
         return Kind("q4" if self.mode == other.mode == "q4" and self.minima == other.minima else "q8",
-                    group, unit, self.minima or other.minima)
+                    group, unit, self.minima or other.minima, self.ordered)
 
 
 def pack_pairs(q: Tensor) -> Tensor:
