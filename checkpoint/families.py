@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import gemma4
+from checkpoint import gemma4, short_conv
 from checkpoint.configs import model_fields, reject
 from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
@@ -107,7 +108,9 @@ class ExtendedFamily(Family):
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
     their tensors. renamed: other keys of the config. neighbors: rotary pairs are neighboring channels.
-    local_unscaled: RoPE scaling is of layers without a sliding window. gemma4: see `checkpoint.gemma4`.
+    local_unscaled: RoPE scaling is of layers without a sliding window. read(path, config):
+    returns the config without what `model_fields` does not know, and further fields. change(path, fields,
+    tensors): returns the tensors under the names of the table.
     """
 
     experts: bool = False
@@ -117,7 +120,8 @@ class ExtendedFamily(Family):
     renamed: dict = field(default_factory=dict)
     neighbors: bool = False
     local_unscaled: bool = False
-    gemma4: bool = False
+    read: Callable[[Path, dict], tuple[dict, dict]] | None = None
+    change: Callable[[Path, dict, dict[str, Entry]], dict[str, Entry]] | None = None
 
     def config(self, source: Source) -> dict:
         config = super().config(source)
@@ -143,12 +147,9 @@ class ExtendedFamily(Family):
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
         if self.experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
             del config["quantization_config"]
-        more = {}
+        config, more = self.read(path, config) if self.read else (config, {})
         if self.hybrid:
-            config, more = hybrid_fields(path, config)
             more["shared_expert_size"] *= self.experts
-        if self.gemma4:
-            config, more = gemma4.gemma4_fields(path, config)
         if self.experts and "moe_intermediate_size" in config:  # Qwen3.5's mixtures name no other
             config.setdefault("intermediate_size", config["moe_intermediate_size"])
         fields = model_fields(path, config) | self.fixed | more | _unrotated(config)
@@ -175,8 +176,8 @@ class ExtendedFamily(Family):
         tensors = _split_experts(tensors, self.interleaved) if self.experts else dict(tensors)
         if self.hybrid:
             return rearranged(source.path, config, tensors, source.architecture in TILED)
-        if self.gemma4:
-            return gemma4.joined(tensors, config)
+        if self.change:
+            return self.change(source.path, config, tensors)
         reorder = self.neighbors or config.get("rotary_dim")
         return reordered(tensors, config, self.neighbors) if reorder else tensors
 
@@ -314,10 +315,11 @@ def _family(
 
 GEMMA4 = _family(
     GEMMA | gemma4.LAYER, GEMMA_FIXED | {"qk_norm": True, "zero_centred": False}, GEMMA4_DEFAULTS,
-    required={"enable_moe_block": False}, gemma4=True)
+    required={"enable_moe_block": False}, read=gemma4.gemma4_fields, change=gemma4.joined)
 GEMMA4 = replace(GEMMA4, names=GEMMA4.names | gemma4.NAMES)
 DELTA_MIXTURE = _family(
-    SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True)
+    SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True,
+    read=hybrid_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
     "Qwen2ForCausalLM qwen2 gguf:qwen2": _extended("Qwen2ForCausalLM"),
@@ -359,10 +361,17 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     " Gemma4UnifiedForConditionalGeneration gemma4_unified": GEMMA4,
     "Gemma2ForCausalLM gemma2 gguf:gemma2": _family(GEMMA, GEMMA_FIXED, GEMMA2_DEFAULTS),
     "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": _family(
-        LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True),
+        LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True,
+        read=hybrid_fields),
     "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts": DELTA_MIXTURE,
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe_text qwen3_5_moe"
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
+    "Lfm2ForCausalLM lfm2 gguf:lfm2": ExtendedFamily("", short_conv.NAMES, {}, {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128000,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+        }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
+                    "tie_embedding": "tie_word_embeddings"},
+        read=short_conv.conv_fields, change=short_conv.flat_taps),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
         required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),

@@ -60,7 +60,7 @@ def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
     return config | {"layer_types": kinds, "rope_parameters": plain}, fields
 
 
-def joined(tensors: dict[str, Entry], fields: dict) -> dict[str, Entry]:
+def joined(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
     """Return the tensors with q, k and v of each layer in one, and without keys that layers do not use."""
     found, own = {}, fields["num_layers"] - fields["shared_kv_layers"]
     for name, entry in tensors.items():

@@ -84,6 +84,11 @@ VARIANTS = {
         "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
     "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
     "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "LFM2": ("Lfm2", {"layer_types": (["conv"] * 2 + ["full_attention"]) * 2 + ["conv", "full_attention"],
+                     "block_multiple_of": 16, "norm_eps": 1e-5}),
+    "LFM2 with biases": ("Lfm2", {
+        "layer_types": ["conv", "full_attention"] * 4, "block_multiple_of": 16, "conv_bias": True,
+        "conv_L_cache": 4}),
     "Gemma 4 E2B": ("Gemma4Text", GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 4,
                                             "use_double_wide_mlp": True}),
     "Gemma 4 31B": ("Gemma4", GEMMA4 | {
