@@ -66,16 +66,18 @@ JOIN, TREE_FILES, STATIC_HEAD = (
 # Fields of a target's config.json that a dense LLaMA or Qwen leaves out: the class of target that has them.
 # The first field that is set decides, so a family stands above those that share its fields.
 TARGETS = {
-    "delta_layers": "families.hybrid:Hybrid",
-    "shared_expert_size": "families.hybrid:Hybrid",
-    "sinks": "families.gpt_oss:GptOss",
-    "biases": "families.gpt_oss:GptOss",
+    **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
+    **dict.fromkeys(("sinks", "biases"), "families.gpt_oss:GptOss"),
+    "global_head_dim": "families.gemma4:Gemma4", "conv_layers": "families.short_conv:ShortConv",
     **dict.fromkeys(
         ("output_norms", "scaled_embedding", "query_scalar", "local_rope_base", "zero_centred", "rotary_dim",
          "only_output_norms", "wide_qk_norm", "unrotated_layers", "embedding_factor", "residual_factor",
          "logit_divisor", "logit_cap", "score_cap"), "families.variants:Variant"),
     "num_experts": "families.experts:Mixture",
 }
+# Of those, what no GPU runs yet.
+CPU_ONLY = {"delta_layers": "gated delta nets", "conv_layers": "short convolutions",
+            "global_head_dim": "models with two sizes of heads"}
 # The network of each kind of draft head; the kind is the name of its folder in the target's.
 HEADS = {
     "eagle": "head:Eagle1Head", "eagle3": "head:Eagle3Head",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.convert import converted_folder, default_folder
-from checkpoint.folder import check_out
+from checkpoint.folder import check_exact, check_out
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_config
 from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
 from common.cli import Options, command, note
@@ -182,6 +182,7 @@ def run(o) -> None:
     check_replaceable("--out", str(out))
     if not ready:  # a target, which takes long to convert
         check_out(out, "target", o.force)
+        check_exact(o.checkpoint)
     source = Path(converted_folder(o.checkpoint, note))
     parts = judge(o, source, out)
     use_threads()

@@ -26,13 +26,16 @@ def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
     kinds, tensors, others = {}, [], Counter()
     for planned in plan:
         fits = planned.name in layers and planned.shape[-1] % ROUNDED.group == 0
-        grouped = [part.grouped or _rounded(part) for part in planned.parts if fits and part.quantized]
-        if len(grouped) == len(planned.parts):
-            kinds[layers[planned.name]], more = _as_stored(layers[planned.name], planned, grouped)
-            tensors += more
-            others.update({part.quantized for part in planned.parts if not part.grouped})
-        else:
+        if not fits or not all(part.quantized for part in planned.parts):
             tensors.append(planned)
+            continue
+        grouped = [part.grouped or _rounded(part) for part in planned.parts]
+        if not _in_one_order(grouped, planned):
+            grouped = [_rounded(part) for part in planned.parts]
+        rounded = [part for part, one in zip(planned.parts, grouped) if one is not part.grouped]
+        others.update({part.quantized for part in rounded})
+        kinds[layers[planned.name]], more = _as_stored(layers[planned.name], planned, grouped)
+        tensors += more
     if others:
         each = ", ".join(f"{count} in {name}" for name, count in others.items())
         note(f"no layer of ours holds these matrices exactly, so they are rounded to int8 in groups of"
@@ -41,6 +44,15 @@ def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
         return config, plan
     experts = config.get("quantization", {}).get("experts")
     return config | {"quantization": Scheme(AS_STORED, 0, None, experts, kinds).to_config()}, tensors
+
+
+def _in_one_order(grouped: list[Grouped], planned: Planned) -> bool:
+    """Return whether the parts of a layer have one order of their inputs, and the layer can."""
+    first, *others = (one.order for one in grouped)
+    if first is None:
+        return all(order is None for order in others)
+    can = len(planned.shape) == 2 and planned.name != f"{EMBED}.weight"
+    return can and all(order is not None and torch.equal(order, first) for order in others)
 
 
 def _rounded(part: Entry) -> Grouped:
@@ -59,7 +71,10 @@ def _as_stored(layer: str, planned: Planned, grouped: list[Grouped]) -> tuple[st
     kind: Kind = reduce(Kind.joined, (part.kind for part in grouped))
     sizes = kind.sizes(planned.shape[-1])
     takes = [_taken_once(partial(part.read, kind), len(sizes)) for part in grouped]
-    return str(kind), [
+    order = [] if grouped[0].order is None else [
+        Planned(f"{layer}.order", planned.shape[-1:], torch.int32, [
+            Entry(planned.shape[-1:], torch.int32, lambda: grouped[0].order.int())])]
+    return str(kind), order + [
         Planned(f"{layer}.{leaf}", (*planned.shape[:-1], columns), dtype, [
             Entry((part.shape[0], columns), dtype, partial(take, i))
             for part, take in zip(planned.parts, takes)], planned.sources)

@@ -108,8 +108,7 @@ def convert(
         _warn(checkpoint, tokenizer, config)
     if not quiet:
         what = config.get("architecture", config["kind"])
-        numbers, size = (sum(sizes) for sizes in zip(*((math.prod(t.shape), t.nbytes) for t in plan)))
-        print(f"wrote {out}: {what}, {numbers / 1e6:,.1f} M parameters, {size:,} bytes of weights")
+        print(f"wrote {out}: {what}, {sum(t.nbytes for t in plan) / 1e9:,.2f} GB of weights")
     return out
 
 

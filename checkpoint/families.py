@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint import gemma4, short_conv
 from checkpoint.configs import model_fields, reject
 from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
@@ -106,7 +108,9 @@ class ExtendedFamily(Family):
     experts: the MLPs are mixtures of experts. required: values that config keys must have if they are set.
     interleaved: see `_split_experts`. hybrid: most layers are gated delta nets; `checkpoint.hybrid` reorders
     their tensors. renamed: other keys of the config. neighbors: rotary pairs are neighboring channels.
-    local_unscaled: RoPE scaling is of layers without a sliding window.
+    local_unscaled: RoPE scaling is of layers without a sliding window. read(path, config):
+    returns the config without what `model_fields` does not know, and further fields. change(path, fields,
+    tensors): returns the tensors under the names of the table.
     """
 
     experts: bool = False
@@ -116,6 +120,8 @@ class ExtendedFamily(Family):
     renamed: dict = field(default_factory=dict)
     neighbors: bool = False
     local_unscaled: bool = False
+    read: Callable[[Path, dict], tuple[dict, dict]] | None = None
+    change: Callable[[Path, dict, dict[str, Entry]], dict[str, Entry]] | None = None
 
     def config(self, source: Source) -> dict:
         config = super().config(source)
@@ -133,15 +139,16 @@ class ExtendedFamily(Family):
     def fields(self, source: Source) -> dict:
         path, config = source.path, self.config(source)
         biased = self.fixed.get("biases") or self.fixed.get("qkv_bias")
-        reject(path, source.config, "use_bidirectional_attention", *(() if biased else ("attention_bias",)))
+        if config.get("use_bidirectional_attention") != "vision":  # which is that of images
+            reject(path, config, "use_bidirectional_attention")
+        reject(path, config, *(() if biased else ("attention_bias",)))
         for key, value in (self.required | ({"decoder_sparse_step": 1} if self.experts else {})).items():
             if config.get(key, value) != value:
                 raise InputError(f"{path}: {key} {config[key]} is not supported; expected {value}")
         if self.experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
             del config["quantization_config"]
-        more = {}
+        config, more = self.read(path, config) if self.read else (config, {})
         if self.hybrid:
-            config, more = hybrid_fields(path, config)
             more["shared_expert_size"] *= self.experts
         if self.experts and "moe_intermediate_size" in config:  # Qwen3.5's mixtures name no other
             config.setdefault("intermediate_size", config["moe_intermediate_size"])
@@ -169,6 +176,8 @@ class ExtendedFamily(Family):
         tensors = _split_experts(tensors, self.interleaved) if self.experts else dict(tensors)
         if self.hybrid:
             return rearranged(source.path, config, tensors, source.architecture in TILED)
+        if self.change:
+            return self.change(source.path, config, tensors)
         reorder = self.neighbors or config.get("rotary_dim")
         return reordered(tensors, config, self.neighbors) if reorder else tensors
 
@@ -197,9 +206,8 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
         name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name.removeprefix("thinker."))
         return name.replace("model.lm_head.", "lm_head.")
 
-    others = re.compile(
-        r"(thinker\.|model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|talker|code2wav)\.")
-    return {renamed(name): entry for name, entry in tensors.items() if not others.match(name)}
+    text = re.compile(r"(model\.)?language_model\.|thinker\.(model|lm_head)\.|lm_head\.|mtp\.")
+    return {renamed(name): entry for name, entry in tensors.items() if text.match(name)}
 
 
 def _unrotated(config: dict) -> dict:
@@ -258,6 +266,10 @@ GEMMA2_DEFAULTS = {k: v for k, v in GEMMA3_DEFAULTS.items() if k != "rope_local_
     "vocab_size": 256000, "max_position_embeddings": 8192, "rope_theta": 1e4, "sliding_window_pattern": 2,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }
+GEMMA4_DEFAULTS = {k: v for k, v in GEMMA3_DEFAULTS.items() if k not in (
+    "query_pre_attn_scalar", "rope_local_base_freq", "rope_theta", "sliding_window_pattern")} | {
+    "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_size_per_layer_input": 256,
+}
 GLM_FIXED = {"qkv_bias": True}
 GLM_DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7,
@@ -301,8 +313,13 @@ def _family(
     return ExtendedFamily(more.pop("architecture", ""), table, fixed or {}, defaults or {}, **more)
 
 
+GEMMA4 = _family(
+    GEMMA | gemma4.LAYER, GEMMA_FIXED | {"qk_norm": True, "zero_centred": False}, GEMMA4_DEFAULTS,
+    required={"enable_moe_block": False}, read=gemma4.gemma4_fields, change=gemma4.joined)
+GEMMA4 = replace(GEMMA4, names=GEMMA4.names | gemma4.NAMES)
 DELTA_MIXTURE = _family(
-    SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True)
+    SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True,
+    read=hybrid_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
     "Qwen2ForCausalLM qwen2 gguf:qwen2": _extended("Qwen2ForCausalLM"),
@@ -340,12 +357,21 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
         PHI3, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1}),
     "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
         GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
+    "Gemma4ForConditionalGeneration gemma4 Gemma4ForCausalLM gemma4_text"
+    " Gemma4UnifiedForConditionalGeneration gemma4_unified": GEMMA4,
     "Gemma2ForCausalLM gemma2 gguf:gemma2": _family(GEMMA, GEMMA_FIXED, GEMMA2_DEFAULTS),
     "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": _family(
-        LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True),
+        LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True,
+        read=hybrid_fields),
     "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts": DELTA_MIXTURE,
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe_text qwen3_5_moe"
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
+    "Lfm2ForCausalLM lfm2 gguf:lfm2": ExtendedFamily("", short_conv.NAMES, {}, {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128000,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+        }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
+                    "tie_embedding": "tie_word_embeddings"},
+        read=short_conv.conv_fields, change=short_conv.flat_taps),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
         required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),

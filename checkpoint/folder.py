@@ -9,16 +9,25 @@ from shlex import quote
 import torch
 
 from checkpoint.load import ADVICE, CONFIG, WEIGHTS, is_converted, is_ours, read_config
+from checkpoint.source import open_source, resolve_source
 from common.errors import InputError
 from common.files import check_file, read_json
 from extensions import HEADS
 
 
-def check_exact(folder: str | Path, config: dict) -> None:
-    """Raise InputError if a folder of this config.json is quantised. Experts may be, as their files are."""
-    if config.get("quantization", {}).get("mode"):
-        raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation,"
-                         " or convert a quantized source with --dtype bf16")
+def check_exact(checkpoint: str | Path, config: dict | None = None) -> None:
+    """Raise InputError if a folder of this config.json is quantised, or a source (None).
+
+    Experts may be, as their files are.
+    """
+    if config is not None:
+        found = config.get("quantization", {}).get("mode")
+    else:
+        tensors = open_source(resolve_source(checkpoint)).tensors.values()
+        found = next((entry.quantized for entry in tensors if entry.quantized), None)
+    if found:
+        raise InputError(f"{checkpoint}: is quantised already ({found}); name the checkpoint before"
+                         " quantisation, or convert a quantized source with --dtype bf16")
 
 
 def how_to_convert(folder: Path, kind: str | None) -> str:

@@ -43,6 +43,7 @@ SAME = {
     "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "shortconv.l_cache": "conv_L_cache",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -179,10 +180,19 @@ def _config(
         "norm_topk_prob": True if config.get("num_experts") else None,  # llama.cpp knows no other mixtures
         "linear_value_head_dim": inner // values if inner and values else None,
         "layer_types": [KINDS[one] for one in period] if isinstance(period, list) else None,
+        **_conv_layers(config),
         "partial_rotary_factor": rotary / head_dim if partial and rotary and head_dim else None,
     }
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _conv_layers(config: dict) -> dict:
+    """Return the keys of layers with and without key/value heads (LFM2): their counts come in a list."""
+    if not isinstance(heads := config.get("num_key_value_heads"), list):
+        return {}
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    return {"layer_types": kinds, "num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
 
 
 def _shortest_decimal(value: float) -> float:

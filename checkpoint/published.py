@@ -25,35 +25,72 @@ PARTS = {"weight", "qweight", "qzeros", "scales", "g_idx"} | {  # tensors of a q
     ("packed", "scale", "scale_inv", "global_scale", "zero_point", "shape", "g_idx")}
 # How others round activations and KV caches, which we do not.
 UNUSED = re.compile(r"\.(input|output|[qkv])_(scale|zero_point|global_scale|scale_ub)$")
+INTEGERS, FLOATS = (torch.int32, torch.int8, torch.int64), (torch.float32, torch.bfloat16, torch.float16)
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where the eight columns of a word lie
 FP8_BLOCK = 128, 128
 Parts = dict[str, Entry]
 
 
 class Codes(NamedTuple):
-    """The values of a matrix w = q * scale - minimum.
-
-    q [N, K] int8 or uint8. scale, minimum [N, groups] float32. groups [K]: of each input, if groups are not
-    runs of equal size.
-    """
+    """A matrix w = q * scale - minimum: q [N, K] int8 or uint8, scale and minimum [N, groups] float32."""
 
     q: Tensor
     scale: Tensor
     minimum: Tensor | None = None
-    groups: Tensor | None = None
 
-    def scales(self, times: int = 1) -> Tensor:
-        """Return the scales of all groups, then their minima, each `times` times [N, 1 or 2 * groups]."""
-        both = (x for x in (self.scale, self.minimum) if x is not None)
-        return torch.cat([x.repeat_interleave(times, 1) for x in both], 1)
+
+class Layer(NamedTuple):
+    """A quantized layer with this shape of its weight.
+
+    read: reads it; in float32 if it has no groups of inputs. order: the inputs by groups, if they are not.
+    """
+
+    shape: tuple[int, int]
+    read: Callable[[], Codes | Tensor]
+    bits: int = 0
+    groups: int = 0
+    minima: bool = False
+    order: Tensor | None = None
+
+    def stored(self, kind: Kind, to: Kind, times: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return integers and scales, of which `kind` has `times` for each here, as `to` holds them."""
+        q, *scales = self.read()
+        scale = torch.cat([x.repeat_interleave(times, 1) for x in scales if x is not None], 1)
+        return q if self.order is None else q[:, self.order], *regroup(kind, to, scale, None)
 
     def numbers(self) -> Tensor:
-        """Return the matrix in float32."""
-        kind, order = Kind("q8", 0, 0, self.minimum is not None), None
-        if self.groups is not None:
-            order = self.groups.argsort(stable=True)
-        found = numbers(kind, self.q if order is None else self.q[:, order], self.scales(), None)
-        return found if order is None else found[:, order.argsort()]
+        """Return the weight in float32."""
+        if not self.groups:
+            return self.read()
+        kind = Kind("q8", 1, 0, self.minima)  # of any group
+        weight = numbers(kind, *self.stored(kind, kind, 1))
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def grouped(self) -> Grouped | None:
+        """Return the weight as `kernels.stored` holds it; None if no kind does."""
+        size, rest = divmod(self.shape[1], self.groups or self.shape[1] + 1)
+        group = next((n for n in reversed(GROUPS) if size and not rest and size % n == 0), 0)
+        if not group:
+            return None
+        mode = "q4" if self.bits <= 4 and group > 16 else "q8"
+        kind = Kind(mode, group, 0, self.minima, self.order is not None)
+
+        def read(to: Kind) -> tuple:
+            q, *scales = self.stored(kind, to, size // group)
+            return pack_values(to, q), *scales
+
+        return Grouped(kind, read, self.order)
+
+
+def _expect(layer: Parts, **expected: tuple | None) -> None:
+    """Raise ValueError unless a layer has these parts: their types, and shapes that they may have."""
+    if other := [*(layer.keys() - {name for name, known in expected.items() if known})]:
+        raise ValueError(f"{other[0]} is unexpected")
+    for name, (dtypes, *shapes) in {name: known for name, known in expected.items() if known}.items():
+        found = layer[name]
+        if found.dtype not in dtypes or tuple(found.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}, expected {dtypes[0]} {wanted}")
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -64,124 +101,120 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return torch.stack([packed >> at & (1 << bits) - 1 for at in range(0, 8, bits)], -1).flatten(1)
 
 
-def _gptq(layer: Parts, bits: int, missing: int) -> Codes:
-    """qweight [K / values, N], qzeros [groups, N / values], scales [groups, N], g_idx [K]: an input's group.
-
-    missing: from the zeros, which the first version of the format stores as one less.
-    """
-    scale = layer["scales"].read().float().t()
-    q = unpack(layer["qweight"].read().t(), bits)
-    zeros = unpack(layer["qzeros"].read(), bits).t().float() + missing
-    if bits == 8:
-        q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
-    return Codes(q, scale, scale * zeros, _groups(layer.get("g_idx"), scale.shape[1]))
-
-
-def _groups(entry: Entry | None, count: int) -> Tensor | None:
-    """Return the group of each input; None if groups are runs of equal size. count: of groups."""
-    groups = None if entry is None else entry.read().long()
-    if groups is None or int(groups.min()) < 0:  # -1: not written yet
+def _order(entry: Entry | None, groups: int) -> Tensor | None:
+    """Return the inputs in the order of their groups, which `entry` has; None: they are in it already."""
+    of = torch.tensor([-1]) if entry is None else entry.read().long()
+    if bool((of < 0).all()):  # not written yet
         return None
-    runs = torch.arange(len(groups)) // -(-len(groups) // count)
-    return None if torch.equal(groups, runs) else groups
+    if of.bincount().tolist() != [len(of) // groups] * groups:
+        raise ValueError(f"its {len(of)} inputs are not in {groups} groups of equal size")
+    return None if bool((of.diff() >= 0).all()) else of.argsort(stable=True)
 
 
-def _awq(layer: Parts) -> Codes:
-    """qweight [K, N / 8], qzeros [groups, N / 8], scales [groups, N]."""
-    q, zeros = (unpack(layer[part].read(), 4).unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).t()
-                for part in ("qweight", "qzeros"))
-    scale = layer["scales"].read().float().t()
-    return Codes(q, scale, scale * zeros)
+def _gptq(layer: Parts, said: dict) -> Layer:
+    """The first version of the format stores zeros less 1."""
+    bits, (rows, N), groups = said["bits"], layer["qweight"].shape, layer["scales"].shape[0]
+    K, missing, order = rows * 32 // bits, int(said.get("checkpoint_format") != "gptq_v2"), layer.get("g_idx")
+    _expect(layer, qweight=(INTEGERS, (rows, N)), qzeros=(INTEGERS, (groups, N * bits // 32)),
+            scales=(FLOATS, (groups, N)), g_idx=order and (INTEGERS, (K,)))
+
+    def read() -> Codes:
+        scale = layer["scales"].read().float().t()
+        q = unpack(layer["qweight"].read().t(), bits)
+        zeros = unpack(layer["qzeros"].read(), bits).t().float() + missing
+        if bits == 8:
+            q, zeros = (q.int() - 128).to(torch.int8), zeros - 128
+        return Codes(q, scale, scale * zeros)
+
+    return Layer((N, K), read, bits, groups, True, _order(order, groups))
 
 
-def _integers(layer: Parts, rows: int, columns: int) -> Codes:
-    """weight_packed [N, K / values] with an offset or weight int8 [N, K]; weight_scale [N, groups] or one."""
-    scale, zeros, packed = layer["weight_scale"].read().float(), layer.get("weight_zero_point"), None
-    scale = scale.view(-1, scale.shape[-1] if scale.ndim > 1 else 1).expand(rows, -1)
+def _awq(layer: Parts, said: dict) -> Layer:
+    (K, columns), groups = layer["qweight"].shape, layer["scales"].shape[0]
+    _expect(layer, qweight=(INTEGERS, (K, columns)), qzeros=(INTEGERS, (groups, columns)),
+            scales=(FLOATS, (groups, 8 * columns)))
+
+    def read() -> Codes:
+        q, zeros = (unpack(layer[part].read(), 4).unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).t()
+                    for part in ("qweight", "qzeros"))
+        scale = layer["scales"].read().float().t()
+        return Codes(q, scale, scale * zeros)
+
+    return Layer((8 * columns, K), read, 4, groups, True)
+
+
+def _integers(layer: Parts, said: dict) -> Layer:
+    """Values with an offset in words, or int8. weight_scale may be one for all, or one for each row."""
+    packed, scale, zeros, order = map(layer.get, (
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"))
+    N, K = layer["weight_shape"].read().tolist() if packed else layer["weight"].shape
+    bits, groups = 32 * packed.shape[1] // K if packed else 8, scale.shape[1] if len(scale.shape) > 1 else 1
+    if bits not in (4, 8):
+        raise ValueError(f"weight_packed has {bits} bits for a value; expected 4 or 8")
+    offset = 0 if bits == 4 and zeros else 1 << bits - 1
+    _expect(layer, weight_packed=packed and (INTEGERS, (N, -(-K * bits // 32))),
+            weight_shape=packed and (INTEGERS, (2,)), weight=None if packed else (INTEGERS, (N, K)),
+            weight_scale=(FLOATS, (N, groups), (N,), (1,), ()), weight_g_idx=order and (INTEGERS, (K,)),
+            weight_zero_point=zeros and (INTEGERS, (-(-N * bits // 32), groups) if packed else scale.shape))
+
+    def read() -> Codes:
+        each = scale.read().float()
+        each, q = each.view(-1, groups).expand(N, -1), (packed or layer["weight"]).read()
+        if packed:
+            q = (unpack(q, bits)[:, :K].int() - offset).to(torch.int8)
+        if not zeros:
+            return Codes(q, each)
+        zero = unpack(zeros.read().t(), bits)[:, :N].t().float() - offset if packed else zeros.read().float()
+        return Codes(q, each, each * zero.view(-1, groups))
+
+    return Layer((N, K), read, bits, groups, zeros is not None, _order(order, groups))
+
+
+def _float4(layer: Parts, said: dict) -> Layer:
+    """e2m1, two in a byte. Scales: exponents (MXFP4), or e4m3 that a number divides (NVFP4)."""
+    (N, columns), whole = layer["weight_packed"].shape, layer.get("weight_global_scale")
+    groups, dtype = 2 * columns // (16 if whole else 32), torch.float8_e4m3fn if whole else torch.uint8
+    _expect(layer, weight_packed=([torch.uint8], (N, columns)), weight_scale=([dtype], (N, groups)),
+            weight_global_scale=whole and (FLOATS, (1,)))
+
+    def read() -> Codes:
+        scale, packed = layer["weight_scale"].read(), layer["weight_packed"].read()
+        if whole:
+            scale = scale.float() / whole.read().float()
+        else:
+            scale = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
+        twice = e2m1(torch.stack((packed & 15, packed >> 4), -1).flatten(1)).mul_(2)
+        return Codes(twice.to(torch.int8), scale / 2)
+
+    return Layer((N, 2 * columns), read, 8, groups)
+
+
+def _float8(layer: Parts, said: dict) -> Layer:
+    """e4m3. A scale for all, for each row, or for each block."""
+    (N, K), block = layer["weight"].shape, said.get("weight_block_size") or FP8_BLOCK
+    name = "weight_scale" if "weight_scale" in layer else "weight_scale_inv"
+    blocks = tuple(-(-size // each) for size, each in zip((N, K), block))
+    _expect(layer, **{"weight": ([torch.float8_e4m3fn], (N, K)),
+                      name: (FLOATS, blocks, (N, 1), (N,), (1, 1), (1,), ())})
+
+    def read() -> Tensor:
+        weight, scale = layer["weight"].read().float(), layer[name].read().float()
+        if scale.shape != blocks:
+            return weight.mul_(scale.view(-1, 1))
+        for dim, size in enumerate(block):
+            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        return weight.mul_(scale)
+
+    return Layer((N, K), read)
+
+
+def _layer(layer: Parts, said: dict) -> Layer:
+    """Return what the parts of a layer are. Raises ValueError or KeyError if they are none of a method."""
+    if "qweight" in layer:
+        return (_awq if said["quant_method"] == "awq" else _gptq)(layer, said)
     if "weight_packed" in layer:
-        packed = layer["weight_packed"].read()
-        bits = 32 * packed.shape[1] // columns
-        offset = 0 if bits == 4 and zeros else 1 << bits - 1
-        q = (unpack(packed, bits)[:, :columns].int() - offset).to(torch.int8)
-    else:
-        q = layer["weight"].read()
-    if zeros is not None:
-        zeros = zeros.read()
-        if packed is not None:
-            zeros = unpack(zeros.t(), bits)[:, :rows].t().float() - offset
-        zeros = zeros.view(-1, scale.shape[1])
-    minimum = None if zeros is None else scale * zeros
-    return Codes(q, scale, minimum, _groups(layer.get("weight_g_idx"), scale.shape[1]))
-
-
-def _float4(layer: Parts) -> Codes:
-    """weight_packed uint8 [N, K / 2] of e2m1; weight_scale e4m3 with a weight_global_scale, or exponents."""
-    scale, packed = layer["weight_scale"].read(), layer["weight_packed"].read()
-    if scale.dtype == torch.uint8:  # MXFP4
-        scale = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
-    else:  # NVFP4
-        scale = scale.float() / layer["weight_global_scale"].read().float()
-    twice = e2m1(torch.stack((packed & 15, packed >> 4), -1).flatten(1)).mul_(2)
-    return Codes(twice.to(torch.int8), scale / 2)
-
-
-def _float8(layer: Parts, block: tuple[int, int]) -> Tensor:
-    """weight e4m3 [N, K]; a scale for all, for each row, or for each block."""
-    weight = layer["weight"].read().float()
-    scale = (layer.get("weight_scale") or layer["weight_scale_inv"]).read().float()
-    if scale.numel() in (1, len(weight)):
-        return weight.mul_(scale.view(-1, 1))
-    for dim, size in enumerate(block):
-        scale = scale.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
-    return weight.mul_(scale)
-
-
-class Layer(NamedTuple):
-    """A quantized layer: its weight's shape, what reads it and, for integers, their bits and groups."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Codes | Tensor]
-    bits: int = 0
-    groups: int = 0
-    minima: bool = False
-
-    def grouped(self) -> Grouped | None:
-        """Return the weight as `kernels.stored` holds it; None if no kind does."""
-        size = self.shape[1] // self.groups if self.groups else 0
-        group = next((n for n in reversed(GROUPS) if size and size % n == 0), 0)
-        if not group or size * self.groups != self.shape[1]:
-            return None
-
-        kind = Kind("q4" if self.bits <= 4 and group > 16 else "q8", group, 0, self.minima)
-
-        def read(to: Kind) -> tuple:
-            codes = self.read()
-            return pack_values(to, codes.q), *regroup(kind, to, codes.scales(size // group), None)
-
-        return Grouped(kind, read)
-
-
-def _layer(said: dict, layer: Parts) -> Layer:
-    """Return what the parts of a quantized layer are."""
-    method, packed, weight = said["quant_method"], layer.get("weight_packed"), layer.get("weight")
-    scale = layer.get("scales") or layer.get("weight_scale")
-    order = layer.get("g_idx") or layer.get("weight_g_idx")
-    if words := layer.get("qweight"):
-        (rows, columns), groups = words.shape, scale.shape[0]
-        if method == "awq":
-            return Layer((columns * 8, rows), partial(_awq, layer), 4, groups, True)
-        missing, bits = int(said.get("checkpoint_format") != "gptq_v2"), said["bits"]
-        shape, read = (columns, rows * 32 // bits), partial(_gptq, layer, bits, missing)
-        return Layer(shape, read, bits, 0 if _groups(order, groups) is not None else groups, True)
-    groups = scale.shape[-1] if scale and len(scale.shape) > 1 else 1
-    if packed and packed.dtype == torch.uint8:
-        return Layer((packed.shape[0], 2 * packed.shape[1]), partial(_float4, layer), 8, groups)
-    if packed or weight.dtype == torch.int8:
-        shape = tuple(layer["weight_shape"].read().tolist()) if packed else weight.shape
-        bits = 32 * packed.shape[1] // shape[1] if packed else 8
-        groups = 0 if _groups(order, groups) is not None else groups
-        return Layer(shape, partial(_integers, layer, *shape), bits, groups, "weight_zero_point" in layer)
-    return Layer(weight.shape, partial(_float8, layer, said.get("weight_block_size") or FP8_BLOCK))
+        return (_float4 if layer["weight_packed"].dtype == torch.uint8 else _integers)(layer, said)
+    return (_integers if layer["weight"].dtype == torch.int8 else _float8)(layer, said)
 
 
 # Keys of the config of each method, and the values of them that we read. Others change what tensors mean.
@@ -224,18 +257,14 @@ def dequantized(path: Path, config: dict, tensors: dict[str, Entry]) -> tuple[di
             found[name] = layer["weight"]
             continue
         with library_errors(f"{path}: {prefix}: not a layer of {method}"):
-            whole = _layer(said | {"quant_method": method}, layer)
+            whole = _layer(layer, said | {"quant_method": method})
             grouped = whole.grouped()
 
         def checked(read: Callable, *given, name=name):
             with library_errors(f"{path}: tensor {name}: its parts do not fit each other"):
                 return read(*given)
 
-        def dense(read=whole.read) -> Tensor:
-            found = read()
-            return (found if isinstance(found, Tensor) else found.numbers()).bfloat16()
-
-        if grouped:
-            grouped = Grouped(grouped.kind, partial(checked, grouped.read))
-        found[name] = Entry(whole.shape, torch.bfloat16, partial(checked, dense), method, grouped)
+        grouped = grouped and grouped._replace(read=partial(checked, grouped.read))
+        dense = partial(checked, lambda whole=whole: whole.numbers().bfloat16())
+        found[name] = Entry(whole.shape, torch.bfloat16, dense, method, grouped)
     return {k: v for k, v in config.items() if k != key}, found

@@ -45,10 +45,12 @@ class Grouped(NamedTuple):
     """A matrix as its file stores it, see `kernels.stored`.
 
     kind: the `Kind` that holds it. read(to): its integers, scales and codes as another kind stores them.
+    order: of the inputs, if it is not theirs.
     """
 
     kind: Any
     read: Callable[[Any], tuple[Tensor, Tensor, Tensor | None]]
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,8 @@ def _write_safetensors(
             """Read a part in the tensor's dtype, as bytes."""
             (t, part, _), what = item, f"{where}: tensor {item[2]}"
             tensor = part.read()
+            if tensor.shape != part.shape:
+                raise InputError(f"{what} has shape {list(tensor.shape)}, expected {list(part.shape)}")
             if bad := count_nonfinite(tensor):
                 judge_nonfinite(what, bad, allow_nonfinite)
             return _cast(what, tensor, t.dtype).contiguous().flatten().view(torch.uint8).numpy()

@@ -16,7 +16,7 @@ OTHERS = {
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a guess at what a misspelt or foreign word stands for, to be added to a message."""
-    known = [*known]
-    near = [ours for ours, names in OTHERS.items() if word in names.split() and ours in known]
-    near = near or difflib.get_close_matches(word, known, 1)
+    known = {name.lstrip("-"): name for name in known}
+    near = [ours for ours, names in OTHERS.items() if word in names.split() and ours in known.values()]
+    near += (known[name] for name in difflib.get_close_matches(word.lstrip("-"), known, 1))
     return f" (did you mean {near[0]}?)" if near else ""

@@ -26,6 +26,6 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
         others = f"; or {', '.join(names[1:])}" if names[1:] else ""
         yield (f"  a published head, if it is of this model: python convert_checkpoint.py --checkpoint"
                f" {names[0]} --target {checkpoint}{others}")
-    yield "  a model of the same vocabulary, a fifth of the size or less: --draft MODEL"
+    yield "  a smaller model of the same vocabulary, a third of the size or less: --draft MODEL"
     yield (f"  a head of your own, in hours (--estimate says how many here): python train.py --checkpoint"
            f" {checkpoint} --synthesize 4000 --openings heads/openings.txt --out runs/{checkpoint.name}")

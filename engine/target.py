@@ -39,8 +39,9 @@ def load_target(
     if ranks is not None:
         extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, log, ranks)
     on_cpu = torch.device(runtime.device_name).type == "cpu"
-    if not on_cpu and read_config(checkpoint, "target").get("delta_layers"):
-        raise InputError(f"{checkpoint}: gated delta nets run on CPUs only yet; give --device cpu")
+    config = {} if on_cpu else read_config(checkpoint, "target")
+    if what := next((what for field, what in extensions.CPU_ONLY.items() if config.get(field)), None):
+        raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend, kernels = TORCH, runtime.compile and runtime.kernels
     if kernels or (not on_cpu and "quantization" in config):  # on a GPU, choosing also detects fp8 support

@@ -17,7 +17,6 @@ path. A cache stores the state at one boundary, and ring buffers of later tokens
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -28,9 +27,10 @@ from torch import Tensor
 
 from common.schema import whole
 from families.experts import Experts, MixtureArgs, MixtureBlock
-from families.norms import ZeroCenteredNorm
+from families.mixed import Mixed, MixedCaches
+from families.norms import ZeroCenteredNorm, invariant, ordered_sum
 from families.rope import PartialRotaryArgs, scale_pairs
-from model import MLP, KVCache, KVCaches, Linear, PassInputs, Transformer, rows_of
+from model import MLP, KVCache, KVCaches, Linear, PassInputs
 
 BLOCK = 16  # tokens between two boundaries
 MAX_LEVELS = 16  # of a tree; also the minimum distance of a token from its boundary
@@ -38,29 +38,11 @@ MAX_PASS_TOKENS = 96
 RING = 256  # tokens of ring buffers: two passes, and the tokens since the boundary
 MAX_OPEN = BLOCK + MAX_LEVELS  # exceeds the number of committed tokens after a token's boundary
 RING_BUFFERS = "inputs", "mixed", "rates"  # of a `DeltaCache`
-VECTOR_WIDTH = 32  # maximum number of values of PyTorch's vectors
 
 
 def boundary_of(position: Tensor) -> Tensor:
     """Return the boundaries of tokens at these positions."""
     return ((position - MAX_LEVELS) // BLOCK * BLOCK).clamp(min=0)
-
-
-def invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply an elementwise function to x with the same rounding of every element.
-
-    PyTorch rounds elements that do not fill a vector differently, so rows are padded.
-    """
-    return function(F.pad(x, (0, -x.shape[-1] % VECTOR_WIDTH)))[..., : x.shape[-1]]
-
-
-def ordered_sum(x: Tensor) -> Tensor:
-    """Sum the last dimension in an order that does not depend on the other dimensions."""
-    while (n := x.shape[-1]) > 1:
-        x = F.pad(x, (0, n % 2))
-        one, other = x.chunk(2, dim=-1)
-        x = one + other
-    return x[..., 0]
 
 
 @dataclass(frozen=True)
@@ -280,8 +262,8 @@ class DeltaCache(nn.Module):
     """The state of one layer [B, nv, dk, dv] at boundaries `start` [B], and ring buffers of later tokens:
     inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
 
-    snapshot_...: the same at an earlier boundary, with the next BLOCK tokens; see `HybridCaches.keep`. ops:
-    CPU operators (`kernels.cpu`), if any; `delta` computes what `_advance` and `_outputs` define.
+    snapshot_...: the same at an earlier boundary, with the next BLOCK tokens; see `DeltaCaches.save_prefix`.
+    ops: CPU operators (`kernels.cpu`), if any; `delta` computes what `_advance` and `_outputs` define.
     """
 
     def __init__(
@@ -403,45 +385,27 @@ class DeltaCache(nn.Module):
 DeltaBlock.Cache = DeltaCache
 
 
-class HybridCaches(nn.Module):
-    """The caches of all layers: the backend's for attention, `DeltaCache` for delta nets."""
-
-    def __init__(self, args: HybridArgs, attention: KVCaches, deltas: nn.ModuleList):
-        super().__init__()
-        self.args, self.attention, self.deltas = args, attention, deltas
-        caches = iter(attention), iter(deltas)
-        self.by_layer = [next(caches[delta]) for delta in args.delta_layers]
-
-    def __getitem__(self, layer: int) -> KVCache | DeltaCache:
-        return self.by_layer[layer]
-
-    def rows(self, first: int, count: int) -> HybridCaches:
-        """See `KVCaches.rows`."""
-        deltas = nn.ModuleList(rows_of(cache, first, count) for cache in self.deltas)
-        return HybridCaches(self.args, self.attention.rows(first, count), deltas)
+class DeltaCaches(KVCaches):
+    """The caches of all delta nets."""
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """See `KVCaches.move`."""
-        self.attention.move(source, target)
-        for cache in self.deltas:
+        for cache in self:
             cache.move(source, target)
 
     def sequence(self, slot: int, slots: int) -> list[Tensor]:
-        """See `KVCaches.sequence`."""
-        own = [x[slot : slot + 1] for cache in self.deltas for x in cache._buffers.values()]
-        return self.attention.sequence(slot, slots) + own
+        return [x[slot : slot + 1] for x in self.buffers()]
 
     def reusable_prefix(self, slot: int, length: int) -> int:
         """See `KVCaches.reusable_prefix`. A state beyond the next token's boundary cannot be reused."""
         boundary = int(boundary_of(torch.tensor(length - 1)))
-        start, saved = (int(x[slot]) for x in (self.deltas[0].start, self.deltas[0].snapshot_start))
+        start, saved = (int(x[slot]) for x in (self[0].start, self[0].snapshot_start))
         if boundary >= start:
             return length
         return saved + BLOCK + 1 if boundary >= saved > 0 else 0
 
     def start_request(self, slot: int, length: int) -> None:
         """See `KVCaches.start_request`."""
-        for cache in self.deltas:
+        for cache in self:
             if not length:
                 cache.snapshot_start[slot] = 0
             elif int(boundary_of(torch.tensor(length))) < int(cache.start[slot]):
@@ -449,11 +413,11 @@ class HybridCaches(nn.Module):
 
     def save_prefix(self, slot: int) -> None:
         """See `KVCaches.save_prefix`. Chat templates drop reasoning, so the next prompt extends this one."""
-        for cache in self.deltas:
+        for cache in self:
             cache.snapshot(slot)
 
 
-class Hybrid(Transformer):
+class Hybrid(Mixed):
     """A target with delta nets and, in some layers, gated attention."""
 
     Args, Layer = HybridArgs, HybridBlock
@@ -472,18 +436,15 @@ class Hybrid(Transformer):
 
     def caches(
         self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
-    ) -> HybridCaches:
-        table, count = self.embed, sum(self.args.delta_layers)
-        where = table.dtype, device or table.device
-        args = replace(self.args, num_layers=len(self.layers) - count)  # attention layers
+    ) -> MixedCaches:
+        weight, layers = self.embed.weight, self.args.delta_layers
+        where = weight.dtype, device or weight.device
+        args = replace(self.args, num_layers=layers.count(0))  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.runs_on_backend else None
-        deltas = nn.ModuleList(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(count))
-        return HybridCaches(self.args, attention, deltas)
+        deltas = DeltaCaches(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(sum(layers)))
+        places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
+        return MixedCaches((attention, deltas), places)
 
-    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        B, T = tokens.shape
-        at = torch.arange(T, device=tokens.device).expand(B, T)
-        visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
-        caches = self.caches(B, T, ring=T)
-        return self(tokens, at, at, visible, caches, aux_layers)
+    def causal_caches(self, batch: int, slots: int) -> MixedCaches:
+        return self.caches(batch, slots, ring=slots)

@@ -1,5 +1,7 @@
-"""RMSNorm whose weights are stored minus 1 (Gemma 3, Qwen3-Next, Qwen3.5)."""
+"""RMSNorm whose weights are stored minus 1 (Gemma 2 and 3, Qwen3.5); batch-invariant functions."""
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -7,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import RMSNorm
+
+VECTOR_WIDTH = 32  # maximum number of values of PyTorch's vectors
 
 
 class ZeroCenteredNorm(RMSNorm):
@@ -22,3 +26,20 @@ class ZeroCenteredNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), self.scale, self.eps).to(x.dtype)
+
+
+def invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an elementwise function to x with the same rounding of every element.
+
+    PyTorch rounds elements that do not fill a vector differently, so rows are padded.
+    """
+    return function(F.pad(x, (0, -x.shape[-1] % VECTOR_WIDTH)))[..., : x.shape[-1]]
+
+
+def ordered_sum(x: Tensor) -> Tensor:
+    """Sum the last dimension in an order that does not depend on the other dimensions."""
+    while (n := x.shape[-1]) > 1:
+        x = F.pad(x, (0, n % 2))
+        one, other = x.chunk(2, dim=-1)
+        x = one + other
+    return x[..., 0]

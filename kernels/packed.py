@@ -170,14 +170,16 @@ class PackedLinear(Packed):
 
     def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, activation: str | None = None):
         super().__init__(backend, linear, linear.bias, dtype, activation)
+        self.order = getattr(linear, "order", None)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, mode: int | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype, rounded once, after adding bias and `residual` [..., N]."""
-        return self.backend.ops.linear(x, *self.operands, residual, self.columns, self.mode)
+        x, mode = x if self.order is None else x[..., self.order], self.mode if mode is None else mode
+        return self.backend.ops.linear(x, *self.operands, residual, self.columns, mode)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32, without rounding to 16 bits."""
-        return self.backend.ops.linear(x, *self.operands, None, self.columns, FLOAT32)
+        return self(x, None, FLOAT32)
 
 
 class PackedEmbedding(nn.Module):
@@ -380,10 +382,10 @@ def pack_models(backend, *models: nn.Module) -> bool:
         attention_runs = supports_row_size(model.args.head_dim, dtype, device)
         if attention_runs:
             model.Caches = backend.caches["auto"]
-        for block in model.modules():
-            if isinstance(block, Block) and attention_runs and block.sinks is not None:
+        for block in model.modules() if attention_runs else ():
+            if isinstance(block, Block) and block.sinks is not None:
                 block.sinks = _constant(block.sinks.detach().float())
-            if isinstance(block, Block) and block.standard and attention_runs and _is_packed(block):
+            if isinstance(block, Block) and block.standard and _is_packed(block, fused=True):
                 block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
             # Ranks run layers part by part, with all-reduces between them.
@@ -410,7 +412,7 @@ def _runs_fused(head: Eagle3Head) -> bool:
 def _lm_head(model: Transformer | Eagle3Head) -> tuple | None:
     """Return the final norm and the lm_head as csrc/operators.cpp: LmHead; None if they are not packed."""
     norm, head = model.norm, model.lm_head
-    packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear)
+    packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear) and head.order is None
     return (norm.scale, *head.operands, head.columns) if packed else None
 
 
@@ -462,8 +464,13 @@ def supports_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torc
     return fits and supports_row_size(weight.shape[-1], dtype, device)
 
 
-def _is_packed(layer: Block, sharded: bool = False) -> bool:
-    """Return whether all parts of a layer are packed. sharded: inside of `tp.AllReduced`."""
+def _is_packed(layer: Block, sharded: bool = False, fused: bool = False) -> bool:
+    """Return whether all parts of a layer are packed. sharded: inside of `tp.AllReduced`.
+
+    fused: for one operator, which does not reorder inputs.
+    """
+    if fused and any(getattr(part, "order", None) is not None for part in layer.modules()):
+        return False
     wo, mlp = (getattr(x, "layer", x) if sharded else x for x in (layer.wo, layer.mlp))
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]

@@ -198,6 +198,8 @@ class Quantized(nn.Module):
             for name, (size, dtype) in self.kind.sizes(self.inputs).items():
                 tensor = torch.empty(*shape[:-1], size, dtype=dtype)
                 setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+            if self.kind.ordered:
+                self.order = nn.Parameter(torch.empty(self.inputs, dtype=torch.int32), requires_grad=False)
             return
         if group:
             sizes = self.inputs // 2, self.inputs // group
@@ -213,6 +215,8 @@ class Quantized(nn.Module):
     def round_inputs(self, x: Tensor) -> Tensor:
         """Round x to int8 if this mode does."""
         group = self.kind.rounded_inputs if self.kind else self.group or W8A8_GROUP
+        if self.kind and self.kind.ordered:
+            return round_inputs(x[..., self.order], group)[..., self.order.argsort()]
         return round_inputs(x, group) if self.mode in ROUNDS_INPUTS else x
 
     @property
@@ -241,7 +245,8 @@ class Quantized(nn.Module):
         weight, scale = self.weight, self.scale
         if self.kind:
             stored = (x if index is None else x[index] for x in (weight, *self.scales))
-            return self.numbers(*stored).to(dtype)
+            exact = self.numbers(*stored).to(dtype)
+            return exact[..., self.order.argsort()] if self.kind.ordered else exact
         if index is not None:  # indexing does not support fp8, so its bytes are indexed
             weight, scale = weight.view(torch.uint8)[index].view(weight.dtype), scale[index]
         if self.restore is not None:

@@ -20,18 +20,22 @@ CODED_INPUTS = 128  # that are rounded to int8 together where scales have codes;
 
 
 class Kind(NamedTuple):
-    """How a layer stores its weight. unit: the inputs that share a unit, 256 or ROW; 0: no codes."""
+    """How a layer stores its weight. unit: the inputs that share a unit, 256 or ROW; 0: no codes.
+
+    ordered: the layer has an order of its inputs, and the weight is in it.
+    """
 
     mode: str
     group: int
     unit: int = 0
     minima: bool = False
+    ordered: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Kind:
         """Read the text in a config.json, as q4-32-256-min or q4-32-row. Raises ValueError."""
-        mode, group, unit, *minima = text.split("-")
-        kind = cls(mode, int(group), ROW if unit == "row" else int(unit), minima == ["min"])
+        mode, group, unit, *flags = text.split("-")
+        kind = cls(mode, int(group), ROW if unit == "row" else int(unit), "min" in flags, "order" in flags)
         groups = GROUPS[1:] if mode == "q4" else GROUPS
         known = mode in STORED and kind.group in groups and kind.unit in (0, 256, ROW)
         if not known or str(kind) != text:
@@ -45,7 +49,7 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         unit = "row" if self.unit == ROW else self.unit
-        return f"{self.mode}-{self.group}-{unit}{'-min' * self.minima}"
+        return f"{self.mode}-{self.group}-{unit}{'-min' * self.minima}{'-order' * self.ordered}"
 
     def units(self, inputs: int) -> int:
         """Return the number of units in a row, without codes of groups."""
@@ -59,14 +63,14 @@ class Kind(NamedTuple):
         return sizes | ({"codes": (count * inputs // self.group, torch.int8)} if self.unit else {})
 
     def joined(self, other: Kind) -> Kind:
-        """Return the kind that holds weights of both exactly."""
+        """Return the kind that holds weights of both exactly, which have one order."""
         if self == other:
             return self
         unit = self.unit if self.unit == other.unit else 0
         group = math.gcd(self.group, other.group)
         # Four bits without minima are -8..7, with minima 0..15.
         return Kind("q4" if self.mode == other.mode == "q4" and self.minima == other.minima else "q8",
-                    group, unit, self.minima or other.minima)
+                    group, unit, self.minima or other.minima, self.ordered)
 
 
 def pack_pairs(q: Tensor) -> Tensor:

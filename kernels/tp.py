@@ -251,6 +251,9 @@ class Shard:
                 f" ranks, or over a multiple of {nkv} that divides {nh}; choose another --nproc-per-node"
             )
         kinds = {name: Kind.parse(kind) for name, kind in ((scheme and scheme.kinds) or {}).items()}
+        if ordered := [name for name, kind in kinds.items() if kind.ordered]:
+            raise InputError(f"{ranks} ranks: {ordered[0]} has an order of its inputs (desc_act) and"
+                             " cannot be sharded; convert the source with --dtype bf16")
         # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
         mode, unit = scheme.mode_of("layers") if scheme else (None, 0)
         unit = W8A8_GROUP if mode == "w8a8" else max([unit, *(max(kind[1:3]) for kind in kinds.values())])

@@ -38,6 +38,7 @@ UNKNOWN = {
     "min_new_tokens": 0, "max_length": 0, "no_repeat_ngram_size": 0, "banned_strings": [],
     "ban_eos_token": False, "regex_pattern": "", "grammar_string": "", "stop_strings": [], "n_indent": 0,
     "grammar_lazy": False, "modalities": ["text"], "audio": {}, "web_search_options": {}, "lora_path": "",
+    "suffix": "",
 }
 INSTEAD = {"min_new_tokens": "min_tokens", "max_length": "max_tokens", "banned_strings": "bad_words",
            "ban_eos_token": "ignore_eos", "regex_pattern": "regex", "grammar_string": "grammar",
@@ -349,13 +350,6 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    suffix: str = ""
-
-    @model_validator(mode="after")
-    def _check(self) -> CompletionBody:
-        if self.suffix:
-            raise ValueError("suffix: text cannot be filled in here; leave it out")
-        return self
 
     @property
     def token_limit(self) -> int:

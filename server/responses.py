@@ -16,18 +16,6 @@ STATE = {"previous_response_id": None, "conversation": None, "background": False
 SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # also fields of chats
 
 
-class Text(Body):
-    """The output format: `format` is a `ResponseFormat`."""
-
-    format: dict[str, Any] = {"type": "text"}
-
-
-class Reasoning(Body):
-    """Options of reasoning."""
-
-    effort: str | None = None
-
-
 class FlatTool(Body, extra="allow"):
     """A function tool, or the choice of one."""
 
@@ -53,8 +41,8 @@ class ResponsesBody(Strict, extra="allow"):
     tools: list[FlatTool] = []
     tool_choice: Literal["auto", "none", "required"] | FlatTool = "auto"
     parallel_tool_calls: bool = True
-    text: Text = Text()
-    reasoning: Reasoning = Reasoning()
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
     metadata: dict[str, Any] = Field(default={})
 
     def chat(self) -> ChatBody:
@@ -68,9 +56,9 @@ class ResponsesBody(Strict, extra="allow"):
         known = ChatBody.model_fields.keys() - {"n"}  # a response has one answer
         fields = {name: value for name, value in more.items() if name in known} | {
             "messages": self.messages(), "tools": [tool.nested for tool in self.tools],
-            "max_completion_tokens": self.max_output_tokens, "response_format": self.text.format,
+            "max_completion_tokens": self.max_output_tokens, "response_format": self.text.get("format"),
             "tool_choice": choice if isinstance(choice, str) else Tool(**choice.nested).model_dump(),
-            "reasoning_effort": self.reasoning.effort, **self.model_dump(include=SAME),
+            "reasoning_effort": self.reasoning.get("effort"), **self.model_dump(include=SAME),
         }
         try:
             return ChatBody(**fields)

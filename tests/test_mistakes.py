@@ -71,7 +71,7 @@ MISTAKES = (
     ("train", "--max-prompt-tokens 800", "plus --max-new-tokens 1056: the target has 1024"),
     ("train", "--kind dflash --markov-rank 2", "--markov-rank: not for --kind dflash; leave it out"),
     ("convert_checkpoint", "--checkpoint TARGET", "TARGET: is already converted"),
-    ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
+    ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already (int8); name the checkpoint"),
     ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),
     ("quantize", "--out TARGET --force", "--out TARGET: is the checkpoint itself; choose another folder"),
     ("quantize", "--out HEAD --force", "HEAD: is of kind 'eagle3', which target may not replace; choose"),

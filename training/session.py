@@ -152,7 +152,7 @@ class Session:
             collector.write(deadline, min(self.training_seconds, 60 * o.minutes - seconds or math.inf))
             if not collector.planned:
                 raise InputError(f"--minutes {o.minutes:g}: no conversation ended in half of it; raise it, or"
-                                 " lower --max-new-tokens")
+                                 " lower --max-new-tokens and --decode-batch")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason

@@ -499,14 +499,14 @@ async function reply({ before, words, title, edit }) {
     }
     if (due) return;
     due = true;
-    requestAnimationFrame(() => {
+    setTimeout(() => { // not at every frame: rendering takes time from a server on this machine
       due = false;
       if (conversation !== current) return;
       const follows = atEnd();
       for (const panel of node.panels) panel.show();
       if (trees.length) showTree(trees.length - 1);
       if (follows) toEnd();
-    });
+    }, 100);
   };
   await ask({ ...body, speculate: drafts && $("speculate").checked }, message, control.signal, seen);
   // One after the other: together, each would slow the other down.

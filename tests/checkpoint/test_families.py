@@ -44,7 +44,7 @@ WINDOWED = [
     if any(words in name for words in ("window", "Phi-3", "Gemma", "gpt-oss", "OLMo 3"))
 ]
 MIXTURES = "Mixtral", "Qwen3-MoE"
-ON_KERNELS = [*WINDOWED, *MIXTURES, *VARIANTS]
+ON_KERNELS = {*WINDOWED, *MIXTURES, *VARIANTS}
 IN_PYTORCH = [  # one of each kind of windows; the others differ in what the kernels' rows show, too
     pytest.param(name, False, marks=[pytest.mark.expensive] * (
         name in ON_KERNELS and name not in ("Mistral with its window", "Gemma 3", "gpt-oss", *MIXTURES)
@@ -54,7 +54,8 @@ IN_PYTORCH = [  # one of each kind of windows; the others differ in what the ker
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, kernels", [
-    *IN_PYTORCH, *(pytest.param(name, True, marks=pytest.mark.kernels) for name in ON_KERNELS)])
+    *IN_PYTORCH,
+    *(pytest.param(name, True, marks=pytest.mark.kernels) for name in TARGETS if name in ON_KERNELS)])
 def test_target(tmp_path, name, kernels):
     """Drafted text of a seed is the plain one. On the kernels heads have windows, too."""
     reference = make_target(tmp_path / "in", name)

@@ -138,6 +138,12 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
         del state["lm_head.weight"]
     if arch.startswith("gemma"):  # llama.cpp adds the 1 of zero-centred norms
         state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
+    if arch == "lfm2":
+        kinds = config.layer_types
+        keys |= {
+            "num_key_value_heads": [2 * (kind == "full_attention") for kind in kinds], "rms_norm_eps": 1e-5,
+            "intermediate_size": state["model.layers.0.feed_forward.w1.weight"].shape[0]}
+        state = {n: t[:, 0] if n.endswith("conv.conv.weight") else t for n, t in state.items()}
     if experts:  # transformers 5 holds them stacked: gate above up
         for i in range(config.num_hidden_layers):
             prefix = f"model.layers.{i}.mlp.experts."
@@ -147,6 +153,8 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
     def extra(w) -> None:
         if arch == "gemma3":
             w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
+        if arch == "lfm2":
+            w.add_shortconv_l_cache(config.conv_L_cache)
         if "partial_rotary_factor" in rope:
             w.add_rope_dimension_count(int(keys["head_dim"] * rope["partial_rotary_factor"]))
         if "llama_4_scaling_beta" in rope:
@@ -222,7 +230,7 @@ def comparable(config: dict) -> dict:
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3"),
     ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
     ("Phi-4-mini", "phi3"), ("Gemma 2", "gemma2"), ("SmolLM3", "smollm3"), ("OLMo 2", "olmo2"),
-    ("Granite 3", "granite"), ("GLM-4-0414", "glm4"), ("Ministral 3", "mistral3"),
+    ("LFM2", "lfm2"), ("Granite 3", "granite"), ("GLM-4-0414", "glm4"), ("Ministral 3", "mistral3"),
     ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),
 ])

@@ -169,7 +169,7 @@ def test_quantised_text(tmp_path, name, mode, most):
         target.backend.prepare(head)
         drafter = HeadDrafter(head, TreeShape(12, 3, 4))
         engine = Engine(target, drafter, batch=2, **OPTIONS | {"max_seq_len": 240})
-        assert type(engine.runner.caches.attention) is caches
+        assert type(engine.runner.caches.groups[0]) is caches
         plain = alone((target, None), made, max_seq_len=240)
         check_texts(decode(engine, made, random.Random(1)), plain, made)
 

@@ -1,12 +1,15 @@
 """Published quantized checkpoints stand for the weights that their formats define."""
+import re
+
 import pytest
 import torch
 from helpers.refusals import refused
 from helpers.sources import CONFIG, target_state, write_source
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
 from checkpoint.load import load_model
+from common.errors import InputError
 from kernels.quantized import e2m1
 
 LAYERS, GROUP = 2, 16
@@ -35,7 +38,7 @@ def integers(shape, bits: int, g, groups=None, dtype=torch.float16):
 def gptq(shape, g, bits=4, missing=1, act_order=False):
     q, zeros, scale = integers(shape, bits, g)
     of = torch.arange(shape[1]) // GROUP
-    of = of[torch.randperm(shape[1], generator=g)] if act_order else of
+    of = of[torch.randperm(shape[1], generator=torch.Generator().manual_seed(1))] if act_order else of
     parts = {"qweight": packed(q.t(), bits, 0), "qzeros": packed(zeros.t(), bits, 1),
              "scales": scale.t().contiguous(), "g_idx": of.int()}
     return parts, (q - zeros[:, of] - missing) * scale.float()[:, of]
@@ -103,7 +106,7 @@ FORMATS = {
 }
 
 # They are not held at their own precision, but rounded to int8.
-ROUNDED = {"GPTQ, desc_act", "fp8 in blocks", "compressed-tensors, FP8", "compressed-tensors, FP8 of rows"}
+ROUNDED = {"fp8 in blocks", "compressed-tensors, FP8", "compressed-tensors, FP8 of rows"}
 
 
 def published(folder, name: str, **more):
@@ -134,9 +137,46 @@ def test_published_formats(tmp_path, name):
             assert (stored - exact).abs().max() <= step, ours
 
 
+def part(name: str, change):
+    """A change of one part of a layer."""
+    return lambda state: state.update({n: change(state[n]) for n in [*state] if n.endswith(f"o_proj.{name}")})
+
+
+def drop(name: str):
+    return lambda state: [state.pop(n) for n in [*state] if n.endswith(f"o_proj.{name}")]
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("GPTQ", drop("scales"), "not a layer of gptq"),
+    ("GPTQ", part("scales", lambda x: x[:1]), "qzeros is torch.int32 [4, 4], expected torch.int32 [1, 4]"),
+    ("GPTQ", part("scales", lambda x: x * torch.nan), "numbers that are not finite"),
+    ("GPTQ", part("qweight", torch.Tensor.float), "qweight is torch.float32"),
+    ("GPTQ", part("g_idx", lambda x: x * 0), "its 64 inputs are not in 4 groups of equal size"),
+    ("GPTQ", part("g_idx", lambda x: x - 1), "not a layer of gptq"),
+    ("AWQ", part("qzeros", lambda x: x[:, :2]), "qzeros is torch.int32 [4, 2], expected torch.int32 [4, 4]"),
+    ("compressed-tensors, int4", part("weight_shape", lambda x: x.flip(0) * 2), "weight_packed"),
+    ("compressed-tensors, int4", part("weight_scale", lambda x: x[:1]), "weight_scale is torch.bfloat16"),
+    ("compressed-tensors, W8A8", part("weight_scale", lambda x: x[:5]), "weight_scale is torch.float32"),
+    ("compressed-tensors, FP8", drop("weight_scale"), "is not stored as floating point"),
+    ("NVFP4", part("weight_global_scale", lambda x: x * 0), "not finite"),
+    ("MXFP4", part("weight_scale", lambda x: x * 0 + 255), "not finite"),
+    ("MXFP4", part("weight_packed", lambda x: x[:, :-1]), "weight_scale is torch.uint8"),
+    ("fp8 in blocks", part("weight_scale_inv", lambda x: torch.cat((x, x))), "weight_scale_inv is"),
+    ("fp8 in blocks", part("weight_scale_inv", lambda x: x / 0), "not finite"),
+])
+def test_parts_that_do_not_fit(tmp_path, name, change, words):
+    source, _ = published(tmp_path / "in", name)
+    change(state := load_file(file := source / "model.safetensors"))
+    save_file({n: t.contiguous() for n, t in state.items()}, file)
+    for dtype in ("keep", "bf16"):
+        with pytest.raises(InputError, match=f"{re.escape(str(source))}.*{re.escape(words)}"):
+            convert(source, tmp_path / "out", dtype=dtype, quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name, more, words", [
     ("GPTQ", {"bits": 3}, ": quantization_config: bits 3 is not supported; expected 2 or 4 or 8"),
-    ("GPTQ", {"bits": 8}, ": tensor model.layers.0.self_attn.q_proj.weight has shape [64, 16], expected"),
+    ("GPTQ", {"bits": 8}, ": model.layers.0.mlp.down_proj: not a layer of gptq (qzeros is torch.int32 [4"),
     ("AWQ", {"version": "gemv"}, ': quantization_config: version "gemv" is not supported; expected "gemm"'),
     ("AWQ", {"quant_method": "bitsandbytes"}, ': quantization_config {"quant_method": "bitsandbytes", '),
     ("NVFP4", {"format": "mxfp6-pack-quantized"}, ': quantization_config: format "mxfp6-pack-quantized" is'),

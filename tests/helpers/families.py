@@ -36,6 +36,12 @@ GRANITE = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
     "logits_scaling": 4.0,
 }
+GEMMA4 = {
+    "head_dim": 12, "global_head_dim": 20, "sliding_window": WINDOW, "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": V, "rope_parameters": None,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2
+        + ["sliding_attention", "full_attention"],
+}
 PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 OLMO3 = {"sliding_window": WINDOW, "rope_parameters": {
     "full_attention": YARN | {"attention_factor": 1.25},
@@ -52,7 +58,8 @@ GPT_OSS = {
 
 TINY = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2)
 EYES = {  # of the classes that see
-    "Gemma3": TINY, "Mistral3": TINY | {"head_dim": 4, "model_type": "pixtral"},
+    "Gemma3": TINY, "Gemma4": TINY | {"head_dim": 4, "num_key_value_heads": 2},
+    "Mistral3": TINY | {"head_dim": 4, "model_type": "pixtral"},
     "Qwen3VL": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
                 "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
 }
@@ -77,6 +84,15 @@ VARIANTS = {
         "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
     "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
     "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "LFM2": ("Lfm2", {"layer_types": (["conv"] * 2 + ["full_attention"]) * 2 + ["conv", "full_attention"],
+                     "block_multiple_of": 16, "norm_eps": 1e-5}),
+    "LFM2 with biases": ("Lfm2", {
+        "layer_types": ["conv", "full_attention"] * 4, "block_multiple_of": 16, "conv_bias": True,
+        "conv_L_cache": 4}),
+    "Gemma 4 E2B": ("Gemma4Text", GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 4,
+                                            "use_double_wide_mlp": True}),
+    "Gemma 4 31B": ("Gemma4", GEMMA4 | {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 0}),
     "Gemma 2": ("Gemma2", {"head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 36,
                            "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
 }

@@ -60,6 +60,8 @@ def stored_layer(kind: Kind, weight, bias):
     layer.scale.data = weight[:, : layer.scale.shape[1]].div(largest).contiguous()
     if kind.unit:
         layer.codes.data = bits[:, : layer.codes.shape[1]].contiguous().view(torch.int8) % 64
+    if kind.ordered:
+        layer.order.data = weight[0].argsort().int()
     layer.bias.data = bias
     return layer
 

@@ -38,7 +38,7 @@ def check_alone(compute, x) -> None:
 @pytest.mark.parametrize("mode, group, inputs", (
     (None, 0, 38), (None, 0, 96), ("int8", 0, 128), ("int4", 32, 128), ("int4", 64, 128), ("w8a8", 0, 128),
     ("w8a8", 0, 100), ("w4a8", 32, 96), ("w4a8", 64, 192), ("w4a8", 128, 256), ("mxfp4", 32, 96),
-    *STORED,
+    *STORED, ("q4-32-0-min-order", 0, 96),
 ))
 @pytest.mark.parametrize("rows, columns", ((1, 31), (5, 1), (13, 16), (21, 45), (40, 75)))
 def test_products(each_isa, dtype, activation, mode, group, inputs, rows, columns):

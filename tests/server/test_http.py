@@ -52,7 +52,7 @@ OF_CHATS = (
 )
 REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     ("/v1/completions", {"prompt": []}, "at least 1 item"), ("/v1/completions", {"prompt": [[]]}, "is empty"),
-    ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: text cannot be filled in"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: is not supported here"),
     # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
     ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
     *(("/v1/completions", {"prompt": "x"} | fields, words) for fields, words in (

@@ -1,0 +1,45 @@
+"""Configs and tensors of LFM2 and LFM2.5, as published. Source: transformers' modeling file."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpoint.dense import NameTable, hugging_face, with_prefix
+from checkpoint.source import Entry
+from common.errors import InputError
+
+LAYER: NameTable = {
+    "attn_norm.weight": ["operator_norm.weight"], "mlp_norm.weight": ["ffn_norm.weight"],
+    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"], "wo.weight": ["self_attn.out_proj.weight"],
+    **{f"{x}_norm.weight": [f"self_attn.{x}_layernorm.weight"] for x in "qk"},
+    "taps": ["conv.conv.weight"], "conv_bias": ["conv.conv.bias"],
+    **{f"w_{x}.{leaf}": [f"conv.{x}_proj.{leaf}"] for x in ("in", "out") for leaf in ("weight", "bias")},
+    "mlp.w_gate_up.weight": [f"feed_forward.{x}.weight" for x in ("w1", "w3")],
+    "mlp.w_down.weight": ["feed_forward.w2.weight"],
+}
+NAMES = hugging_face({}) | with_prefix(LAYER, "layers.{i}.", "model.layers.{i}.") | {
+    "norm.weight": ["model.embedding_norm.weight"]}
+
+
+def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
+    """Return the config for `checkpoint.configs.model_fields`, and further fields. Raises InputError."""
+    layers, full = config.get("num_hidden_layers") or 0, config.get("full_attn_idxs")
+    kinds = config.get("layer_types") or [
+        "full_attention" if full is None or i in full else "conv" for i in range(layers)]
+    if {*kinds} - {"full_attention", "conv"} or "full_attention" not in kinds:
+        raise InputError(f"{path}: layer_types { {*kinds} }; expected conv and full_attention")
+    inner = config.get("intermediate_size") or 0
+    if config.get("block_auto_adjust_ff_dim", True):
+        inner, unit = int(2 * inner / 3), config.get("block_multiple_of", 256)
+        inner = -(-int(config.get("block_ffn_dim_multiplier", 1.0) * inner) // unit) * unit
+    fields = {
+        "conv_layers": [int(kind == "conv") for kind in kinds], "conv_taps": config.get("conv_L_cache", 3),
+        "conv_bias": bool(config.get("conv_bias")), "intermediate_size": inner, "qk_norm": True,
+    }
+    return {k: v for k, v in config.items() if k != "layer_types"}, fields
+
+
+def flat_taps(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with the taps of convolutions [H, 1, taps] as [H, taps]."""
+    return {name: entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
+            if name.endswith("conv.conv.weight") and len(entry.shape) == 3 else entry
+            for name, entry in tensors.items()}

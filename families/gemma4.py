@@ -1,0 +1,165 @@
+"""Gemma 4: two sizes of heads, keys and values shared by later layers, an input for each layer.
+
+Layers with a sliding window have heads of `head_dim`, the others, global ones, heads of `global_head_dim`, of
+which RoPE turns some pairs. The last layers have queries only: they attend to the keys and values of the last
+layer before them of their kind.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.schema import Flag, Many, whole
+from families.mixed import Mixed, MixedCaches
+from families.norms import invariant, ordered_sum
+from families.variants import Variant, VariantArgs, VariantBlock
+from model import KVCache, Linear, PassInputs
+
+
+@dataclass(frozen=True)
+class Gemma4Args(VariantArgs):
+    """The shape of a Gemma 4 target."""
+
+    global_head_dim: Many = 1
+    global_kv_heads: Many = 1
+    global_pairs: whole(0, 2**16) = 0  # pairs of a global head that RoPE turns
+    shared_kv_layers: whole(0, 10_000) = 0  # the last layers, which have no keys and values
+    value_is_key: Flag = False  # of global layers: one projection, normed and not rotated for values
+    wide_mlp: Flag = False  # layers without keys have an MLP of twice the width
+    layer_input_size: whole(0, 2**16) = 0  # of an embedding that each layer adds; 0: none
+
+    shardable = False
+
+    def relations(self) -> list[tuple[str, bool, str]]:
+        own, kinds = self.num_layers - self.shared_kv_layers, [window > 0 for window in self.windows]
+        heads, size = self.num_heads % self.global_kv_heads == 0, self.global_head_dim
+        return [
+            *super().relations(),
+            ("windows", len(kinds) == self.num_layers, f"a list of {self.num_layers}"),
+            ("shared_kv_layers", own > 0 and {*kinds[:own]} == {*kinds},
+             "fewer than the layers, with one of each kind before them"),
+            ("global_kv_heads", heads, f"a divisor of num_heads, {self.num_heads}"),
+            ("global_head_dim", size % 2 == 0 and self.global_pairs <= size // 2, "two for each pair"),
+        ]
+
+    def of_layer(self, layer: int) -> Gemma4Args:
+        """Return the shape with heads and MLP of this layer."""
+        shared = layer >= self.num_layers - self.shared_kv_layers
+        sizes = {"intermediate_size": self.intermediate_size * (1 + (shared and self.wide_mlp))}
+        if not self.windows[layer]:
+            sizes |= {"head_dim": self.global_head_dim, "num_kv_heads": self.global_kv_heads}
+        return replace(self, **sizes)
+
+    def inverse_frequencies(self, length: int = 0) -> Tensor:
+        """Return [2, pairs] float32, of global and local layers, padded to the same length."""
+        def frequencies(base: float, head_dim: int, pairs: int) -> Tensor:
+            exponents = torch.arange(0, 2 * pairs, 2, dtype=torch.int64, device="cpu").float() / head_dim
+            return F.pad(1.0 / base**exponents, (0, max(self.head_dim, self.global_head_dim) // 2 - pairs))
+
+        local = frequencies(self.local_rope_base or self.rope_base, self.head_dim, self.head_dim // 2)
+        return torch.stack((frequencies(self.rope_base, self.global_head_dim, self.global_pairs), local))
+
+
+class Gemma4Block(VariantBlock):
+    """A layer of Gemma 4.
+
+    producer: the layer whose keys and values it reads, in a list, or []. produces: others read its own.
+    """
+
+    def __init__(self, args: Gemma4Args, layer: int = 0):
+        own = args.of_layer(layer)
+        super().__init__(own, layer)
+        H, size = own.hidden_size, args.layer_input_size
+        self.standard, self.other_rope = False, self.window > 0
+        self.pairs = own.head_dim // 2, own.head_dim**0.25  # scores are not divided
+        self.producer, self.produces = [], False
+        self.value_is_key = args.value_is_key and not self.window
+        queries, keys, values = self.widths
+        if layer >= args.num_layers - args.shared_kv_layers:
+            del self.k_norm
+            keys = values = 0
+        self.wqkv = Linear(H, queries + keys + (0 if self.value_is_key else values), bias=False)
+        self.eps, self.layer_scalar = own.norm_eps, nn.Parameter(torch.ones(1))
+        if size:
+            self.w_input_gate, self.w_input_out = Linear(H, size, bias=False), Linear(size, H, bias=False)
+            self.input_norm = self.Norm(H, own.norm_eps)
+
+    @property
+    def k_norm(self) -> nn.Module:
+        """The norm of the keys that it attends to."""
+        return self._modules.get("k_norm") or self.producer[0].k_norm
+
+    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        cos, sin = (x[..., : self.pairs[0]] for x in angles)
+        return super().layer_angles((cos, sin))
+
+    def project(self, x: Tensor) -> Tensor:
+        qkv = self.wqkv(self.attn_norm(x))
+        if self.producer:
+            return qkv
+        queries, keys, _ = self.widths
+        v = qkv[..., -keys:].unflatten(-1, (-1, self.head_dim)).float()
+        v = v / (ordered_sum(v * v) / self.head_dim + self.eps).sqrt()[..., None]
+        return torch.cat((qkv[..., : queries + keys], v.flatten(-2).to(qkv.dtype)), dim=-1)
+
+    def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:
+        kind = "keys and values", self.window > 0
+        if self.producer:  # it writes the same values again to the same slots
+            qkv = torch.cat((qkv, shared.cached(kind, None)), dim=-1)
+        elif self.produces:
+            shared.cached(kind, lambda: qkv[..., self.widths[0] :])
+        return super().attend(cache, qkv, shared)
+
+    def add_input(self, x: Tensor, inputs: Tensor | None) -> Tensor:
+        """Add the layer's input [B, T, size] to the stream x [B, T, H] after the layer, and scale it."""
+        if inputs is not None:
+            gate = invariant(lambda gate: F.gelu(gate, approximate="tanh"), self.w_input_gate(x))
+            x = x + self.input_norm(self.w_input_out(gate * inputs))
+        return x * self.layer_scalar
+
+
+class Gemma4(Mixed, Variant):
+    """A Gemma 4 target."""
+
+    Args, Layer = Gemma4Args, Gemma4Block
+
+    def __init__(self, args: Gemma4Args):
+        super().__init__(args)
+        own = self.layers[: args.num_layers - args.shared_kv_layers]
+        for layer in self.layers[len(own) :]:
+            layer.producer = [next(one for one in reversed(own) if one.other_rope == layer.other_rope)]
+            layer.producer[0].produces = True
+        if size := args.layer_input_size:
+            self.embed_inputs = nn.Embedding(args.vocab_size, args.num_layers * size)
+            self.w_inputs = Linear(args.hidden_size, args.num_layers * size, bias=False)
+            self.inputs_norm = self.Layer.Norm(size, args.norm_eps)
+
+    def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
+        weight, kinds = self.embed.weight, [layer.other_rope for layer in self.layers]
+        own = kinds[: len(kinds) - self.args.shared_kv_layers]
+        order = [*dict.fromkeys(own)]
+        where = batch, slots, weight.dtype, device or weight.device, self.backend
+        shapes = (replace(self.args.of_layer(own.index(kind)), num_layers=own.count(kind)) for kind in order)
+        # Layers without keys have the cache of the last one of their kind.
+        places = [(order.index(kind), own[: i + 1].count(kind) - 1) for i, kind in enumerate(kinds)]
+        return MixedCaches((self.Caches.allocate(shape, *where) for shape in shapes), places)
+
+    def run_layers(self, tokens: Tensor, aux_layers: tuple[int, ...], apply) -> tuple[Tensor, Tensor | None]:
+        inputs = self._layer_inputs(tokens)
+        return super().run_layers(
+            tokens, aux_layers, lambda i, layer, x: layer.add_input(apply(i, layer, x), next(inputs)))
+
+    def _layer_inputs(self, tokens: Tensor):
+        """Return an iterator over the inputs of all layers [B, T, size], or None for each."""
+        size = self.args.layer_input_size
+        if not size:
+            return iter([None] * len(self.layers))
+        x = self.embed(tokens)
+        x = self.w_inputs(x * self.args.embedding_scale(x.dtype)) * self.args.hidden_size**-0.5
+        own = self.embed_inputs(tokens) * torch.tensor(size**0.5, dtype=x.dtype).item()
+        both = self.inputs_norm(x.unflatten(-1, (-1, size))) + own.unflatten(-1, (-1, size))
+        return iter((both * 2.0**-0.5).unbind(-2))

@@ -1,0 +1,66 @@
+"""Targets whose layers have caches of several kinds. Definitions only."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import KVCaches, Transformer
+
+
+class MixedCaches(nn.Module):
+    """The caches of all layers, in groups of one kind. places: group and index of each layer's cache."""
+
+    def __init__(self, groups: Iterable[KVCaches], places: list[tuple[int, int]]):
+        super().__init__()
+        self.groups, self.places = nn.ModuleList(groups), places
+        self.by_layer = [self.groups[group][index] for group, index in places]
+
+    def __getitem__(self, layer: int) -> nn.Module:
+        return self.by_layer[layer]
+
+    def __iter__(self):
+        return iter(self.by_layer)
+
+    def rows(self, first: int, count: int) -> MixedCaches:
+        """See `KVCaches.rows`."""
+        return MixedCaches([group.rows(first, count) for group in self.groups], self.places)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """See `KVCaches.move`."""
+        for group in self.groups:
+            group.move(source, target)
+
+    def sequence(self, slot: int, slots: int) -> list[Tensor]:
+        """See `KVCaches.sequence`."""
+        return [view for group in self.groups for view in group.sequence(slot, slots)]
+
+    def reusable_prefix(self, slot: int, length: int) -> int:
+        """See `KVCaches.reusable_prefix`."""
+        return min(group.reusable_prefix(slot, length) for group in self.groups)
+
+    def start_request(self, slot: int, length: int) -> None:
+        """See `KVCaches.start_request`."""
+        for group in self.groups:
+            group.start_request(slot, length)
+
+    def save_prefix(self, slot: int) -> None:
+        """See `KVCaches.save_prefix`."""
+        for group in self.groups:
+            group.save_prefix(slot)
+
+
+class Mixed(Transformer):
+    """A target with `MixedCaches`. Its complete sequences run with caches, too."""
+
+    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        B, T = tokens.shape
+        at = torch.arange(T, device=tokens.device).expand(B, T)
+        visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
+        return self(tokens, at, at, visible, self.causal_caches(B, T), aux_layers)
+
+    def causal_caches(self, batch: int, slots: int) -> MixedCaches:
+        """Allocate the caches of `causal`."""
+        return self.caches(batch, slots)
