@@ -20,6 +20,7 @@ from checkpoint.load import read_config
 from common.cli import DTYPES, Options, command, count
 from common.errors import library_errors
 from common.machine import use_threads
+from common.names import program
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:
@@ -69,9 +70,9 @@ def next_steps(out: Path, target: str | None) -> str:
     model, draft = shlex.quote(str(target or out)), "--speculate auto"
     if target and out.parent.resolve() != Path(target).resolve():
         draft = f"--draft {shlex.quote(str(out))}"
-    lines = [f"next: python generate.py -m {model} {draft} 'Why is the sky blue?'"]
+    lines = [f"next: {program('generate')} -m {model} {draft} 'Why is the sky blue?'"]
     if not (target or torch.cuda.is_available() or "quantization" in read_config(out)):
-        lines.append(f"or first, for more speed on this CPU: python quantize.py -m {model} --mode w8a8")
+        lines.append(f"or first, for more speed on this CPU: {program('quantize')} -m {model} --mode w8a8")
     return "\n".join(lines)
 
 

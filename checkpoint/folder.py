@@ -12,6 +12,7 @@ from checkpoint.load import ADVICE, CONFIG, WEIGHTS, is_converted, is_ours, read
 from checkpoint.source import open_source, resolve_source
 from common.errors import InputError
 from common.files import check_file, read_json
+from common.names import program
 from extensions import HEADS
 
 
@@ -32,7 +33,7 @@ def check_exact(checkpoint: str | Path, config: dict | None = None) -> None:
 
 def how_to_convert(folder: Path, kind: str | None) -> str:
     """Return how to convert a folder: a command to run, if all of it is known."""
-    source, command = quote(str(folder)), "python convert_checkpoint.py --checkpoint"
+    source, command = quote(str(folder)), f"{program('convert')} --checkpoint"
     if is_converted(folder.parent):  # a head, where its conversion will be
         aside, target = quote(f"{folder}-source"), quote(str(folder.parent))
         return f"run mv {source} {aside} && {command} {aside} --target {target} --out {source}"

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
+PROGRAMS = {"convert": "convert_checkpoint"}  # names of programs that differ from their subcommands
 # Ours, and what other programs call it.
 OTHERS = {
     "--max-new-tokens": "--n-predict --predict", "--max-seq-len": "--ctx-size --max-model-len",
@@ -12,6 +14,11 @@ OTHERS = {
     "--interactive": "--chat -i -cnv --conversation",
     "--model-name": "--alias --served-model-name", "--checkpoint": "-hf", "lookup": "ngram prompt-lookup pld",
 }
+
+
+def program(name: str) -> str:
+    """Return how a program is started: as a subcommand if this one is (see `eagle.py`)."""
+    return f"eagle {name}" if sys.argv[0].startswith("eagle ") else f"python {PROGRAMS.get(name, name)}.py"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

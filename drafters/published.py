@@ -4,6 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.names import program
+
 # Heads on the Hugging Face hub by layers, hidden size and vocabulary of their target. Models share shapes.
 HEADS = {
     (32, 4096, 128256): (
@@ -24,8 +26,9 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     """Yield a line for each way to a drafter for a target. config: its config.json."""
     if names := HEADS.get((config["num_layers"], config["hidden_size"], config["vocab_size"])):
         others = f"; or {', '.join(names[1:])}" if names[1:] else ""
-        yield (f"  a published head, if it is of this model: python convert_checkpoint.py --checkpoint"
+        yield (f"  a published head, if it is of this model: {program('convert')} --checkpoint"
                f" {names[0]} --target {checkpoint}{others}")
     yield "  a smaller model of the same vocabulary, a third of the size or less: --draft MODEL"
-    yield (f"  a head of your own, in hours (--estimate says how many here): python train.py --checkpoint"
-           f" {checkpoint} --synthesize 4000 --openings heads/openings.txt --out runs/{checkpoint.name}")
+    openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
+    yield (f"  a head of your own, in hours (--estimate says how many here): {program('train')} --checkpoint"
+           f" {checkpoint} --synthesize 4000{openings} --out runs/{checkpoint.name}")

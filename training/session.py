@@ -25,6 +25,7 @@ from checkpoint.source import Entry, resolve_source
 from checkpoint.writer import Planned, fill
 from common.cli import note
 from common.errors import InputError, counted
+from common.names import program
 from common.writing import staging
 from engine.engine import Engine
 from engine.step import TORCH
@@ -243,5 +244,5 @@ class Session:
             write_card(folder, title=f"{kind.title} for {name}", facts=facts, log=log,
                        command=shlex.join(["python", "train.py", *self.command]), speculate=kind.speculate)
         where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"
-        print(f"wrote {o.out}; next:\npython generate.py {where} --draft {shlex.quote(o.out)} --compare"
+        print(f"wrote {o.out}; next:\n{program('generate')} {where} --draft {shlex.quote(o.out)} --compare"
               " --prompt \"Hello!\"")

@@ -12,6 +12,7 @@ import eagle
 from common import VERSION
 from common.cli import Options, command, count, positive, run_command, seed, within
 from common.errors import InputError
+from common.names import program
 from generate import bias
 
 
@@ -80,12 +81,14 @@ def test_what_stdout_cannot_encode_is_replaced_with_one_warning(encoding, found,
     assert capsys.readouterr().err.count("PYTHONIOENCODING") == (encoding != "utf-8")
 
 
-def test_the_command_eagle_has_every_program(capsys):
+def test_the_command_eagle_has_every_program(capsys, monkeypatch):
     """And pip installs every file of the product."""
+    monkeypatch.setattr(sys, "argv", [])  # restored at the end
     for name in eagle.COMMANDS:
         with pytest.raises(SystemExit) as end:
             eagle.main([name, "--help"])
         assert end.value.code == 0 and "usage: " in capsys.readouterr().out
+    assert program("convert") == "eagle convert"
     assert eagle.main([]) == 0 and "eagle COMMAND" in capsys.readouterr().out
     assert eagle.main(["genrate"]) == 2 and "did you mean generate?" in capsys.readouterr().err
     text = (ROOT / "pyproject.toml").read_text()
