@@ -244,6 +244,8 @@ class Quantized(nn.Module):
         """Return the weight [..., N, K], or of a stack [E, N, K] the matrices of experts `index` [...]."""
         weight, scale = self.weight, self.scale
         if self.kind:
+            if self.restore is not None:
+                weight, _ = self.restore(self, weight, scale)
             stored = (x if index is None else x[index] for x in (weight, *self.scales))
             exact = self.numbers(*stored).to(dtype)
             return exact[..., self.order.argsort()] if self.kind.ordered else exact

@@ -99,7 +99,7 @@ def pack_values(kind: Kind, q: Tensor) -> Tensor:
     return pack_pairs(q if kind.minima else q + 8)
 
 
-def of_groups(kind: Kind, scale: Tensor, codes: Tensor | None) -> Tensor:
+def of_groups(kind: Kind, scale: Tensor, codes: Tensor | None = None) -> Tensor:
     """Return the scales, and the minima if there are any, of all groups [..., 1 or 2, groups] float32."""
     each = scale.unflatten(-1, (1 + kind.minima, -1))
     if codes is None:

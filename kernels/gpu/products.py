@@ -30,7 +30,7 @@ from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.gpu.fallback import with_fallback
 from kernels.gpu.launch import arrival_counters, launch_options, wait_for_previous
 from kernels.quantized import Quantized, QuantizedLinear
-from kernels.stored import pack_pairs, unpack_pairs
+from kernels.stored import of_groups, pack_pairs, unpack_pairs
 
 MIN_STEPS = 4  # per program: with fewer, adding partial sums costs more than it saves
 # The index of the tile in `tile_configs`; None: the fastest, or the first one with several ranks.
@@ -407,26 +407,41 @@ def _(x, weight, scale, bias, residual, outputs, group, float32):
 @with_fallback("linear", QuantizedLinear.product)
 def fused_product(layer: QuantizedLinear, x: Tensor, residual: Tensor | None, float32: bool) -> Tensor:
     """`QuantizedLinear.product` in one kernel."""
-    weight = layer.weight, layer.scale, layer.bias
-    return linear(layer.round_inputs(x), *weight, residual, layer.outputs, layer.group, float32)
+    x, of_layer = layer.round_inputs(x), (layer.outputs, layer.group)
+    if not layer.kind:
+        return linear(x, layer.weight, layer.scale, layer.bias, residual, *of_layer, float32)
+    y = linear(x, layer.weight, layer.group_scales, layer.bias, None, *of_layer, True)
+    if layer.kind.minima:  # they multiply the sums of groups of inputs
+        y = y + F.linear(x.float().unflatten(-1, (-1, layer.group)).sum(-1), layer.shifts)
+    y = y if float32 else y.to(x.dtype)
+    return y if residual is None else residual + y
 
 
 def restore(module: Quantized, words: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and scales of a module, or of some of its experts, as `reorder` found them."""
     weight = from_register_order(words, module.outputs, module.inputs, module.group > 0)
-    return weight, scale.transpose(-1, -2)
+    return weight, scale if module.kind else scale.transpose(-1, -2)
 
 
 def reorder(module: Quantized) -> None:
     """Reorder the weight [..., N, K] and the scales of a module, in place."""
     words = [to_register_order(weight) for weight in module.weight.view(-1, *module.weight.shape[-2:])]
     module.weight.data = torch.stack(words) if module.weight.dim() == 3 else words[0]
-    module.scale.data, module.restore = module.scale.transpose(-1, -2).contiguous(), restore
+    module.restore = restore
+    if not module.kind:
+        module.scale.data = module.scale.transpose(-1, -2).contiguous()
+        return
+    scales, *minima = of_groups(module.kind, *module.scales).unbind(-2)
+    module.register_buffer("group_scales", scales.t().contiguous(), persistent=False)
+    if minima:  # the kernel takes 8 from each value
+        module.register_buffer("shifts", 8 * scales - minima[0], persistent=False)
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a quantized layer compute in one kernel, unless it is fp8 or as its source stores it."""
-    other = isinstance(module, QuantizedLinear) and (module.kind or module.mode == "fp8")
+    """Let a quantized layer compute in one kernel, unless it is fp8, or in 8 bits as its source stores it."""
+    kind = getattr(module, "kind", None)
+    other = isinstance(module, QuantizedLinear) and (
+        module.mode == "fp8" or (kind and (kind.mode == "q8" or kind.ordered)))
     if isinstance(module, QuantizedLinear) and module.fused is None and not other:
         module.fused = fused_product
         reorder(module)

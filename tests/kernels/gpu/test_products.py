@@ -17,6 +17,7 @@ CASES = [  # rows, mode, group, outputs and inputs, also those that no tile divi
     (60, "int8", 0, 75, 384), (60, "int4", 64, 75, 384), (3, "int4", 32, 75, 384), (3, "int4", 128, 75, 384),
     (5, "int8", 0, 33, 95), (5, "int8", 0, 1, 130), (5, "int4", 32, 33, 96), (5, "int4", 64, 7, 192),
     (3, "w8a8", 0, 40, 256), (3, "w4a8", 64, 40, 256),
+    (3, "q4-32-row-min", 0, 40, 256), (5, "q4-128-0", 0, 40, 256),
     *expensive(*((rows, *weight, 75, 384) for weight in WEIGHTS for rows in (1, 17, 60, 130))),
 ]
 
