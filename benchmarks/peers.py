@@ -4,10 +4,12 @@
         --transformers --llama-server FILE --gguf bf16.gguf Q8_0.gguf --llama-head head.gguf
     python benchmarks/peers.py --shape llama-3.1-8b --transformers
 
-ours          plain and EAGLE-3, as stored and quantised; not with --no-ours
+ours          plain and by --methods, as stored and quantised; not with --no-ours
 transformers  `generate`, plain and with prompt lookup; on a GPU also with a static cache, where it is
               compiled
-llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3, drafting chains
+llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3 or a draft model, drafting
+              chains that end below a probability
+ik_llama.cpp  its llama-server, weights repacked at load (-rtr), with the last file; also with a draft model
 OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees
 
 benchmarks/README.md says how to build the peers. Speeds are tokens after the first over the time after the
@@ -58,9 +60,10 @@ def ours_of(o, slots: int) -> dict[str, Entry]:
         mode = read_config(checkpoint).get("quantization", {}).get("mode") if checkpoint else None
         tree, suffix = PAPER_TREE if o.shape else None, f" {mode}" if mode else ""
         plain = f"ours plain{suffix}"
-        runners = [model.runner(*how, max_seq_len=slots) for how in (("none",), ("eagle3", tree))]
-        found[plain] = Entry(runners[0].warm_up().decode)
-        found[f"ours EAGLE-3{suffix}"] = Entry(runners[1].warm_up().decode, plain)
+        found[plain] = Entry(model.runner(max_seq_len=slots).warm_up().decode)
+        for method, _, draft in (each.partition("=") for each in o.methods):
+            runner = model.runner(method, tree, draft=draft or None, max_seq_len=slots)
+            found[f"ours {method}{suffix}"] = Entry(runner.warm_up().decode, plain)
     return found
 
 
@@ -85,14 +88,30 @@ def transformers_of(o, stop_ids: list[int]) -> dict[str, Entry]:
 def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
     """Return the contenders that are programs. started: ends them. Raise InputError."""
     found, plain = {}, ""
+
+    def add(name: str, binary: str, *more: object, plain: str | None = None) -> None:
+        server = LlamaServer(binary, o.gguf[-1] if plain else file, o.threads, *map(str, more))
+        found[name] = Entry(started.enter_context(server).decode, plain)
+
     for file in o.gguf:
         plain = f"llama.cpp {Path(file).stem}"
-        server = started.enter_context(LlamaServer(o.llama_server, file, o.threads))
-        found[plain] = Entry(server.decode)
-    for chain in o.llama_chains if o.llama_head else ():
-        server = LlamaServer(o.llama_server, o.gguf[-1], o.threads, head=o.llama_head, chain=chain)
-        entry = Entry(started.enter_context(server).decode, plain)
-        found[f"{plain}, EAGLE-3, chain of {chain}"] = entry
+        add(plain, o.llama_server)
+    sizes = [(n, p) for n in o.llama_chains for p in o.llama_p_min]
+    chains = [(n, p, f"chain of {n}" + f", p-min {p}" * (p > 0)) for n, p in sizes]
+    for n, p, words in chains:
+        ends = "--spec-draft-n-max", n, "--spec-draft-p-min", p, "--model-draft"
+        if o.llama_head:
+            eagle = *ends, o.llama_head, "--spec-type", "draft-eagle3"
+            add(f"{plain}, EAGLE-3, {words}", o.llama_server, *eagle, plain=plain)
+        if o.llama_draft and o.llama_server:
+            simple = *ends, o.llama_draft, "--spec-type", "draft-simple"
+            add(f"{plain}, draft model, {words}", o.llama_server, *simple, plain=plain)
+    if o.ik_server:
+        file, ik = o.gguf[-1], f"ik_llama.cpp {Path(o.gguf[-1]).stem}"
+        add(ik, o.ik_server, "-rtr")
+        for n, p, words in chains if o.llama_draft else ():
+            more = "-rtr", "--draft-max", n, "--draft-p-min", p, "--model-draft", o.llama_draft
+            add(f"{ik}, draft model, {words}", o.ik_server, *more, plain=ik)
     if o.openvino:
         # float32: bf16 activations, its own choice where the processor has them, were no faster.
         properties = {"INFERENCE_NUM_THREADS": o.threads, "INFERENCE_PRECISION_HINT": "f32"}
@@ -119,6 +138,7 @@ def summarize(rows: list[dict], plain: dict[str, str | None]) -> dict[str, dict]
         figures |= {f"x {base}": ratio(base) for base in bases}
         if base := plain[name]:
             figures["x its plain"] = ratio(base)
+        if base and rows[0][name].ids:
             figures["equal"] = sum(row[name].ids == row[base].ids for row in rows)
             if steps := sum(row[name].steps or len(row[name].accept_lengths) for row in rows):
                 figures["tau"] = sum(len(row[name].ids) - 1 for row in rows) / steps
@@ -178,6 +198,8 @@ def main(argv: list[str] | None = None) -> int:
     p = bench.options(__doc__, "peers")
     add = p.add_argument
     bench.add_model(p)
+    add("--methods", nargs="+", default=["eagle3"], metavar="METHOD",
+        help="ours, as --speculate has them (default eagle3); METHOD=DIR drafts with DIR")
     add("--quantised", nargs="+", default=[], metavar="DIR", help="the same checkpoint, by quantize.py")
     add("--questions", help="JSON lines whose first turns are asked; needed for a checkpoint")
     add("--limit", type=positive, help="questions at most")
@@ -187,7 +209,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--llama-server", metavar="FILE", help="llama.cpp's program")
     add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantized and quantised")
     add("--llama-head", metavar="FILE", help="the EAGLE-3 head for it")
+    add("--llama-draft", metavar="FILE", help="a draft model for it")
     add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="lengths (default 2)")
+    add("--llama-p-min", type=float, nargs="+", default=[0.0], metavar="P", help="least probable drafts")
+    add("--ik-server", metavar="FILE", help="ik_llama.cpp's llama-server")
     add("--openvino", metavar="PYTHON", help="an interpreter that can import openvino_genai")
     add("--openvino-target", metavar="DIR", help="the target as optimum-cli exports it")
     add("--openvino-head", metavar="DIR", help="its EAGLE-3 head, exported so")

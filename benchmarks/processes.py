@@ -96,23 +96,17 @@ def our_server(checkpoint: str, *options: str) -> HttpPeer:
 
 
 class LlamaServer(HttpPeer):
-    """llama-server with `parallel` places. With a head it drafts chains of `chain` tokens by EAGLE-3."""
+    """llama-server, of llama.cpp or ik_llama.cpp, with `parallel` slots. more: further options."""
 
-    def __init__(
-        self, binary: str, file: str, threads: int, *, head: str | None = None, chain: int = 0,
-        parallel: int = 1,
-    ):
+    def __init__(self, binary: str, file: str, threads: int, *more: str, parallel: int = 1):
         command = [binary, "--model", file, "--ctx-size", str(CONTEXT * parallel), "--threads", str(threads)]
-        command += ["--parallel", str(parallel)]
-        if head:
-            command += ["--model-draft", head, "--spec-type", "draft-eagle3"]
-            command += ["--spec-draft-n-max", str(chain)]
-        super().__init__("--llama-server", command)
+        super().__init__("--llama-server", [*command, "--parallel", str(parallel), *more])
 
     def decode(self, ids: list[int], tokens: int) -> Decoded:
         """Decode a prompt. The server keeps the time, from the first token to the last.
 
-        It counts drafts behind a stop id as accepted, so that steps can be a few too few.
+        It counts drafts behind a stop id as accepted, so that steps can be a few too few. ik_llama.cpp's
+        returns no ids.
         """
         body = {"prompt": ids, "n_predict": tokens, "temperature": 0, "cache_prompt": False}
         try:
@@ -123,9 +117,10 @@ class LlamaServer(HttpPeer):
         if response.status_code != 200:
             raise self.failed(f"answered a prompt of {len(ids)} tokens with {response.status_code}")
         answer = response.json()
-        later, timings = len(answer["tokens"]) - 1, answer["timings"]
+        timings = answer["timings"]
+        later = timings["predicted_n"] - 1
         rate = 1000 * later / timings["predicted_ms"] if later else 0.0
-        return Decoded(answer["tokens"], rate, [], later - timings.get("draft_n_accepted", 0))
+        return Decoded(answer.get("tokens", []), rate, [], later - timings.get("draft_n_accepted", 0))
 
 
 class OpenVino(PeerProcess):

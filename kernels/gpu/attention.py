@@ -202,8 +202,7 @@ def attend_kernel(
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = pair // HEADS, pair % HEADS
     committed = tl.load(length + b).to(tl.int32)
-    cached = committed + M - T  # slots that are already in the cache
-    total = cached + T
+    cached, total = committed + M - T, committed + M  # slots that are already in the cache, all slots
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     t, valid = row // GROUP, row < GROUP * T
     first = 0

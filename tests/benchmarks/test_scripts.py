@@ -74,8 +74,8 @@ def test_batches():
 def test_peers(place):
     pytest.importorskip("transformers")
     summary = run("peers", f"{TEXTS}/q.jsonl --transformers")["summary"]
-    assert [*summary] == ["ours plain", "ours EAGLE-3", "transformers", "transformers, prompt lookup"]
-    assert summary["ours EAGLE-3"]["equal"] == 2 and summary["ours EAGLE-3"]["x transformers"] > 0
+    assert [*summary] == ["ours plain", "ours eagle3", "transformers", "transformers, prompt lookup"]
+    assert summary["ours eagle3"]["equal"] == 2 and summary["ours eagle3"]["x transformers"] > 0
     assert (place / "peers.png").is_file()
 
 
@@ -99,7 +99,7 @@ def test_startup():
 @pytest.mark.slow
 def test_serving():
     rounds = run("serving", f"{TEXTS}/q.jsonl --clients 2 --each 1 --rounds 1")["rounds"]
-    assert [r["server"] for r in rounds] == ["ours plain", "ours EAGLE-3"]
+    assert [r["server"] for r in rounds] == ["ours plain", "ours eagle3"]
     assert all(r["tokens/s"] > 0 for r in rounds)
 
 
