@@ -67,6 +67,9 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     rates = [entry["lr"] for entry in log_of(tmp_path) if "loss" in entry]
     assert len(rates) == 9 and rates[-1] == pytest.approx(0.1 * 1e-3) and max(rates) > 0.5e-3
     assert "tau" in log_of(tmp_path)[-1]  # of the epoch that was cut short
+    monkeypatch.undo()
+    assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
+    assert "no conversation ended in half of it; raise it" in capsys.readouterr().err
 
 
 @pytest.mark.expensive

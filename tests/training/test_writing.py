@@ -60,8 +60,9 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
         assert plain.generate([row["ids"][:begin]], Sampling(12))[0].ids == row["ids"][begin:end]
 
 
-def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path):
+def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path, capsys):
     c = written(golden, tmp_path, [users("one")])
+    assert "00:00 left with training" in capsys.readouterr().err
     c.from_prompts([users("two"), users("three")])
     c.write(deadline=0.0)
     assert len(c.planned) == len(read_rows(c)) == 1 and c.engine.free == c.engine.batch
