@@ -46,15 +46,13 @@ def read_block(source: Source, kind: str, target: ModelArgs, options: HeadOption
     flags = config | (config.get("dflash_config") or {})
     fields = model_fields(path, config | {"tie_word_embeddings": False})
     ahead = flags.get("sliding_window_non_causal") or False in (flags.get("is_causal"), flags.get("causal"))
-    if "windows" in fields and ahead:
-        raise InputError(f"{path}: config: layers with sliding windows must be causal in a head that drafts"
-                         " blocks")
     fields |= layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "draft_window": flags.get("draft_window") or 0,
         "aux_layers": _aux_layers(source, flags, target, options),
         "block": flags.get("block_size"), "mask_id": flags.get("mask_token_id"),
         "causal": any(flags.get(key) for key in ("causal", "causal_head", "is_causal")),
+        "windows_ahead": bool("windows" in fields and ahead),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }

@@ -62,7 +62,7 @@ class BlockDrafter(HeadDrafter):
         valid = (ahead < n_new[:, None]) | (ahead >= W)
         before = ahead <= ahead[:, None]
         masks = [before | ((ahead >= W) & (ahead[:, None] >= W))] if self._bidirectional else [before]
-        if self._bidirectional and self.head.args.windows:
+        if self._bidirectional and self.head.args.windows and not self.head.args.windows_ahead:
             masks.append(before)
         visible = [
             step.mask(slots, start, (mask & valid[:, None]) | (ahead == ahead[:, None]))

@@ -23,7 +23,8 @@ class BlockArgs(MarkovArgs):
 
     block: whole(1, 256) = 8  # tokens of a block, anchor included
     from_anchor: Flag = False  # token j drafts position j+1 after the anchor; else position j
-    causal: Flag = False  # causal attention within a block; layers with a sliding window always have it
+    causal: Flag = False  # causal attention within a block
+    windows_ahead: Flag = False  # layers with a sliding window see later tokens of their block, too
 
     @property
     def drafts(self) -> int:
@@ -34,13 +35,14 @@ class BlockArgs(MarkovArgs):
 class BlockLayer(Block):
     """A layer of a block head: tokens of a block attend to the target's features and to the block.
 
-    `wqkv` computes the keys and values of both.
+    `wqkv` computes the keys and values of both. span: its window, which the mask has, if it looks ahead.
     """
 
     standard = False
 
     def __init__(self, args: BlockArgs, layer: int):
         super().__init__(args, layer=layer)
+        self.span, self.window = (self.window, 0) if args.windows_ahead else (0, self.window)
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: PassInputs) -> Tensor:
@@ -62,7 +64,7 @@ class BlockHead(Head, Markov):
     """The DFlash head, and the base of DSpark's.
 
     Token j of a block is at position j after the anchor. It attends to the features of all tokens before the
-    anchor and to its block, up to itself in causal heads and in layers with a sliding window.
+    anchor and to its block, up to itself in causal heads and, by default, in layers with a window.
     """
 
     Args = BlockArgs
@@ -99,9 +101,14 @@ class BlockHead(Head, Markov):
         shared = windowed = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         if before is not None:
             windowed = PassInputs(self.args, self.inv_freq, positions, slots, before)
+        if span := max(layer.span for layer in self.layers):  # committed slots are positions
+            visible = visible if isinstance(visible, Tensor) else visible.dense()
+            at = torch.arange(visible.shape[-1], device=slots.device).expand(len(slots), -1)
+            near = at.scatter(1, slots, positions)[:, None] > positions[..., None] - span
+            windowed = PassInputs(self.args, self.inv_freq, positions, slots, visible & near)
         x = self.embed(self.block_tokens(anchor))
         for layer, cache in zip(self.layers, caches):
-            x = layer(x, context, cache, windowed if layer.window else shared)
+            x = layer(x, context, cache, windowed if layer.window or layer.span else shared)
         return self.norm(self.draft_rows(x))
 
     def block_tokens(self, anchor: Tensor) -> Tensor:

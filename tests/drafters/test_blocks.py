@@ -97,7 +97,6 @@ def test_drafts_are_the_same_on_the_kernels(golden, models, tmp_path, label, cha
 @pytest.mark.parametrize("label,changes,words", (
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, the target has 8"),
-    ("dflash-windows", {"is_causal": False}, "must be causal"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask_id"),
 ))

@@ -13,7 +13,10 @@ from helpers.heads import layer_shapes, plain_layer, rms
 from model import Transformer
 
 LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
-LABELS = ("p-eagle", "dflash", "dflash-windows", "jetspec", "dspark", "dspark-gated", "dspark-plain")
+LABELS = (
+    "p-eagle", "dflash", "dflash-windows", "dflash-ahead", "jetspec", "dspark", "dspark-gated",
+    "dspark-plain",
+)
 
 
 def published(label: str, target: Transformer, draft: int | None = None):
@@ -49,7 +52,8 @@ def published(label: str, target: Transformer, draft: int | None = None):
     elif "dspark" not in label:
         del shapes["lm_head.weight"]
         config |= {"architectures": ["DFlashDraftModel"], "block_size": block, "dflash_config": reads}
-        if label == "dflash-windows":
+        if label in ("dflash-windows", "dflash-ahead"):
+            reads |= {"sliding_window_non_causal": True} if label == "dflash-ahead" else {}
             config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
         if label == "jetspec":
             reads["causal"] = True
@@ -111,8 +115,9 @@ class Reference:
         context = self.norm(self.features(ids, c["target_layer_ids"]) @ self.t["fc.weight"].T, "hidden_norm")
         x = self.target.embed.weight[[ids[-1]] + [c["mask_token_id"]] * (size - 1)]
         back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
+        ahead = bool(c.get("sliding_window_non_causal"))
         windows = {
-            "sliding_attention": (back >= 0) & (back < c.get("sliding_window", 0)),
+            "sliding_attention": ((back >= 0) | ahead) & (back < c.get("sliding_window", 0)),
             "full_attention": None if c.get("causal") else back < n + size,
         }
         usual = ["sliding_attention" if "sliding_window" in c else "full_attention"] * LAYERS
