@@ -211,6 +211,8 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Parts:
         "kind": "target", "architecture": family.architecture, **fields, "stop_ids": stop_ids,
         "bos_id": source.bos_id,
     }
+    if (mask := source.config.get("pard_token")) is not None:  # a draft model, see `drafters.pard`
+        config["pard_token"] = mask
     tensors = family.tensors(source, config)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:

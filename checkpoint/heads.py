@@ -47,8 +47,8 @@ def kind_of(source: Source) -> str | None:
         return "dspark"
     if said == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
         return "dflash"
-    if said == "peagle" or "mask_hidden" in names or any(
-            config.get(key) is not None for key in ("pard_token", "ptd_token_id")):
+    if said == "peagle" or "mask_hidden" in names or ("fc.weight" in names and any(
+            config.get(key) is not None for key in ("pard_token", "ptd_token_id"))):
         return "p-eagle"
     norms = {"layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight"}
     if said == "eagle" or "EagleSpeculator" in classes:

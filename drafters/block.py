@@ -1,4 +1,4 @@
-"""Drafters whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
+"""Drafters that draft all levels of a tree in one pass: P-EAGLE, DFlash, DSpark; base of PARD's.
 
 P-EAGLE: arXiv 2602.01469, vllm-project/vllm#32887. DFlash: arXiv 2602.06036, a block of mask tokens that
 attends to the target's features; `--tree n+1,n-1,1` is the paper's chain, other trees are DDTree's (arXiv
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError
-from engine.draft import HeadDrafter, catch_up_count, last_unread, materialize
+from engine.draft import HeadDrafter, NetworkDrafter, catch_up_count, last_unread, materialize
 from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
@@ -28,21 +28,15 @@ from networks.p_eagle import PEagleHead
 from tree import Growth, TreeShape, pick
 
 
-class BlockDrafter(HeadDrafter):
-    """A DFlash or DSpark head. It drafts the block size of its training, even for a smaller tree.
+class OnePassDrafter(NetworkDrafter):
+    """Drafts all levels in one pass over the tokens of the last commit and mask tokens."""
 
-    Arguments and errors are those of `HeadDrafter`.
-    """
+    _bidirectional = False  # tokens of a block also attend to later ones
 
     @property
     def block_rows(self) -> int:
         """Mask tokens of a pass."""
-        return self.head.args.block
-
-    @property
-    def _bidirectional(self) -> bool:
-        """True if tokens of a block also attend to later ones."""
-        return not self.head.args.causal
+        return self.shape.max_commit - 2
 
     @property
     def extra_slots(self) -> int:
@@ -54,31 +48,29 @@ class BlockDrafter(HeadDrafter):
         Cache entries of the other tokens are overwritten or never attended to.
         """
         W, rows, n_new = catch_up_count(step, state), self.block_rows, state.n_new
-        start, ahead = materialize(state.length - n_new), torch.arange(W + rows, device=slots.device)
-        context = self.head.fuse(self.own_features(state.features[:, :W]))
+        end, ahead = state.length + self.read_ahead, torch.arange(W + rows, device=slots.device)
+        start = materialize(end - n_new)
         own = start[:, None] + ahead
-        positions = torch.cat((start[:, None] + ahead[:W], state.length[:, None] + ahead[:rows]), 1)
+        positions = torch.cat((start[:, None] + ahead[:W], end[:, None] + ahead[:rows]), 1)
         # A token attends to itself and to earlier valid tokens; in a bidirectional block also to later ones.
         valid = (ahead < n_new[:, None]) | (ahead >= W)
         before = ahead <= ahead[:, None]
         masks = [before | ((ahead >= W) & (ahead[:, None] >= W))] if self._bidirectional else [before]
-        if self._bidirectional and self.head.args.windows and not self.head.args.windows_ahead:
+        if self._bidirectional and self.network.args.windows and not self.network.args.windows_ahead:
             masks.append(before)
         visible = [
             step.mask(slots, start, (mask & valid[:, None]) | (ahead == ahead[:, None]))
             for mask in masks
         ]
-        return self._draft(state, context, positions, own, *visible)
+        return self._draft(state, W, positions, own, *visible)
 
-    def _draft(
-        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor, before=None
-    ) -> Tensor:
+    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor, before=None) -> Tensor:
         """Return the lm_head's inputs of all levels [B, L, H].
 
-        context [B, W, H]: fused features. before: see `BlockHead.forward`. Other arguments: see
+        W: rows before the mask tokens. before: see `BlockHead.forward`. Other arguments: see
         `Transformer.forward`.
         """
-        return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
+        raise NotImplementedError
 
     def grow(
         self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None, costs=None
@@ -87,26 +79,27 @@ class BlockDrafter(HeadDrafter):
 
         Without a Markov head all nodes of a level have the same children (DDTree, k = number of nodes).
         """
-        head, shape = self.head, self.shape
+        head, shape = self.network, self.shape
+        markov, confidence = (getattr(head.args, name, 0) for name in ("markov_rank", "confidence"))
         k, levels = shape.width, shape.max_commit - 1
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels, to read the lm_head once
-        if not head.args.markov_rank:
+        if not markov:
             scores, ids = step.rank(logits, noise, k, self._ids)  # [B, L, k]
-            if head.args.confidence:
+            if confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(rows))[..., None]
             ranked = scores, ids
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """Return scores and token ids [B, R, k] of the top-k children of tokens [B, R]."""
             count = tokens.shape[1]
-            if not head.args.markov_rank:
+            if not markov:
                 return tuple(x[:, level, None].expand(-1, count, -1) for x in ranked)
             row = rows[:, level, None].expand(-1, count, -1)
             after = logits[:, level, None] + head.markov_logits(row, tokens)
             shift = None if noise is None else noise[:, level, None]
             scores, ids = step.rank(after, shift, k, self._ids)
-            if head.args.confidence:
+            if confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(row, tokens))[..., None]
             return scores, ids
 
@@ -119,22 +112,40 @@ class BlockDrafter(HeadDrafter):
         return grown
 
 
+class BlockDrafter(OnePassDrafter, HeadDrafter):
+    """A DFlash or DSpark head. It drafts the block size of its training, even for a smaller tree.
+
+    Arguments and errors are those of `HeadDrafter`.
+    """
+
+    @property
+    def block_rows(self) -> int:
+        return self.head.args.block
+
+    @property
+    def _bidirectional(self) -> bool:
+        return not self.head.args.causal
+
+    def context(self, state: State, W: int) -> Tensor:
+        """Return the fused features of the last commit [B, W, H]."""
+        return self.head.fuse(self.own_features(state.features[:, :W]))
+
+    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor, before=None) -> Tensor:
+        context = self.context(state, W)
+        return self.head(state.root[:, 0], context, positions, own, visible, self.caches, before=before)
+
+
 class PEagle(BlockDrafter):
     """A P-EAGLE head: the last committed token drafts the first level, mask tokens draft the others."""
 
     _bidirectional = False
+    block_rows = OnePassDrafter.block_rows
 
-    @property
-    def block_rows(self) -> int:
-        return self.shape.max_commit - 2
-
-    def _draft(
-        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
-    ) -> Tensor:
+    def _draft(self, state, W: int, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
         # Token i+1 is paired with feature i, at position i.
-        head, W = self.head, context.shape[1]
-        known = state.tokens.gather(1, positions[:, :W] + 1)
+        head, known = self.head, state.tokens.gather(1, positions[:, :W] + 1)
         masks = known.new_full((len(known), self.block_rows), head.args.mask_id)
+        context = self.context(state, W)
         hidden = head.fuse(head.mask_hidden.to(context.dtype)[None, None])
         features = torch.cat((context, hidden.expand(*masks.shape, -1)), 1)
         h = head(torch.cat((known, masks), 1), features, positions, own, visible, self.caches)

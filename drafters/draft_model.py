@@ -64,12 +64,12 @@ class DraftModel(NetworkDrafter):
         return self.model(tokens, positions, slots, visible, self.caches)[0]
 
 
-def build(setup: Setup) -> DraftModel:
-    """Load the converted model of --draft.
+def load_drafter(setup: Setup) -> tuple[Transformer, dict]:
+    """Load the converted model of --draft -> (model, its config.json).
 
     Raises InputError for another vocabulary or a too short context, ValueError for an unfit tree.
     """
-    folder, target, drafting = setup.folder, setup.target, setup.drafting
+    folder, target = setup.folder, setup.target
     if not isinstance(setup.tree, TreeShape):
         raise InputError("--speculate draft-model: --tree must be auto, paper or nodes,depth,width")
     own, vocab_size = read_config(folder, "target"), target.args.vocab_size
@@ -92,7 +92,7 @@ def build(setup: Setup) -> DraftModel:
     resize_vocabulary(model, vocab_size)
     setup.prepare(model)
     model = model.for_length(setup.max_seq_len)
-    return DraftModel(model, setup.tree, drafting.coupled)
+    return model, own
 
 
 def resize_vocabulary(model: Transformer, size: int) -> None:

@@ -4,10 +4,11 @@ import shutil
 import pytest
 import torch
 from helpers import edit
-from helpers.decoding import ids, plain
+from helpers.decoding import ids, plain, watched
 from safetensors.torch import load_file, save_file
 
 from drafters.draft_model import DraftModel
+from drafters.pard import Pard
 from engine.drafting import Drafting
 from engine.engine import Engine
 from sampling.options import Sampling
@@ -43,3 +44,17 @@ def test_other_rows_after_the_last_id(golden, llm, tmp_path, rows):
     request, = llm.target.engine(Drafting("draft-model", folder, tree=CHAIN)).generate(
         [[256, *range(97, 120)]], Sampling(21))
     assert set(request.accept_lengths[:-1]) == {CHAIN.max_commit}
+
+
+def test_a_parallel_draft_model(models, golden, tmp_path, llm):
+    """Its chains are the model's top tokens after mask tokens; its folder says which token that is."""
+    target, _ = models
+    engine = Engine(target, Pard(target, CHAIN, mask_id=7), chunks=(8,), max_seq_len=250, compile=False)
+    steps = watched(engine, [256, *range(97, 120)], Sampling(20))
+    for text, drawn in steps:
+        x, _ = target.causal(torch.tensor([text + [7] * 3]))
+        assert drawn.tokens[1:] == target.logits(x[0, -4:]).argmax(-1).tolist()
+    shutil.copytree(golden, folder := tmp_path / "draft")
+    edit(folder, pard_token=7)
+    drafter = llm.target.engine(Drafting("draft-model", folder)).drafter
+    assert len(steps) > 3 and isinstance(drafter.resizable_part, Pard) and drafter.resizable_part.mask_id == 7

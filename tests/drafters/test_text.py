@@ -54,6 +54,9 @@ def test_in_pytorch(models, models1, asked, name):
     check_texts(decode(engine, made, random.Random(2)), expected, made)
 
 
+WHOLE = "draft-model", "pard"  # these are whole models
+
+
 @pytest.fixture(scope="module", params=("fp32", "bf16"))
 def on_kernels(request, golden):
     """make(name) -> an engine on the CPU kernels, where 16-bit heads become w8a8; and the plain texts."""
@@ -67,7 +70,7 @@ def on_kernels(request, golden):
     def make(name: str) -> Engine:
         heads = [load_head(golden / kind, target.model, kind) for kind in ("eagle3", "eagle")]
         prepare(*heads)
-        model = target.model if name == "draft-model" else raw  # new heads copy tables that are not packed
+        model = target.model if name in WHOLE else raw  # new heads copy tables that are not packed
         return Engine(target.model, make_drafter(name, model, *heads, prepare), **SIZES)
 
     return make, [ids(llm.engine, PROMPTS, sampling) for sampling in (Sampling(40), SAMPLED)]
@@ -82,7 +85,8 @@ def test_on_the_kernels(on_kernels, name):
         check_texts(ids(engine, PROMPTS, sampling), want, list(zip(PROMPTS, sampling)))
 
 
-FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3"  # with a state, mixtures, sinks, windows
+# With a state, mixtures, sinks, windows, convolutions, shared keys.
+FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2", "Gemma 4 E2B"
 
 
 @pytest.fixture(scope="module", params=[
@@ -113,9 +117,9 @@ def family(request, tmp_path_factory):
 def test_families(family, name):
     """A request in a batch, as they come and go, has the text that it has alone without drafts."""
     target, raw, heads, asked, expected = family
-    if target.is_recurrent and name == "draft-model":
+    if target.is_recurrent and name in WHOLE:
         return  # refused, see tests/checkpoint/test_hybrids.py
-    model = target if name == "draft-model" else raw
+    model = target if name in WHOLE else raw
     drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)

@@ -10,6 +10,7 @@ from drafters.lookahead import Lookahead
 from drafters.medusa import HydraHeads, MedusaHeads, MultiToken, MultiTokenArgs
 from drafters.mixed import Mixed
 from drafters.ngram import NGram, TokenFile
+from drafters.pard import Pard
 from drafters.static import EAGLE1_TREE, StaticHeadDrafter, expected_tree
 from engine.draft import Drafter, HeadDrafter
 from head import Eagle3Head, Head, HeadArgs
@@ -20,7 +21,7 @@ from tree import TreeShape
 
 NAMES = (
     "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",
-    "draft-model", "lookahead", "lookup", "suffix", "rest", "lookup+eagle3", "eagle1+dspark",
+    "draft-model", "pard", "lookahead", "lookup", "suffix", "rest", "lookup+eagle3", "eagle1+dspark",
     "eagle3 window", "dspark window",
 )
 # Like others in what they read and keep; `make test-fast` leaves them out.
@@ -106,6 +107,7 @@ def make_drafter(
         "hydra": lambda: MultiToken(guessing("hydra"), expected_tree(12, 3)),
         "hydra++": lambda: MultiToken(guessing("hydra", True), expected_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
+        "pard": lambda: Pard(target, TreeShape(10, 3, 4), mask_id=7),
         "lookup+eagle3": lambda: Mixed(NGram(), make("eagle3")),
         "eagle1+dspark": lambda: Mixed(make("eagle1"), make("dspark"), 12),
         "eagle3 window": lambda: HeadDrafter(block("eagle3", window=12), TreeShape(8, 2, 3)),
