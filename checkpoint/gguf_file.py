@@ -102,6 +102,8 @@ def read_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
             fields[key] = cursor.value(cursor.kind())
         entries = [(cursor.text(), cursor.array("<u8", cursor.kind()).tolist(), cursor.kind(), cursor.size())
                    for _ in range(tensors)]
+        if len({name for name, *_ in entries}) != tensors:
+            raise ValueError("two tensors have one name")
         alignment = fields.get("general.alignment", 32)
         start = cursor.at + -cursor.at % alignment
         return fields, {name: _tensor(cursor.data, sizes, kind, start + offset)

@@ -42,7 +42,7 @@ def _affine(blocks: Tensor) -> Found:  # w = scale * q + minimum
 
 
 def _exponent(blocks: Tensor) -> Found:
-    return torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128), None
+    return torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 127) / 2, None  # 255: infinite
 
 
 def _six_bits(blocks: Tensor) -> Found:  # of Q4_K and Q5_K

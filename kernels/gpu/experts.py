@@ -179,9 +179,10 @@ def fused_mix(experts: Experts, rows: Tensor, weight: Tensor, chosen: Tensor) ->
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a mixture of experts compute in these kernels, unless it is fp8."""
-    if isinstance(module, Experts) and not module.fused and getattr(module.w_down, "mode", None) != "fp8":
+    """Let a mixture of experts compute in these kernels, unless it is fp8 or as its source stores it."""
+    stacks = (module.w_gate_up, module.w_down) if isinstance(module, Experts) and not module.fused else ()
+    if stacks and not any(getattr(x, "kind", None) or getattr(x, "mode", None) == "fp8" for x in stacks):
         module.fused = fused_mix
-        for stack in (module.w_gate_up, module.w_down):
+        for stack in stacks:
             if isinstance(stack, QuantizedStack):
                 reorder(stack)

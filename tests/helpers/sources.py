@@ -111,7 +111,8 @@ def write_gguf(
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
             data = pairs.reshape(data.shape)
         data = data.contiguous().numpy()
-        if data.ndim == 1 or kind == "F32" or (kind == "MXFP4" and not name.endswith("_exps.weight")):
+        dense = data.ndim == 1 or kind == "F32" or data.shape[-1] % 32
+        if dense or (kind == "MXFP4" and not name.endswith("_exps.weight")):
             w.add_tensor(name, data)
         else:
             w.add_tensor(name, gguf.quants.quantize(data, qtype), raw_dtype=qtype)
