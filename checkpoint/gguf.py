@@ -54,6 +54,7 @@ NO_MODELS = {  # by general.type
     "imatrix": "an importance matrix",
     "mmproj": "the part of a model that reads images or sounds", "vocab": "a vocabulary without weights",
 }
+HEADS_OF_LLAMA_CPP = "eagle3", "dflash"
 FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
 MTP = {  # of the layer after the last, under nextn.
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
@@ -70,6 +71,9 @@ def open_file(path: Path) -> Source:
         known = NO_MODELS.get(kind, f"of the type {kind!r}")
         raise InputError(f"{path}: is {known}, not a model; name the GGUF file of the model")
     arch = str(fields.get("general.architecture"))
+    if arch in HEADS_OF_LLAMA_CPP:
+        raise InputError(f"{path}: is a draft head ({arch}) for llama.cpp, which is not supported; convert"
+                         " the Hugging Face folder that it was made from")
     family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
     known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()

@@ -40,10 +40,9 @@ def only(state: dict, form="safetensors", config=CONFIG):
     return lambda folder: write_source(folder, state, config, form)
 
 
-def gguf_file(keep: float = 1.0, tail: bytes = b"", **options):
+def gguf_file(keep: float = 1.0, **options):
     def make(folder: Path) -> Path:
         file = write_gguf(folder / "m.gguf", target_state(), **options)
-        file.write_bytes(file.read_bytes()[: file.stat().st_size - len(tail)] + tail)
         os.truncate(file, int(file.stat().st_size * keep))
         return file
     return make
@@ -67,7 +66,8 @@ BAD_TARGETS = {
     "truncated safetensors": (
         folder_with(then=lambda f: os.truncate(f / "model.safetensors", 50_000)), "truncated"),
     "truncated GGUF data": (gguf_file(0.7), "truncated"),
-    "scales of nan in a GGUF": (gguf_file(kind="Q8_0", tail=b"\x7f" * 4000), "not finite"),
+    "a head in a GGUF": (gguf_file(extra=lambda w: w.add_string("general.architecture", "dflash")),
+                         "is a draft head (dflash) for llama.cpp"),
     "one part of a split GGUF": (gguf_file(extra=lambda w: w.add_uint16("split.count", 2)), "split GGUF"),
     **{f"GGUF {kind}": (gguf_file(extra=lambda w, kind=kind: w.add_type(kind)), words) for kind, words in {
         "adapter": "a LoRA adapter", "imatrix": "an importance matrix", "speech": "'speech'"}.items()},
