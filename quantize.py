@@ -1,14 +1,14 @@
-"""Quantise a converted checkpoint, once: int8, int4 or fp8 weights.
+"""Quantize a converted checkpoint, once: int8, int4 or fp8 weights.
 
     python quantize.py --checkpoint checkpoints/mine --mode int8            # into checkpoints/mine-int8
     python quantize.py --checkpoint checkpoints/mine --mode int4 --group 64 --text sample.txt
 
-The heads inside a target's folder are quantised too; a head's own folder works as well. With int4, heads
+The heads inside a target's folder are quantized too; a head's own folder works as well. With int4, heads
 and the lm_head become int8, with w4a8 w8a8. The 4-bit weights of a target are calibrated (GPTQ) on a text
 that it writes itself, or on one of yours. Memory holds one tensor at a time or, when calibrating, one layer
 and what is ready.
 
-The error of the layers is reported and, with --text, how often the quantised model's next token is the
+The error of the layers is reported and, with --text, how often the quantized model's next token is the
 original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
 """
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from checkpoint.convert import converted_folder, default_folder
 from checkpoint.folder import check_exact, check_out
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_model, read_config
-from checkpoint.quantizing import Quantised, compare, quantize_folder, text_ids
+from checkpoint.quantizing import QuantizationPlan, compare, quantize_folder, text_ids
 from common.cli import Options, command, note
 from common.errors import InputError, counted
 from common.files import read_text
@@ -147,8 +147,8 @@ def report(source: Path, out: Path, errors: dict[str, tuple[str, float]]) -> Non
               f" (worst {worst:.2%}, {layer})")
 
 
-def judge(o, source: Path, out: Path) -> dict[str, Quantised]:
-    """Return what is quantised by its subfolder of `out`: "" is the source itself, others its heads.
+def judge(o, source: Path, out: Path) -> dict[str, QuantizationPlan]:
+    """Return what is quantized by its subfolder of `out`: "" is the source itself, others its heads.
 
     Raises InputError, before anything is loaded, on options that do not fit the source.
     """
@@ -168,7 +168,7 @@ def judge(o, source: Path, out: Path) -> dict[str, Quantised]:
     for name in ("", *heads):
         check_out(out / name, name or kind, o.force)
     scheme, of_heads = schemes(o)
-    return {name: Quantised.of(source / name, of_heads if name else scheme, name or kind)
+    return {name: QuantizationPlan.of(source / name, of_heads if name else scheme, name or kind)
             for name in ("", *heads)}
 
 
@@ -198,7 +198,7 @@ def run(o) -> None:
     if ids is not None:
         result = compare(source, out, ids, choose_backend("cpu", log=note).prepare)
         print(f"on {result['tokens']:,} tokens of {o.text}: perplexity {result['perplexity']:.3f} ->"
-              f" {result['quantised_perplexity']:.3f}, same next token {result['agreement']:.1%}")
+              f" {result['quantized_perplexity']:.3f}, same next token {result['agreement']:.1%}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -147,7 +147,7 @@ smollm2() {
     [ -n "${QUESTIONS:-}" ] || { left_out "smollm2 (no QUESTIONS)"; return; }
     [ -d "$CHECKPOINT-int8" ] ||
         part 90 quantize "$PYTHON" quantize.py --checkpoint "$CHECKPOINT" --mode int8
-    measure 400 smollm2 peers --checkpoint "$CHECKPOINT" --quantised "$CHECKPOINT-int8" --transformers \
+    measure 400 smollm2 peers --checkpoint "$CHECKPOINT" --quantized "$CHECKPOINT-int8" --transformers \
         --questions "${QUESTIONS%% *}" --limit 12 $OPTIONS
 }
 

@@ -1,10 +1,10 @@
 """Tokens per second of this project and of its peers on the same weights, prompts and threads, in turns.
 
-    python benchmarks/peers.py --checkpoint DIR --quantised DIR-w8a8 --questions mt_bench.jsonl \\
+    python benchmarks/peers.py --checkpoint DIR --quantized DIR-w8a8 --questions mt_bench.jsonl \\
         --transformers --llama-server FILE --gguf bf16.gguf Q8_0.gguf --llama-head head.gguf
     python benchmarks/peers.py --shape llama-3.1-8b --transformers
 
-ours          plain and by --methods, as stored and quantised; not with --no-ours
+ours          plain and by --methods, as stored and quantized; not with --no-ours
 transformers  `generate`, plain and with prompt lookup; on a GPU also with a static cache, where it is
               compiled
 llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3 or a draft model, drafting
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 def ours_of(o, slots: int) -> dict[str, Entry]:
     """Return our contenders."""
     found = {}
-    for checkpoint in (o.checkpoint, *o.quantised):
+    for checkpoint in (o.checkpoint, *o.quantized):
         model = ours.load(checkpoint, o.shape, autotune=o.autotune)
         mode = read_config(checkpoint).get("quantization", {}).get("mode") if checkpoint else None
         tree, suffix = PAPER_TREE if o.shape else None, f" {mode}" if mode else ""
@@ -200,14 +200,14 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_model(p)
     add("--methods", nargs="+", default=["eagle3"], metavar="METHOD",
         help="ours, as --speculate has them (default eagle3); METHOD=DIR drafts with DIR")
-    add("--quantised", nargs="+", default=[], metavar="DIR", help="the same checkpoint, by quantize.py")
+    add("--quantized", nargs="+", default=[], metavar="DIR", help="the same checkpoint, by quantize.py")
     add("--questions", help="JSON lines whose first turns are asked; needed for a checkpoint")
     add("--limit", type=positive, help="questions at most")
     add("--max-new-tokens", type=positive, default=128)
     add("--ours", action=argparse.BooleanOptionalAction, default=True)
     add("--transformers", action="store_true")
     add("--llama-server", metavar="FILE", help="llama.cpp's program")
-    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantized and quantised")
+    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantized and quantized")
     add("--llama-head", metavar="FILE", help="the EAGLE-3 head for it")
     add("--llama-draft", metavar="FILE", help="a draft model for it")
     add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="lengths (default 2)")

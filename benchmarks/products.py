@@ -37,11 +37,11 @@ PAUSE = 0.02  # seconds, after which the threads of PyTorch's products no longer
 
 
 def weights_of(o) -> list[Tensor]:
-    """Return every matrix that a pass reads, in bf16. Raise InputError on a quantised checkpoint."""
+    """Return every matrix that a pass reads, in bf16. Raise InputError on a quantized checkpoint."""
     target = ours.plain_modules(o.checkpoint, o.shape, dtype="bf16", device=o.device)
     linears = [m for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     if len(linears) < target.args.num_layers:
-        raise InputError(f"{o.checkpoint}: is quantised; name the checkpoint before quantisation")
+        raise InputError(f"{o.checkpoint}: is quantized; name the checkpoint before quantization")
     return [linear.weight for linear in linears] + [target.lm_head_weight]
 
 

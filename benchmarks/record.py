@@ -56,7 +56,7 @@ def places(text: str) -> list[tuple[int, int]]:
 
 
 def words(
-    x: float, y: float, text: str, colour: str, times: tuple[float, ...] = (), size: int = 12
+    x: float, y: float, text: str, color: str, times: tuple[float, ...] = (), size: int = 12
 ) -> str:
     """Return a piece of text. times: when it appears and goes, in parts of the whole; none: it stays."""
     play = ""
@@ -65,7 +65,7 @@ def words(
         play = (f'<animate attributeName="opacity" calcMode="discrete" keyTimes="{keys}" values="{values}"'
                 ' dur="DURATION" repeatCount="indefinite"/>')
     wide = f'textLength="{len(text) * WIDE * size / 12}"'  # whatever the reader's font is
-    return f'<text x="{x}" y="{y}" fill="{colour}" font-size="{size}" {wide}>{escape(text)}{play}</text>'
+    return f'<text x="{x}" y="{y}" fill="{color}" font-size="{size}" {wide}>{escape(text)}{play}</text>'
 
 
 def terminal(left: float, title: str, answer: dict, end: str, total: float) -> list[str]:

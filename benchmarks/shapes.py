@@ -68,7 +68,7 @@ def random_models(
 ) -> tuple[Transformer, Head]:
     """Return a target of this shape and its EAGLE-3 head.
 
-    mode: one of `kernels.quantized.MODES` for quantised weights, mxfp4 for experts, or None. In int4 and w4a8
+    mode: one of `kernels.quantized.MODES` for quantized weights, mxfp4 for experts, or None. In int4 and w4a8
     `group` inputs share a scale; other layers have 8 bits. Raise InputError on an unknown name.
     """
     args, draft_vocab, mlp_width = shape_of(name)

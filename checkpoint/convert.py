@@ -322,7 +322,7 @@ def plan_tensors(
         stored = entry.dtype
         fits = stored == torch.uint8 if name in uint8_names else stored and stored.is_floating_point
         if not fits or (stored.itemsize == 1 and name not in uint8_names):
-            raise InputError(f"{path}: tensor {name!r} is not stored as floating point (a quantised"
+            raise InputError(f"{path}: tensor {name!r} is not stored as floating point (a quantized"
                              " checkpoint?)")
     dtype = dtype or _prevailing_dtype({n: entry for n, entry in tensors.items() if n not in uint8_names})
     return [

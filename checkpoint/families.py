@@ -1,6 +1,6 @@
 """All families of targets: names of their tensors, defaults that their configs omit.
 
-`ROWS` has one entry for each. Source: transformers' modelling files. GGUF files come under the same names
+`ROWS` has one entry for each. Source: transformers' modeling files. GGUF files come under the same names
 (`checkpoint.gguf`).
 """
 from __future__ import annotations

@@ -17,7 +17,7 @@ from extensions import HEADS
 
 
 def check_exact(checkpoint: str | Path, config: dict | None = None) -> None:
-    """Raise InputError if a folder of this config.json is quantised, or a source (None).
+    """Raise InputError if a folder of this config.json is quantized, or a source (None).
 
     Experts may be, as their files are.
     """
@@ -27,8 +27,8 @@ def check_exact(checkpoint: str | Path, config: dict | None = None) -> None:
         tensors = open_source(resolve_source(checkpoint)).tensors.values()
         found = next((entry.quantized for entry in tensors if entry.quantized), None)
     if found:
-        raise InputError(f"{checkpoint}: is quantised already ({found}); name the checkpoint before"
-                         " quantisation, or convert a quantized source with --dtype bf16")
+        raise InputError(f"{checkpoint}: is quantized already ({found}); name the checkpoint before"
+                         " quantization, or convert a quantized source with --dtype bf16")
 
 
 def how_to_convert(folder: Path, kind: str | None) -> str:

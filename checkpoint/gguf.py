@@ -84,7 +84,7 @@ def open_file(path: Path) -> Source:
     for theirs, tensor in stored.items():
         name = _name(theirs, names, layers)
         if "_exps." not in theirs and len(tensor.shape) < 3:
-            # llama.cpp rotates neighbouring pairs in these families: its converter interleaves the halves of
+            # llama.cpp rotates neighboring pairs in these families: its converter interleaves the halves of
             # every q and k head. Only the size of a head matters for undoing it, not the number of heads.
             interleaved = arch in INTERLEAVED and re.search(r"\.attn_[qk]\.weight$", theirs)
             entry = _entry(tensor, config.get("head_dim") if interleaved else None)

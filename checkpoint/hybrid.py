@@ -1,6 +1,6 @@
 """Configs and tensors of Qwen3-Next, Qwen3.5 and later, as published: gated delta nets and gated attention.
 
-Sources: transformers' modelling files, llama.cpp's conversion/qwen.py.
+Sources: transformers' modeling files, llama.cpp's conversion/qwen.py.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantise a converted checkpoint, and compare it with the original on a text.
+"""Quantize a converted checkpoint, and compare it with the original on a text.
 
 A few tensors are in memory at a time, beside the layers that were calibrated: 4-bit weights that are chosen
 by what they compute on a text, which runs through the target layer by layer. `quantize.py` is the command.
@@ -44,7 +44,7 @@ MEASURED_PARTS = 8  # the error of a weight is measured on one of so many parts
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantizationPlan:
     """One of our folders and what it becomes: its config.json before and after, and both modules."""
 
     source: Path
@@ -54,10 +54,10 @@ class Quantised:
     module: nn.Module
 
     @classmethod
-    def of(cls, source: Path, scheme: Scheme, kind: str | None = None) -> Quantised:
+    def of(cls, source: Path, scheme: Scheme, kind: str | None = None) -> QuantizationPlan:
         """Plan a folder of this kind.
 
-        Raises InputError unless it is ours, not quantised yet, its weights are complete and what the config
+        Raises InputError unless it is ours, not quantized yet, its weights are complete and what the config
         says, and the scheme's group divides its layers.
         """
         before = read_config(source, kind)
@@ -66,7 +66,7 @@ class Quantised:
         experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
         after = dict(before)
         if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
-            after["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
+            after["tie_embeddings"] = False  # the lm_head becomes a quantized matrix beside the embedding
         with named(source / CONFIG, "choose another --group"):
             after["quantization"] = replace(scheme, experts=experts).with_kinds(exact).to_config()
             return cls(source, before, after, exact, build_module(after))
@@ -85,7 +85,7 @@ class _LayerWriter:
     layer: Quantized
     allow_nonfinite: bool
     scales: tuple[Tensor, ...] = ()  # see `Quantized.fit`
-    error: float = 0.0  # relative, of the quantised weight
+    error: float = 0.0  # relative, of the quantized weight
 
     def read_scales(self, which: int) -> Tensor:
         if not self.scales:
@@ -118,14 +118,14 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def quantize_folder(
-    plan: Quantised, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
+    plan: QuantizationPlan, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
 ) -> dict[str, tuple[str, float]]:
-    """Write a folder quantised into `folder` -> the relative error of every such layer.
+    """Write a folder quantized into `folder` -> the relative error of every such layer.
 
     It is of the weight ("of weights") or, if the layer was calibrated, "of outputs" on the text.
 
     text [B, T]: token ids; 4-bit layers of a target's blocks are calibrated on it. A target's tied lm_head
-    becomes a quantised matrix of its own beside the table. Raises OSError, and InputError on numbers that are
+    becomes a quantized matrix of its own beside the table. Raises OSError, and InputError on numbers that are
     not finite and not allowed.
     """
     source, module, names = plan.source, plan.module, plan.exact.state_dict()
@@ -176,8 +176,8 @@ class Calibrated(NamedTuple):
 def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -> dict[str, Calibrated]:
     """The linear layers of all blocks of a target, in 4 bits by GPTQ on a text, by their names.
 
-    source: an unquantised folder with this config. scheme: with kinds. ids [B, T]: the text. Each layer reads
-    what the layers before it compute once they are quantised. One block is in memory at a time, in float32,
+    source: an unquantized folder with this config. scheme: with kinds. ids [B, T]: the text. Each layer reads
+    what the layers before it compute once they are quantized. One block is in memory at a time, in float32,
     beside what is returned. Stacks of experts are rounded to nearest on the way, and not returned. Raises
     InputError on weights that are not finite.
     """
@@ -258,8 +258,8 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
 
 def compare(source: Path, out: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> dict:
     """Return the perplexity of both targets on a text [N], and how often their next tokens agree."""
-    (exact, top), (loss, quantised_top) = (scores(folder, ids, prepare) for folder in (source, out))
+    (exact, top), (loss, quantized_top) = (scores(folder, ids, prepare) for folder in (source, out))
     return {
-        "tokens": len(exact), "agreement": float((top == quantised_top).float().mean()),
-        "perplexity": float(exact.mean().exp()), "quantised_perplexity": float(loss.mean().exp()),
+        "tokens": len(exact), "agreement": float((top == quantized_top).float().mean()),
+        "perplexity": float(exact.mean().exp()), "quantized_perplexity": float(loss.mean().exp()),
     }

@@ -35,7 +35,7 @@ def counted(n: int, noun: str) -> str:
 def printable(text: str, most: int = 120) -> str:
     """Return a text of others, cut after `most` characters.
 
-    Control characters are escaped: they could move a cursor or change colours.
+    Control characters are escaped: they could move a cursor or change color.
     """
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= most else text[:most] + "..."

@@ -22,7 +22,7 @@ def program(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a guess at what a misspelt or foreign word stands for, to be added to a message."""
+    """Return a guess at what a misspelled or foreign word stands for, to be added to a message."""
     known = {name.lstrip("-"): name for name in known}
     near = [ours for ours, names in OTHERS.items() if word in names.split() and ours in known.values()]
     near += (known[name] for name in difflib.get_close_matches(word.lstrip("-"), known, 1))

@@ -71,7 +71,7 @@ MISTAKES = (
     ("train", "--max-prompt-tokens 800", "plus --max-new-tokens 1056: the target has 1024"),
     ("train", "--kind dflash --markov-rank 2", "--markov-rank: not for --kind dflash; leave it out"),
     ("convert_checkpoint", "--checkpoint TARGET", "TARGET: is already converted"),
-    ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already (int8); name the checkpoint"),
+    ("quantize", "--checkpoint QUANTIZED", "QUANTIZED: is quantized already (int8); name the checkpoint"),
     ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),
     ("quantize", "--out TARGET --force", "--out TARGET: is the checkpoint itself; choose another folder"),
     ("quantize", "--out HEAD --force", "HEAD: is of kind 'eagle3', which target may not replace; choose"),
@@ -98,9 +98,9 @@ def place(tmp_path_factory, golden):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     (folder / "GOLDEN").symlink_to(golden)
-    for name, source in (("TARGET", golden), ("HEAD", golden / "eagle3"), ("QUANTISED", golden / "eagle3")):
+    for name, source in (("TARGET", golden), ("HEAD", golden / "eagle3"), ("QUANTIZED", golden / "eagle3")):
         shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("model.safetensors", "eagle"))
-    edit(folder / "QUANTISED", quantization={"mode": "int8", "group": 0, "lm_head": True})
+    edit(folder / "QUANTIZED", quantization={"mode": "int8", "group": 0, "lm_head": True})
     return folder
 
 

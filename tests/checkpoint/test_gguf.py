@@ -19,7 +19,7 @@ from checkpoint.load import load_model, read_config
 from kernels.stored import Kind, numbers, pack_values, regroup, values
 
 
-def test_quantised(tmp_path, target, monkeypatch):
+def test_quantized(tmp_path, target, monkeypatch):
     """In two files; a factor alone stretches linearly, as in llama.cpp."""
     # One head per block, so that tensors come in several.
     monkeypatch.setattr(gguf_source, "BLOCK", 4 * 16 * 32)
@@ -136,7 +136,7 @@ def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
         keys["moe_intermediate_size"] = config.intermediate_size
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
-    if arch.startswith("gemma"):  # llama.cpp adds the 1 of zero-centred norms
+    if arch.startswith("gemma"):  # llama.cpp adds the 1 of zero-centered norms
         state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
     if arch == "lfm2":
         kinds = config.layer_types

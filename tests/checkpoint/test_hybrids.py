@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model, read_config
-from checkpoint.quantizing import Quantised, quantize_folder
+from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from checkpoint.sharded import shards_of
 from common.errors import InputError
 from drafters.draft_model import DraftModel
@@ -150,8 +150,8 @@ def off_by(folder, exact, layer: int) -> float:
     ("Qwen3.5", "int8", 0.04), ("Qwen3-Next", "w8a8", 0.12),
     ("Qwen3.5", "int4", 0.5), ("Qwen3-Next", "w4a8", 0.6),
 ])
-def test_quantised_text(tmp_path, name, mode, most):
-    """Drafted text is plain text, with caches in int8 too; the MTP layer is quantised with its target."""
+def test_quantized_text(tmp_path, name, mode, most):
+    """Drafted text is plain text, with caches in int8 too; the MTP layer is quantized with its target."""
     make_hybrid(tmp_path / "in", name, mtp=True, wide=True, layers=4)
     source, out = convert(tmp_path / "in", tmp_path / "exact", quiet=True), tmp_path / mode
     command = ["--group", "32", "--method", "nearest"] if mode in LM_HEAD_MODES else []
@@ -160,7 +160,7 @@ def test_quantised_text(tmp_path, name, mode, most):
     assert 0 < off_by(out, exact, 1) < most
     if mode == "int4":  # by GPTQ, too
         ids = torch.randint(0, V, (4, 128), generator=torch.Generator().manual_seed(3))
-        quantize_folder(Quantised.of(source, Scheme("int4", 32, "int8")), tmp_path / "gptq", ids)
+        quantize_folder(QuantizationPlan.of(source, Scheme("int4", 32, "int8")), tmp_path / "gptq", ids)
         for layer in 1, 4:
             assert off_by(tmp_path / "gptq", exact, layer) < off_by(out, exact, layer)
     for kv, caches in (("auto", CpuCaches), ("int8", Int8Caches)):

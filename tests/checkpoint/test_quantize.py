@@ -12,7 +12,7 @@ import quantize
 from checkpoint import writer
 from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
-from checkpoint.quantizing import Quantised, quantize_folder
+from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from common.errors import InputError
 from drafters.ngram import NGram
 from engine.draft import HeadDrafter
@@ -91,7 +91,7 @@ def test_drafted_text_is_plain_text(golden, tmp_path, capsys, text, mode, dtype,
 @pytest.mark.parametrize("order", (1, -1))
 def test_weights_and_scales_are_written_in_any_order(golden, tmp_path, monkeypatch, order):
     for name in ("usual", "other"):
-        quantize_folder(Quantised.of(golden / "eagle3", Scheme("int8", 0, "int8")), tmp_path / name)
+        quantize_folder(QuantizationPlan.of(golden / "eagle3", Scheme("int8", 0, "int8")), tmp_path / name)
         monkeypatch.setattr(writer, "sorted", lambda plan, key: plan[::order], raising=False)
     usual, other = (load_file(tmp_path / name / "model.safetensors") for name in ("usual", "other"))
     assert usual.keys() == other.keys() and all(torch.equal(usual[name], other[name]) for name in usual)
@@ -128,7 +128,7 @@ def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, tex
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
+def test_a_head_quantized_as_it_is_loaded(golden, tmp_path, kind):
     """Is what the command makes of it; what it has from its target stays the target's. Weights of another
     type than the config says are refused: kernels would take them for it.
     """
@@ -155,7 +155,7 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):
     source = convert(tmp_path / "in", tmp_path / "out", dtype="bf16", quiet=True)
     ids = torch.arange(256).view(2, 128) % 50
     four_bits = scheme.mode == "int4"
-    quantize_folder(Quantised.of(source, scheme), tmp_path / "q", ids if four_bits else None)
+    quantize_folder(QuantizationPlan.of(source, scheme), tmp_path / "q", ids if four_bits else None)
     (exact, _), (target, config) = map(load_model, (source, tmp_path / "q"))
     assert config["quantization"]["experts"] == "mxfp4" and target.lm_head.mode == scheme.lm_head
     for one, other in zip(exact.layers, target.layers):

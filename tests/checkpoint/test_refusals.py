@@ -101,7 +101,7 @@ BAD_TARGETS = {
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale of RoPE's"),
     "queries and keys with a limit": (folder_with("Olmo2", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
-    "experts quantised otherwise": (
+    "experts quantized otherwise": (
         folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),
     "another kind of layer": (
         folder_with("Qwen3_5", layer_types=["full_attention"] * 7 + ["chunked"]), "each of 8 layers"),

@@ -14,7 +14,7 @@ from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
 from checkpoint.load import read_config
-from checkpoint.quantizing import Quantised, quantize_folder
+from checkpoint.quantizing import QuantizationPlan, quantize_folder
 from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, Scheme
 from kernels.quantized import MODES as PRECISIONS
 
@@ -54,7 +54,7 @@ def folder(golden, tmp_path_factory):
         convert(write_source(work / name, target_state(config, seed=3), config), out, quiet=True)
     for mode in PRECISIONS:
         scheme = Scheme(mode, 32 if mode in FOUR_BITS else 0, LM_HEAD_MODES.get(mode, mode))
-        quantize_folder(Quantised.of(work / "exact", scheme), made / mode)
+        quantize_folder(QuantizationPlan.of(work / "exact", scheme), made / mode)
     (made / "golden").symlink_to(golden)
     return made
 

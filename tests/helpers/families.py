@@ -117,7 +117,7 @@ TARGETS = VARIANTS | {
     "Gemma 3 with eyes": ("Gemma3", GEMMA3),
     "Mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": True, **EXPERTS}),
-    "Qwen3-MoE, not renormalised": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": False, **EXPERTS}),
+    "Qwen3-MoE, not renormalized": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": False, **EXPERTS}),
     "gpt-oss": ("GptOss", GPT_OSS), "gpt-oss in MXFP4": ("GptOss", GPT_OSS),
 }
 

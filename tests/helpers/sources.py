@@ -107,7 +107,7 @@ def write_gguf(
             name = found or name.replace("model.layers", "blk")
             name += ".weight" * name.endswith("sinks")
         data = tensor.float()
-        if arch in INTERLEAVED and re.search(r"attn_[qk]\.", name):  # halves become neighbouring pairs
+        if arch in INTERLEAVED and re.search(r"attn_[qk]\.", name):  # halves become neighboring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
             data = pairs.reshape(data.shape)
         data = data.contiguous().numpy()

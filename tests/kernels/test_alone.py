@@ -144,7 +144,7 @@ def test_tiles_in_software(tmp_path):
     """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes."""
     if "avx512bf16" not in isa.available():
         pytest.skip("tiles in software need AVX512-BF16")
-    # Less optimised, which compiles sooner: nobody runs this.
+    # Less optimized, which compiles sooner: nobody runs this.
     flags = "-O1", *isa.SETS["avx512bf16"].flags, f"-I{DRIVER}", '-DTILES="software_tiles.h"'
     driver = Driver(tmp_path, NATIVE, *flags)
     check_products(driver, 40)

@@ -1,4 +1,4 @@
-"""Products with quantised weights, in one kernel, against those with the weights they stand for."""
+"""Products with quantized weights, in one kernel, against those with the weights they stand for."""
 import pytest
 import torch
 import torch.nn as nn
