@@ -66,7 +66,8 @@ def reject(path: Path, config: dict, *keys: str) -> None:
 def _windows(path: Path, config: dict, layers: int, longest: float) -> list[int]:
     """Return the sliding window of each layer, 0: none; [] if none is shorter than `longest` tokens."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else 0
-    if kinds := config.get("layer_types"):
+    names = config.get("layer_types") or ()
+    if kinds := ["full_attention" if kind == "attention" else kind for kind in names]:
         if {*kinds} == {"full_attention"}:
             return []
         if {*kinds} - {"full_attention", "sliding_attention"} or len(kinds) < layers or not window:

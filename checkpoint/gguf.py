@@ -54,7 +54,11 @@ NO_MODELS = {  # by general.type
     "imatrix": "an importance matrix",
     "mmproj": "the part of a model that reads images or sounds", "vocab": "a vocabulary without weights",
 }
-HEADS_OF_LLAMA_CPP = "eagle3", "dflash"
+DFLASH = "dflash"  # a draft head with the layers of Qwen3; its target layers are numbered by their inputs
+DFLASH_KEYS = {
+    "dflash.block_size": "block_size", "dflash.target_layers": "aux_hidden_state_layer_ids",
+    "dflash.sample_from_anchor": "sample_from_anchor", "tokenizer.ggml.mask_token_id": "mask_token_id",
+}
 FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
 MTP = {  # of the layer after the last, under nextn.
     "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
@@ -71,14 +75,18 @@ def open_file(path: Path) -> Source:
         known = NO_MODELS.get(kind, f"of the type {kind!r}")
         raise InputError(f"{path}: is {known}, not a model; name the GGUF file of the model")
     arch = str(fields.get("general.architecture"))
-    if arch in HEADS_OF_LLAMA_CPP:
-        raise InputError(f"{path}: is a draft head ({arch}) for llama.cpp, which is not supported; convert"
-                         " the Hugging Face folder that it was made from")
-    family = f"gguf:{arch}" + ("+experts" if fields.get(f"{arch}.expert_count") else "")
+    if arch == "eagle3" or fields.get("dflash.attention.sliding_window"):
+        raise InputError(f"{path}: is a draft head ({arch}) for llama.cpp, of a kind that is not supported;"
+                         " convert the Hugging Face folder that it was made from")
+    mixture = "+experts" if fields.get(f"{arch}.expert_count") else ""
+    family = "gguf:qwen3" if arch == DFLASH else f"gguf:{arch}{mixture}"
     known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
                 if f"rope_{name}.weight" in stored}
     config = _config(path, arch, known, fields, stored, divisors)
+    if arch == DFLASH:
+        config |= {"dflash_config": {}, "vocab_size": len(fields.get("tokenizer.ggml.tokens", ()))} | {
+            ours: fields.get(theirs) for theirs, ours in DFLASH_KEYS.items()}
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
@@ -122,6 +130,8 @@ def _names(arch: str, family: Family) -> dict[str, str]:
     """Return llama.cpp's names of a family's tensors, with layer 0: theirs -> ours, with {i} and {e}."""
     import gguf
 
+    if arch == DFLASH:
+        return _names("qwen3", family) | {"enc.output_norm.weight": "hidden_norm.weight"}
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     known, found = gguf.get_tensor_name_map(kind, 1), {}
     for ours in chain([FUSED], *family.names.values()):

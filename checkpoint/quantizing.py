@@ -92,7 +92,8 @@ class _LayerWriter:
             exact = self.read_exact()
             if bad := count_nonfinite(exact):
                 judge_nonfinite(self.where, bad, self.allow_nonfinite)
-            self.scales = tuple(map(torch.cat, zip(*(self.layer.fit(rows) for rows in split_rows(exact)))))
+            parts = map(torch.cat, zip(*(self.layer.fit(rows) for rows in split_rows(exact))))
+            self.scales = tuple(x.unflatten(0, exact.shape[:-1]) for x in parts)
         return self.scales[which]
 
     def read_weight(self) -> Tensor:

@@ -139,10 +139,10 @@ class Gemma4(Mixed, Variant):
             self.inputs_norm = self.Layer.Norm(size, args.norm_eps)
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
-        weight, kinds = self.embed.weight, [layer.other_rope for layer in self.layers]
+        embed, kinds = self.embed, [layer.other_rope for layer in self.layers]
         own = kinds[: len(kinds) - self.args.shared_kv_layers]
         order = [*dict.fromkeys(own)]
-        where = batch, slots, weight.dtype, device or weight.device, self.backend
+        where = batch, slots, embed.dtype, device or embed.device, self.backend
         shapes = (replace(self.args.of_layer(own.index(kind)), num_layers=own.count(kind)) for kind in order)
         # Layers without keys have the cache of the last one of their kind.
         places = [(order.index(kind), own[: i + 1].count(kind) - 1) for i, kind in enumerate(kinds)]

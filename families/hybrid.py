@@ -437,8 +437,8 @@ class Hybrid(Mixed):
     def caches(
         self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
     ) -> MixedCaches:
-        weight, layers = self.embed.weight, self.args.delta_layers
-        where = weight.dtype, device or weight.device
+        embed, layers = self.embed, self.args.delta_layers
+        where = embed.dtype, device or embed.device
         args = replace(self.args, num_layers=layers.count(0))  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.runs_on_backend else None

@@ -97,8 +97,8 @@ class ShortConv(Mixed):
         return (ConvBlock if self.args.conv_layers[layer] else TargetBlock)(self.args, layer)
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
-        weight, layers = self.embed.weight, self.args.conv_layers
-        where = weight.dtype, device or weight.device
+        embed, layers = self.embed, self.args.conv_layers
+        where = embed.dtype, device or embed.device
         args = replace(self.args, num_layers=layers.count(0))
         convs = (ConvCache(batch, slots, args.hidden_size, *where) for _ in range(layers.count(1)))
         groups = self.Caches.allocate(args, batch, slots, *where, self.backend), ConvCaches(convs)

@@ -111,6 +111,10 @@ MEANT = [  # configs as published, which leave much unsaid: the windows of 8 lay
     ("Llama", {"max_position_embeddings": 16384, "original_max_position_embeddings": 8192, **LINEAR},
      None, 32768),
     ("Qwen2", {"max_position_embeddings": 32768, **YARN}, None, 131072),
+    ("GraniteMoeHybrid", {"layer_types": ["attention"] * 8, "num_local_experts": 0}, None, 2048),
+    ("Ministral3", {"max_position_embeddings": 4096, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
+        "llama_4_scaling_beta": 0.1}}, None, 1024),
 ]
 
 

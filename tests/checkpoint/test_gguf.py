@@ -7,7 +7,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from helpers.blocks import published
 from helpers.families import GEMMA3, LAYERS, H, V, make_target
+from helpers.heads import write_head
 from helpers.hybrids import make_hybrid
 from helpers.sources import target_state, write_gguf
 from safetensors.torch import load_file
@@ -253,6 +255,25 @@ def test_every_family_gives_the_same_folder(tmp_path, name, arch):
         one, two = (comparable(read_config(folder / part)) for folder in folders)
         assert one == two
     assert read_config(folders[1])["stop_ids"] == [3, 5]
+
+
+def test_a_dflash_head_gives_the_same_folder(tmp_path, target):
+    tensors, config = published("dflash", load_model(target)[0])
+    write_head(tmp_path / "in", tensors, config)
+    state = {n.replace("hidden_norm", "enc.output_norm") if n[:2] in ("fc", "hi") else f"model.{n}": t
+             for n, t in tensors.items()}
+
+    def extra(w) -> None:
+        w.add_uint32("dflash.block_size", 5), w.add_array("dflash.target_layers", [1, 3])
+        w.add_uint32("tokenizer.ggml.mask_token_id", 3)
+        w.add_token_list([str(i) for i in range(config["vocab_size"])])
+
+    file = write_gguf(tmp_path / "m.gguf", state, config, extra=extra, arch="dflash")
+    one, two = (convert(source, tmp_path / name, target, quiet=True)
+                for name, source in {"one": tmp_path / "in", "two": file}.items())
+    x, y = (load_file(folder / "model.safetensors") for folder in (one, two))
+    assert x.keys() == y.keys() and all(torch.equal(x[n], y[n]) for n in x)
+    assert comparable(read_config(one)) == comparable(read_config(two))
 
 
 def test_experts_in_mxfp4_stay_so(tmp_path):

@@ -97,7 +97,8 @@ def write_gguf(
     w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
-    known = gguf.get_tensor_name_map(next(x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 9)
+    known = gguf.get_tensor_name_map(next(
+        x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == {"dflash": "qwen3"}.get(arch, arch)), 9)
     for name, tensor in state.items():
         if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
             name = f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
