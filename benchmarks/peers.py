@@ -57,8 +57,8 @@ def ours_of(o, slots: int) -> dict[str, Entry]:
     found = {}
     for checkpoint in (o.checkpoint, *o.quantized):
         model = ours.load(checkpoint, o.shape, autotune=o.autotune)
-        mode = read_config(checkpoint).get("quantization", {}).get("mode") if checkpoint else None
-        tree, suffix = PAPER_TREE if o.shape else None, f" {mode}" if mode else ""
+        is_quantized = checkpoint and "quantization" in read_config(checkpoint)
+        tree, suffix = PAPER_TREE if o.shape else None, f" {Path(checkpoint).name}" if is_quantized else ""
         plain = f"ours plain{suffix}"
         found[plain] = Entry(model.runner(max_seq_len=slots).warm_up().decode)
         for method, _, draft in (each.partition("=") for each in o.methods):
@@ -108,9 +108,9 @@ def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[
             add(f"{plain}, draft model, {words}", o.llama_server, *simple, plain=plain)
     if o.ik_server:
         file, ik = o.gguf[-1], f"ik_llama.cpp {Path(o.gguf[-1]).stem}"
-        add(ik, o.ik_server, "-rtr")
+        add(ik, o.ik_server, "-rtr", "--log-disable")
         for n, p, words in chains if o.llama_draft else ():
-            more = "-rtr", "--draft-max", n, "--draft-p-min", p, "--model-draft", o.llama_draft
+            more = "-rtr", "--log-disable", "--draft-max", n, "--draft-p-min", p, "--model-draft", o.llama_draft
             add(f"{ik}, draft model, {words}", o.ik_server, *more, plain=ik)
     if o.openvino:
         # float32: bf16 activations, its own choice where the processor has them, were no faster.

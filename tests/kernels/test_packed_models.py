@@ -159,7 +159,7 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert len(Engine(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
-@pytest.mark.parametrize("mode", (None, "int8", "w8a8", "int4", "w4a8", "mxfp4"))
+@pytest.mark.parametrize("mode", (None, "int8", "w8a8", "w4a8", "mxfp4"))
 def test_a_mixture(mode):
     """In float32 it is its definition. In any dtype a row's bits depend on no other row, and drafted text is
     plain text.
