@@ -110,8 +110,8 @@ def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[
         file, ik = o.gguf[-1], f"ik_llama.cpp {Path(o.gguf[-1]).stem}"
         add(ik, o.ik_server, "-rtr", "--log-disable")
         for n, p, words in chains if o.llama_draft else ():
-            more = "-rtr", "--log-disable", "--draft-max", n, "--draft-p-min", p, "--model-draft", o.llama_draft
-            add(f"{ik}, draft model, {words}", o.ik_server, *more, plain=ik)
+            more = "-rtr", "--log-disable", "--draft-max", n, "--draft-p-min", p
+            add(f"{ik}, draft model, {words}", o.ik_server, *more, "--model-draft", o.llama_draft, plain=ik)
     if o.openvino:
         # float32: bf16 activations, its own choice where the processor has them, were no faster.
         properties = {"INFERENCE_NUM_THREADS": o.threads, "INFERENCE_PRECISION_HINT": "f32"}
