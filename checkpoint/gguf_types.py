@@ -122,6 +122,6 @@ def read_stored(kind, data: np.ndarray) -> tuple[Tensor, Tensor, Tensor | None]:
     else:
         plain, head, tail = blocks.numpy().copy(), *(np.frombuffer(x, np.uint8) for x in (head, tail))
         plain[:, : len(head)], plain[:, plain.shape[1] - len(tail) :] = head, tail
-        q = torch.from_numpy(dequantize(plain, kind)).to(torch.int8)
+        q = torch.from_numpy(dequantize(plain.reshape(rows), kind)).to(torch.int8)  # blocks alone are slow
     found = read_scales(blocks)
     return q.view(rows), *(x if x is None else x.unflatten(0, rows).transpose(1, 2).flatten(1) for x in found)
