@@ -42,7 +42,7 @@ METHODS = {
     "medusa": Method("drafters.medusa:build", "Medusa heads: each predicts one of the next tokens", "medusa"),
     "hydra": Method("drafters.medusa:build", "Hydra heads: each conditioned on the tokens before", "hydra"),
     "mtp": Method("engine.draft:build", "MTP: the layer for it in the target's own checkpoint", "mtp", True),
-    "draft-model": Method("drafters.pard:build", "a smaller model of that vocabulary (SpS)", "target"),
+    "draft-model": Method("drafters.pard:build", "a smaller model with the same vocabulary (SpS)", "target"),
     "lookahead": Method("drafters.lookahead:build", "n-grams that the target predicts while verifying"),
     "lookup": Method("drafters.ngram:build",
                      "what followed the same tokens earlier in the text (prompt lookup)"),

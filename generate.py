@@ -28,10 +28,10 @@ DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
 
 def parser() -> Options:
     """Declare the options, each with its rules."""
-    p = Options("Generate text, plainly or with speculative decoding.")
+    p = Options("Generate text, with or without speculative decoding.")
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     p.add_argument("--verify", action="store_true",
-        help="check first that weights have the sha256 of their config.json")
+        help="check weights against the sha256 in config.json before loading")
     add_prompts(p)
     add_sampling(p)
     add = add_drafting(p).add_argument
@@ -51,13 +51,13 @@ def add_prompts(p: Options) -> None:
     add = p.add_argument_group("prompts").add_argument
     add("words", nargs="*", metavar="PROMPT", help="the same as --prompt PROMPT")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
-        help="may be repeated: decoded as one batch; - is standard input")
+        help="prompt; repeat for a batch; - is standard input")
     add("--prompt-ids", action="append", default=[], type=ids, metavar="1,2,3", help="a prompt as token ids")
     add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
-    add("--raw", action="store_true", help="no chat template; special tokens in the text are parsed as such")
+    add("--raw", action="store_true", help="no chat template; parse special tokens in the prompt")
     add("--no-parse-special", action="store_false", dest="parse_special",
-        help="with --raw: special tokens in the text are encoded as plain text")
+        help="with --raw: encode special tokens as plain text")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
@@ -81,7 +81,7 @@ def add_sampling(p: Options) -> None:
     """Add the options of `Sampling`."""
     group = p.add_argument_group("sampling")
     add, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    add("-n", "--max-new-tokens", type=int, default=256, help="most tokens to generate (default 256)")
+    add("-n", "--max-new-tokens", type=int, default=256, help="maximum number of new tokens (default 256)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0,
         help="keep the smallest set of top tokens with this total probability; 1 is off (default)")
@@ -99,9 +99,9 @@ def add_sampling(p: Options) -> None:
     add("--stop", action="append", default=[], metavar="TEXT",
         help="stop generating at this text, which is not printed; may be repeated")
     add("--seed", type=seed, default=0,
-        help="same seed, same text, with and without speculation; taken modulo 2^64 (-1 is 2^64 - 1)")
-    either("--json-object", action="store_true", help="the output is a JSON object")
-    either("--json-schema", metavar="FILE", help="the output fits this JSON schema, or the one in a file")
+        help="random seed (default 0); drafting does not change the output; taken modulo 2^64")
+    either("--json-object", action="store_true", help="constrain the output to a JSON object")
+    either("--json-schema", metavar="FILE", help="constrain the output to this JSON schema, inline or a file")
     add("--logprobs", type=int, metavar="N",
         help="with --json: log-probabilities of each token and of the top N (0 to 20), before penalties")
     add("--num-samples", type=within(1, 100_000), default=1,
@@ -114,11 +114,11 @@ def add_output(p: Options) -> None:
     """Add the options of the output."""
     add = p.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="also decode without drafts, 3 times in turns: print the speedup and whether texts are equal")
-    add("--stats", action="store_true", help="print more figures: steps, trees, memory")
+        help="also decode without drafting, 3 runs each: print the speedup and whether outputs are identical")
+    add("--stats", action="store_true", help="print steps, trees and peak memory")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
     add("--trace", metavar="FILE",
-        help="write every drafted tree and accepted path (safetensors); one prompt only")
+        help="write every draft tree and accepted path (safetensors); one prompt only")
     p.refuse(lambda o: o.compare and o.speculate == "none",
              lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
 
@@ -165,8 +165,8 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
     llm = LLM(o.checkpoint, Drafting.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
               ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
-    note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; caches of {engine.batch} x"
-         f" {engine.runner.slots} slots: at most {engine.runner.cache_bytes / 1e9:.2f} GB")
+    note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; KV cache of {engine.batch}"
+         f" x {engine.runner.slots} tokens, up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"

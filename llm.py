@@ -35,7 +35,7 @@ ARGUMENTS = {
     "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
     "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "log": Callable,
 }
-ENDINGS = {"stop": "ended", "length": "cut at --max-new-tokens", "cache": "cut at --max-seq-len",
+ENDINGS = {"stop": "stop", "length": "--max-new-tokens reached", "cache": "--max-seq-len reached",
            "error": "failed", None: "interrupted"}
 CHECKED, COUNT = Schema(TypedDict("Arguments", ARGUMENTS)), Schema(whole(1))
 

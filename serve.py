@@ -27,33 +27,33 @@ def parser() -> Options:
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,
-        help="check first that weights have the sha256 of their config.json (default: where it has one)")
+        help="check weights against the sha256 in config.json before loading (default: if it has one)")
 
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=within(1, 256),
-        help="requests decoded at once (default 4 on a CPU, 16 on a GPU; fewer if memory is short)")
+        help="requests decoded concurrently (default 4 on a CPU, 16 on a GPU; fewer if memory is short)")
     add("--queue", type=within(0, 1_000_000), default=64, help="requests that may wait (default 64)")
     add("--max-tokens", type=within(1, 1 << 20), default=2048,
-        help="of an answer whose request gives no limit (default 2048)")
+        help="default max_tokens of a request (default 2048)")
     add("--time-limit", type=within(0.1, 1e9, float), default=600.0, metavar="SECONDS",
-        help="of a request, waiting included (default 600)")
+        help="time limit of a request, queueing included (default 600)")
     add("--max-body", type=within(1, 1 << 30), default=4 << 20, metavar="BYTES",
-        help="of a request (default 4 MB)")
+        help="maximum size of a request body (default 4 MB)")
     add("--per-request-metrics", action="store_true",
-        help="add acceptance length and histogram of drafting to every response, as vLLM does")
-    add("--quiet", action="store_true", help="print no line per request")
+        help="add speculative decoding metrics to every response, as in vLLM")
+    add("--quiet", action="store_true", help="do not log requests")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
-    add("--port", type=within(0, 65535), default=8000, help="default 8000; 0 takes a free one")
-    add("--api-key", help="key that requests need (default: EAGLE_API_KEY, or none)")
+    add("--port", type=within(0, 65535), default=8000, help="port (default 8000); 0 picks a free one")
+    add("--api-key", help="API key that clients must send (default: EAGLE_API_KEY, or none)")
     add("--cors", action="append", default=[], metavar="ORIGIN",
-        help="of pages that may call the server from a browser; may be repeated")
+        help="allowed origin for requests from browsers; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
     # torchrun kills its processes 30 seconds after it has told them to end.
     add("--grace", type=within(0, 1e6, float), default=20.0 if is_distributed() else 30.0, metavar="SECONDS",
-        help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
+        help="time for running requests to finish after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
     p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
@@ -69,7 +69,7 @@ def key_of(o) -> str | None:
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
     if key and not (key.isascii() and key.isprintable() and key == key.strip()):
         where = "--api-key" if o.api_key else "EAGLE_API_KEY"
-        raise InputError(f"{where}: holds what a header of HTTP cannot; take signs of ASCII")
+        raise InputError(f"{where}: not valid in an HTTP header; use printable ASCII characters")
     return key
 
 
@@ -113,7 +113,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     batch = engine.batch
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
-    note(f"loaded {checkpoint}; caches of {batch} x {engine.runner.slots} slots:"
+    note(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.slots} tokens,"
          f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):

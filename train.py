@@ -1,15 +1,15 @@
-"""Train a draft head for a converted target, from nothing but the target.
+"""Train a draft head for a converted target on text that the target generates.
 
     python train.py --checkpoint checkpoints/smollm2-135m --synthesize 2000 --out runs/my-head
     python train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
-1. Text. The target answers the prompts of a file (--prompts), or user turns that it writes itself
-   (--synthesize). Both may be given. The text goes to OUT-work/data, and only the answers are learned.
+1. Data. The target answers the prompts of a file (--prompts), user turns that it generates (--synthesize), or
+   both. Data is written to OUT-work/data; the loss is on answer tokens only.
 2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
    --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
-   2607.05147). With --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). After every epoch the
-   real decoder drafts for held-out prompts.
+   2607.05147). With --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). After every epoch
+   tree τ is measured by decoding held-out prompts.
 3. Result. OUT is a converted head with a model card: name it with --draft. `python -m checkpoint.export`
    writes EAGLE heads for SGLang, vLLM and llama.cpp.
 
@@ -40,55 +40,55 @@ def parser() -> Options:
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
-    add("--out", required=True, help="folder for the head; OUT-work holds text, state and log")
+    add("--out", required=True, help="folder for the head; OUT-work holds data, training state and log")
     add("--kind", choices=TRAINED, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
-    add("--seed", type=seed, default=0, help="of everything random (default 0)")
+    add("--seed", type=seed, default=0, help="random seed (default 0)")
 
-    add = p.add_argument_group("text").add_argument
+    add = p.add_argument_group("data").add_argument
     add("--prompts", metavar="FILE",
         help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
     add("--synthesize", type=count, default=0, metavar="N",
-        help="N conversations of which the target writes both parts")
-    add("--openings", metavar="FILE", help="lines that their user turns begin with, in turns")
+        help="generate N conversations, user turns included, with the target")
+    add("--openings", metavar="FILE", help="prefixes of the user turns of --synthesize, one a line")
     add("--shards", action="append", default=[], metavar="FOLDER",
-        help="text of an earlier run for this target (its OUT-work/data); may be given several times")
+        help="data of an earlier run for this target (its OUT-work/data); may be repeated")
     add("--temperature", type=within(0, 1e6, float), default=0.7,
-        help="of the answers; 0 is greedy (default 0.7)")
+        help="sampling temperature of the answers; 0 is greedy (default 0.7)")
     add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=256,
-        help="of an answer (default 256)")
-    add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out (default 256)")
+        help="maximum tokens of an answer (default 256)")
+    add("--max-prompt-tokens", type=positive, default=256, help="skip longer prompts (default 256)")
     add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
-        help="conversations are cut to N tokens (default 1024)")
-    add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")
-    add("--estimate", action="store_true", help="print the hours that this takes here, and end")
-    add("--collect-only", action="store_true", help="stop when the text is written")
+        help="truncate conversations to this length (default 1024)")
+    add("--decode-batch", type=positive, default=48, help="batch size of generation (default 48)")
+    add("--estimate", action="store_true", help="print the estimated hours on this machine and exit")
+    add("--collect-only", action="store_true", help="stop after generating the data")
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
         help="initialize from this head, of the same kind or EAGLE-3 for p-eagle: sizes and weights")
     add("--draft-vocab", type=positive, metavar="N",
-        help=f"ids it drafts, the most frequent (default {DRAFT_VOCAB}, or those of --start; EAGLE-1: all)")
-    add("--layers", type=positive, metavar="N", help="default 1")
+        help=f"draft vocabulary, the most frequent tokens (default {DRAFT_VOCAB} or --start's; EAGLE-1: all)")
+    add("--layers", type=positive, metavar="N", help="decoder layers of the head (default 1)")
     add("--drafts", type=positive, metavar="N", help=f"draft tokens per pass (default {BLOCK_DRAFTS})")
     add("--states", type=positive, metavar="N",
-        help="states of the target that it reads (default 5, EAGLE-3 and P-EAGLE 3)")
+        help="hidden states of the target that the head reads (default 5; EAGLE-3 and P-EAGLE: 3)")
     add("--markov-rank", type=count, metavar="R",
-        help=f"of the Markov head; 0 is none (default {MARKOV_RANK} for DSpark, else 0)")
+        help=f"rank of the Markov head; 0 is none (default {MARKOV_RANK} for DSpark, else 0)")
 
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {TTT_STEPS})")
     add("--loss", choices=("ce", "lk"),
         help="ce: cross-entropy with the target's distribution (default). lk: half of the loss is -log of the"
         " acceptance rate")
-    add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
+    add("--epochs", type=positive, default=plan.epochs, help="epochs (default 4)")
     add("--minutes", type=within(0, 1e6, float), default=plan.minutes, metavar="M",
-        help="end after M minutes, at most half of them for text (0: never)")
+        help="time budget, at most half of it for data generation (default 0: none)")
     add("--lr", type=within(1e-12, 1e6, float), default=plan.lr, help="learning rate (default 1e-3)")
     add("--batch-tokens", type=positive, default=plan.batch_tokens,
         help="padded tokens per optimizer step, over all processes (default 1024)")
     add("--validate-prompts", type=count, default=16,
-        help="held-out prompts that are decoded after every epoch (default 16)")
+        help="held-out prompts to decode after every epoch (default 16)")
     add_rules(p)
     return p
 

@@ -1,10 +1,9 @@
-"""Record an answer with and without drafting, and draw both as terminals that write in real time.
+"""Record an answer with and without drafting, and draw both as an animated SVG in real time.
 
     python benchmarks/record.py --checkpoint DIR [--prompt TEXT] [--redraw]
 
-Both answers are decoded in turns, after a warm-up; of each the run of median length is kept, with the time
-stamp of every token. Writes benchmarks/results/NAME.json, and NAME.svg beside it: a picture that plays
-without scripts. --redraw: draw that result file again.
+Runs alternate after warmup; the run of median duration is drawn, with the time stamp of every token. Writes
+benchmarks/results/NAME.json and NAME.svg, an animation without scripts. --redraw draws an existing result.
 """
 from __future__ import annotations
 
@@ -25,27 +24,27 @@ from llm import LLM
 PROMPT = "How does photosynthesis work? Explain it in simple words."
 METHODS = {"none": "plain decoding", "eagle3": "EAGLE-3"}
 RUNS = 5
-COLUMNS, LINES = 60, 20  # of a terminal
-WIDE, HIGH, LEFT, TOP = 7.2, 17, 16, 84  # pixels: of a character, of a line, left of the text and above it
-TICK, REST = 0.2, 5.0  # seconds between two counts of tokens, and seconds that the end stays in view
-INK, DRAFTED, FAINT, GROUND = "#e6edf3", "#7ee787", "#8b949e", "#0d1117"
+COLUMNS, LINES = 60, 20  # characters of a terminal
+CHAR_WIDTH, LINE_HEIGHT, LEFT, TOP = 7.2, 17, 16, 84  # pixels: character, line, margins
+TICK, PAUSE = 0.2, 5.0  # seconds between updates of the token count; seconds before the animation repeats
+TEXT, DRAFTED, DIM, BACKGROUND = "#e6edf3", "#7ee787", "#8b949e", "#0d1117"
 
 
 def record(llm: LLM, prompt: str, tokens: int) -> dict:
-    """Return an answer: ids, pieces [seconds since the prompt, text, whether drafted] and tau."""
+    """Decode an answer. Returns ids, pieces [seconds, text, whether drafted], tau and tokens per second."""
     ids, pieces, text = [], [], ""
     for event in llm.stream(prompt, max_new_tokens=tokens):
         request = event.request
         for i, token in enumerate(event.ids):
             ids.append(token)
             before, text = text, llm.tokenizer.decode(ids)
-            pieces.append([round(request.last - request.admitted_at, 4), text[len(before):], i <
-            event.drafted])
+            seconds = round(request.last - request.admitted_at, 4)
+            pieces.append([seconds, text[len(before):], i < event.drafted])
     return {"ids": ids, "pieces": pieces, "tau": round(request.tau, 2), "rate": request.tokens_per_second}
 
 
-def places(text: str) -> list[tuple[int, int]]:
-    """Return line and column of each character, with lines broken between words."""
+def positions(text: str) -> list[tuple[int, int]]:
+    """Return line and column of each character of word-wrapped text."""
     found, line = [], 0
     for paragraph in text.split("\n"):
         rows = textwrap.wrap(paragraph, COLUMNS, drop_whitespace=False) or [""]
@@ -55,64 +54,64 @@ def places(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def words(
+def text_element(
     x: float, y: float, text: str, color: str, times: tuple[float, ...] = (), size: int = 12
 ) -> str:
-    """Return a piece of text. times: when it appears and goes, in parts of the whole; none: it stays."""
+    """Return a text element. times: when it appears and disappears, as fractions of the duration."""
     play = ""
     if times:
         keys, values = ";".join(f"{t:.4f}" for t in (0, *times)), ";".join("010"[: len(times) + 1])
         play = (f'<animate attributeName="opacity" calcMode="discrete" keyTimes="{keys}" values="{values}"'
                 ' dur="DURATION" repeatCount="indefinite"/>')
-    wide = f'textLength="{len(text) * WIDE * size / 12}"'  # whatever the reader's font is
+    wide = f'textLength="{len(text) * CHAR_WIDTH * size / 12}"'  # independent of the font
     return f'<text x="{x}" y="{y}" fill="{color}" font-size="{size}" {wide}>{escape(text)}{play}</text>'
 
 
 def terminal(left: float, title: str, answer: dict, end: str, total: float) -> list[str]:
-    """Return the elements of one terminal. end: words after the figures of a whole text. total: seconds."""
+    """Return the elements of one terminal. end: suffix of the final status line. total: seconds."""
     pieces = answer["pieces"]
-    last, elements = pieces[-1][0], [words(left, 46, title, INK, size=15)]
-    cells = iter(places("".join(text for _, text, _ in pieces)))
+    last, elements = pieces[-1][0], [text_element(left, 46, title, TEXT, size=15)]
+    cells = iter(positions("".join(text for _, text, _ in pieces)))
     for seconds, text, drafted in pieces:
         for line, some in itertools.groupby(zip(text, cells), lambda pair: pair[1][0]):
             some = list(some)
             shown = "".join(c for c, _ in some).rstrip()
             column = some[0][1][1] + len(shown) - len(shown := shown.lstrip())
             if line < LINES and shown:
-                place = round(left + column * WIDE, 1), TOP + line * HIGH
-                elements.append(words(*place, shown, DRAFTED if drafted else INK, (seconds / total,)))
+                place = round(left + column * CHAR_WIDTH, 1), TOP + line * LINE_HEIGHT
+                elements.append(text_element(*place, shown, DRAFTED if drafted else TEXT, (seconds / total,)))
     for i in range(int(last / TICK) + 1):
         now = i * TICK
         count = sum(seconds <= now for seconds, *_ in pieces)
         seen = now / total, min(now + TICK, last) / total
-        elements.append(words(left, 64, f"{now:.1f} s: {count} tokens", FAINT, seen))
-    done = f"{last:.1f} s: {len(pieces)} tokens, {answer['rate']:.0f} a second{end}"
-    return [*elements, words(left, 64, done, DRAFTED, (last / total,))]
+        elements.append(text_element(left, 64, f"{now:.1f} s: {count} tokens", DIM, seen))
+    done = f"{last:.1f} s: {len(pieces)} tokens, {answer['rate']:.0f} tokens/s{end}"
+    return [*elements, text_element(left, 64, done, DRAFTED, (last / total,))]
 
 
 def draw(found: dict) -> str:
-    """Return the picture of a record as SVG."""
+    """Return a result as SVG."""
     plain, drafted = (found["answers"][name] for name in METHODS)
-    total = max(answer["pieces"][-1][0] for answer in (plain, drafted)) + REST
-    panel, height = LEFT + COLUMNS * WIDE, TOP + LINES * HIGH + 26
+    total = max(answer["pieces"][-1][0] for answer in (plain, drafted)) + PAUSE
+    panel, height = LEFT + COLUMNS * CHAR_WIDTH, TOP + LINES * LINE_HEIGHT + 26
     ratio = plain["pieces"][-1][0] / drafted["pieces"][-1][0]
-    same = "the same text" if plain["ids"] == drafted["ids"] else "another text"
-    ends = {"none": "", "eagle3": f", {ratio:.2f} x as fast, {same}"}
+    same = "identical output" if plain["ids"] == drafted["ids"] else "different output"
+    ends = {"none": "", "eagle3": f", {ratio:.2f}x, {same}"}
     machine = f"{found['device']}, {found['isa']}, {found['threads']} threads, {found['date']}"
     parts = [
-        words(LEFT, 22, f"{found['model']}: {found['prompt']}", FAINT),
-        words(LEFT, height - 12, f"In real time. Green: drafted. {machine}", FAINT),
+        text_element(LEFT, 22, f"{found['model']}: {found['prompt']}", DIM),
+        text_element(LEFT, height - 12, f"Real time. Green: accepted draft tokens. {machine}", DIM),
     ]
     for i, (name, title) in enumerate(METHODS.items()):
         parts += terminal(LEFT + i * (panel + LEFT), title, found["answers"][name], ends[name], total)
     body = "\n".join(parts).replace("DURATION", f"{total:.2f}s")
     box = f'viewBox="0 0 {2 * panel + 2 * LEFT:.0f} {height}" font-family="monospace"'
     return (f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n<rect width="100%" height="100%" rx="8"'
-            f' fill="{GROUND}"/>\n{body}\n</svg>\n')
+            f' fill="{BACKGROUND}"/>\n{body}\n</svg>\n')
 
 
 def action(o) -> None:
-    """Record, unless there is a record, and draw."""
+    """Record, unless --redraw, and draw."""
     file = bench.RESULTS / f"{o.name}.json"
     if not o.redraw:
         llms = {name: LLM(o.checkpoint, speculate=name, batch_size=1) for name in METHODS}
@@ -121,7 +120,7 @@ def action(o) -> None:
             for name, llm in llms.items():
                 runs[name].append(record(llm, o.prompt, o.max_new_tokens))
         if len(runs["none"][0]["ids"]) < 2:
-            raise InputError("--prompt: its answer is one token, which shows no speed")
+            raise InputError("--prompt: the answer is a single token; give a prompt with a longer answer")
         answers = {n: sorted(r[1:], key=lambda a: a["pieces"][-1][0])[RUNS // 2] for n, r in runs.items()}
         about = {"model": Path(o.checkpoint).name, "prompt": o.prompt}
         bench.write(o.name, bench.describe(o) | about | {"answers": answers})

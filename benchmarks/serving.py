@@ -1,11 +1,10 @@
-"""Speed of servers with 1 to 8 clients: ours, plain and with EAGLE-3, and llama-server, in turns.
+"""Speed of servers with 1 to 8 clients: ours, plain and with EAGLE-3, and llama-server.
 
     python benchmarks/serving.py --checkpoint DIR --questions question.jsonl --llama-server FILE --gguf FILE
 
-Every server has places for the most clients. In a round each client asks for --each answers, as chat streams,
-greedy, of at most --max-new-tokens; then the next server gets the same requests. tokens/s are those of all
-clients, from the first request to the last answer; "first" is the time to the first text, "each" that of a
-token after it, of one client. Medians over the rounds. Writes benchmarks/results/NAME.json.
+Every server has a slot per client. In a round each client streams --each greedy chat answers of at most
+--max-new-tokens; servers alternate. tokens/s: of all clients, from the first request to the last answer;
+"first": TTFT; "each": time per output token. Medians over the rounds. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tokens.dataset import read_prompts
 
 
 async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int) -> dict:
-    """Let clients ask all questions. Return tokens per second, and milliseconds of the median client.
+    """Send all questions from concurrent clients. Return tokens/s, TTFT and time per output token.
 
     Raise InputError if the server fails, or no answer has two tokens.
     """
@@ -46,7 +45,7 @@ async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int
         seconds = time.perf_counter() - began
     timed = [reply for reply in replies if reply.tokens > 1 and reply.first == reply.first]
     if not timed:
-        raise InputError(f"{server.name}: no answer has more than one token: nothing to time")
+        raise InputError(f"{server.name}: no answer has more than one token")
     return {
         "tokens/s": sum(reply.tokens for reply in replies) / seconds,
         "first, ms": 1000 * statistics.median(reply.first for reply in timed),
@@ -55,7 +54,7 @@ async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int
 
 
 def action(o) -> None:
-    """Load all servers with all counts of clients in turns. Print the table."""
+    """Measure all servers with all numbers of clients, alternating. Print the table."""
     questions, most, rounds = read_prompts(o.questions), max(o.clients), []
     common = "--threads", str(o.threads), "--slots", str(most)
     makers = {

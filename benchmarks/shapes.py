@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights: speed does not depend on their values."""
+"""Models of published shapes with random weights, for timing."""
 from __future__ import annotations
 
 from dataclasses import asdict, replace
@@ -24,7 +24,7 @@ YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# The target; the draft vocabulary and the MLP width of its published EAGLE-3 head.
+# Target; draft vocabulary and MLP width of its EAGLE-3 head.
 SHAPES = {
     "llama-3.1-8b": (
         ModelArgs(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, LLAMA3, max_seq_len=131072), 32000, 14336
@@ -55,12 +55,12 @@ SHAPES = {
 
 
 def shape_of(name: str) -> tuple[ModelArgs, int, int]:
-    """Return an entry of `SHAPES`; NAME/N has its first N layers only. Raise InputError if there is none."""
+    """Return an entry of `SHAPES`; NAME/N is truncated to N layers. Raise InputError on an unknown name."""
     name, _, layers = name.partition("/")
     if name not in SHAPES or not (layers or "1").isdigit():
         raise InputError(f"--shape {name}: unknown; choose from {', '.join(SHAPES)}, or NAME/LAYERS")
-    args, *of_head = SHAPES[name]
-    return replace(args, num_layers=int(layers or args.num_layers)), *of_head
+    args, *head_sizes = SHAPES[name]
+    return replace(args, num_layers=int(layers or args.num_layers)), *head_sizes
 
 
 def random_models(
@@ -69,7 +69,7 @@ def random_models(
     """Return a target of this shape and its EAGLE-3 head.
 
     mode: one of `kernels.quantized.MODES` for quantized weights, mxfp4 for experts, or None. In int4 and w4a8
-    `group` inputs share a scale; other layers have 8 bits. Raise InputError on an unknown name.
+    `group` inputs share a scale, and lm_head and head are 8-bit. Raise InputError on an unknown name.
     """
     args, draft_vocab, mlp_width = shape_of(name)
     head_args = HeadArgs(
@@ -78,16 +78,16 @@ def random_models(
         target_hidden_size=args.hidden_size,
         aux_layers=eagle3_aux_layers(args.num_layers) if args.num_layers > 5 else (0, 2, args.num_layers),
     )
-    of_target = of_head = None
+    target_scheme = head_scheme = None
     if mode:
-        args, beside = replace(args, tie_embeddings=False), LM_HEAD_MODES.get(mode, mode)
-        of_target = (
-            Scheme(beside, 0, beside, MXFP4) if mode == MXFP4
-            else Scheme(mode, group if mode in FOUR_BITS else 0, beside)
+        args, lm_head_mode = replace(args, tie_embeddings=False), LM_HEAD_MODES.get(mode, mode)
+        target_scheme = (
+            Scheme(lm_head_mode, 0, lm_head_mode, MXFP4) if mode == MXFP4
+            else Scheme(mode, group if mode in FOUR_BITS else 0, lm_head_mode)
         )
-        of_head = Scheme(beside, 0, beside)
-    target = _random(class_of({"kind": "target", **asdict(args)}), args, of_target, dtype, device)
-    head = _random(Eagle3Head, head_args, of_head, dtype, device)
+        head_scheme = Scheme(lm_head_mode, 0, lm_head_mode)
+    target = _random(class_of({"kind": "target", **asdict(args)}), args, target_scheme, dtype, device)
+    head = _random(Eagle3Head, head_args, head_scheme, dtype, device)
     head.draft_ids = torch.arange(draft_vocab, device=device)
     head.use_target(target)
     return target, head
@@ -116,10 +116,10 @@ def _random(kind: type[nn.Module], args, scheme: Scheme | None, dtype: torch.dty
 
 
 def write_gguf(name: str, out: Path) -> None:
-    """Write random weights of a LLaMA's, Qwen3-MoE's or gpt-oss' shape for llama-bench.
+    """Write random weights of a LLaMA, Qwen3-MoE or gpt-oss shape for llama-bench.
 
-    They are Q4_0, embedding and lm_head Q6_K; that has blocks of 256 inputs, where these do not fit it is
-    Q4_0. The experts of gpt-oss are MXFP4 and its rest Q8_0, as published.
+    Weights are Q4_0; embedding and lm_head are Q6_K if the hidden size is a multiple of its block of 256.
+    gpt-oss has MXFP4 experts, the rest is Q8_0, as published.
     """
     import gguf
     import numpy as np
@@ -127,7 +127,7 @@ def write_gguf(name: str, out: Path) -> None:
     a = shape_of(name)[0]
     used, experts = getattr(a, "experts_per_token", 0), getattr(a, "num_experts", 0)
     gpt_oss, kinds, files = isinstance(a, GptOssArgs), gguf.GGMLQuantizationType, gguf.LlamaFileType
-    family, file, of_experts, of_table, usual = (
+    family, file, expert_type, embedding_type, weight_type = (
         ("gpt-oss", files.MOSTLY_MXFP4_MOE, kinds.MXFP4, kinds.Q8_0, kinds.Q8_0) if gpt_oss else
         ("qwen3moe" if experts else "llama", files.MOSTLY_Q4_0, kinds.Q4_0,
          kinds.Q4_0 if a.hidden_size % 256 else kinds.Q6_K, kinds.Q4_0)
@@ -154,7 +154,7 @@ def write_gguf(name: str, out: Path) -> None:
         writer.add_rope_scaling_orig_ctx_len(a.rope_scaling["original_max_position_embeddings"])
     draw = np.random.default_rng(0)
 
-    def add_matrix(key: str, *shape: int, kind=usual) -> None:
+    def add_matrix(key: str, *shape: int, kind=weight_type) -> None:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         data = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
         if kind == kinds.MXFP4:
@@ -170,7 +170,7 @@ def write_gguf(name: str, out: Path) -> None:
         writer.add_tensor(f"{key}.weight", np.ones(width, np.float32))
 
     for key in ("token_embd", "output"):
-        add_matrix(key, a.vocab_size, width, kind=of_table)
+        add_matrix(key, a.vocab_size, width, kind=embedding_type)
     add_norm("output_norm")
     for i in range(a.num_layers):
         many, each = ("_exps", (experts,)) if experts else ("", ())
@@ -180,7 +180,7 @@ def write_gguf(name: str, out: Path) -> None:
             (f"ffn_up{many}", *each, a.intermediate_size, width),
             (f"ffn_down{many}", *each, width, a.intermediate_size),
         ):
-            add_matrix(f"blk.{i}.{key}", *shape, kind=of_experts if "_exps" in key else usual)
+            add_matrix(f"blk.{i}.{key}", *shape, kind=expert_type if "_exps" in key else weight_type)
         for key in ("attn_norm", "post_attention_norm" if gpt_oss else "ffn_norm"):
             add_norm(f"blk.{i}.{key}")
         if a.qk_norm:

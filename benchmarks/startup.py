@@ -1,8 +1,8 @@
-"""Time from process start to the first text, and where it goes: cold (nothing compiled yet) and warm.
+"""Time from process start to the first token by phase, cold (nothing compiled) and warm.
 
     python benchmarks/startup.py --checkpoint checkpoints/smollm2-135m
 
-Each run is a new process of generate.py. `import` is what the process spends before it loads the checkpoint.
+Each run is a new process of generate.py. `import` is the time before the checkpoint is loaded.
 Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench import ROOT, positive
 
 from common.errors import InputError
 
-# The times that generate.py prints.
-PARTS = {
+# Times that generate.py logs.
+PHASES = {
     "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",
     "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
     "compile step": r"^compiling the step.* took ([\d.]+) s",
@@ -31,7 +31,7 @@ READY = r"^ready ([\d.]+) s"
 
 
 def start(o, checkpoint: str, speculate: str, cache: str, *more: str) -> dict[str, float]:
-    """Return the seconds of a process to its first byte of text, and the parts that it printed.
+    """Return the seconds of a process to its first byte of output, and of each phase that it logged.
 
     cache: the folder for compiled code. Raise InputError if the process fails.
     """
@@ -40,31 +40,31 @@ def start(o, checkpoint: str, speculate: str, cache: str, *more: str) -> dict[st
         "--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *more,
     ]
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as notes:
+    with tempfile.TemporaryFile("w+") as log:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=notes, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
         process.stdout.read(1)
         first = time.perf_counter() - began
         process.communicate()
-        notes.seek(0)
-        lines = notes.read()
+        log.seek(0)
+        lines = log.read()
     if process.returncode:
         last = (lines.strip() or "no message").splitlines()[-1]
         raise InputError(f"generate.py --speculate {' '.join((speculate, *more))} failed ({last})")
-    return {"first token": first, **parts_of(lines)}
+    return {"first token": first, **parse_phases(lines)}
 
 
-def parts_of(notes: str) -> dict[str, float]:
-    """Return the seconds of each part of a start, from generate.py's notes."""
-    matches = {name: re.search(pattern, notes, re.MULTILINE) for name, pattern in PARTS.items()}
+def parse_phases(log: str) -> dict[str, float]:
+    """Parse the seconds of each phase from the log of generate.py."""
+    matches = {name: re.search(pattern, log, re.MULTILINE) for name, pattern in PHASES.items()}
     parts = {name: float(match[1]) for name, match in matches.items() if match}
-    parts["load"] -= parts.get("kernels", 0.0)  # they are compiled while loading
-    ready = float(re.search(READY, notes, re.MULTILINE)[1])
+    parts["load"] -= parts.get("kernels", 0.0)  # compiled while loading
+    ready = float(re.search(READY, log, re.MULTILINE)[1])
     return {**parts, "import": ready - sum(parts.values())}
 
 
 def action(o) -> None:
-    """Start plainly and with EAGLE-3, cold and warm. Print medians."""
+    """Time starts without drafting and with EAGLE-3, cold and warm. Print medians."""
     record, rows = bench.describe(o), []
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:
@@ -73,10 +73,10 @@ def action(o) -> None:
                 runs[kind] = [start(o, o.checkpoint, speculate, cache, *more) for _ in range(o.repeat)]
         for kind, starts in runs.items():
             medians = {part: statistics.median(one[part] for one in starts) for part in starts[0]}
-            parts = (medians.get(part) for part in ("first token", "import", *PARTS))
+            parts = (medians.get(part) for part in ("first token", "import", *PHASES))
             rows.append([f"{speculate}, {kind}", *parts])
     bench.write(o.name, record)
-    print(bench.table(record, ["seconds", "first token", "import", *PARTS], rows))
+    print(bench.table(record, ["seconds", "first token", "import", *PHASES], rows))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,8 +3,8 @@
     python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
         [--tree 12,3,4 60,7,10] [--draft-window 0 512] [--temperature 0 1]
 
-Heads run as generate.py runs them, so 16-bit ones in w8a8 on our CPU kernels. tau is over all steps of a set,
-`mean` the mean over the sets. Writes benchmarks/results/NAME.json.
+Heads run as in generate.py: 16-bit heads in w8a8 on our CPU kernels. τ is over all steps of a set,
+`mean` over the sets. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tokens.dataset import read_prompts
 
 def action(o) -> None:
     """Decode all questions with every head, tree and window. Print a row for each."""
-    model, room = ours.load(o.checkpoint), o.max_seq_len - o.max_new_tokens
+    model, max_prompt = ours.load(o.checkpoint), o.max_seq_len - o.max_new_tokens
     sets = {Path(path).stem: map(model.encode, read_prompts(path)[: o.limit]) for path in o.questions}
-    sets = {name: [ids for ids in prompts if len(ids) < room] for name, prompts in sets.items()}
+    sets = {name: [ids for ids in prompts if len(ids) < max_prompt] for name, prompts in sets.items()}
     if empty := [name for name, prompts in sets.items() if not prompts]:
         raise InputError(f"{empty[0]}: no question and its answer fit in --max-seq-len {o.max_seq_len}")
     rows, record = [], bench.describe(o) | {"max_new_tokens": o.max_new_tokens}

@@ -1,4 +1,4 @@
-"""Plan a converted target whose matrices keep the precision in which their source stores them."""
+"""Plan the conversion of a quantized source without dequantizing it."""
 from __future__ import annotations
 
 import threading
@@ -15,48 +15,48 @@ from common.cli import note
 from kernels.quantized import AS_STORED, EMBED, Scheme, linear_names, quantized_values, scales_of
 from kernels.stored import Kind, regroup
 
-ROUNDED = Kind("q8", 32)  # what holds matrices of other types, after rounding
+ROUNDED = Kind("q8", 32)  # int8 in groups of 32, for types that no kind holds exactly
 
 
 def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
-    """Return config and tensors of a target, its quantized matrices as they are stored, or in `ROUNDED`."""
+    """Return config and planned tensors, with quantized matrices kept as stored, or rounded to `ROUNDED`."""
     module = build_module(config)
     layers = {f"{name}.weight": name for name in [*linear_names(module, True), EMBED]}
     layers |= {name: name for name, p in module.named_parameters() if p.ndim == 3}
-    kinds, tensors, others = {}, [], Counter()
+    kinds, tensors, rounded_types = {}, [], Counter()
     for planned in plan:
         fits = planned.name in layers and planned.shape[-1] % ROUNDED.group == 0
         if not fits or not all(part.quantized for part in planned.parts):
             tensors.append(planned)
             continue
         grouped = [part.grouped or _rounded(part) for part in planned.parts]
-        if not _in_one_order(grouped, planned):
+        if not _same_input_order(grouped, planned):
             grouped = [_rounded(part) for part in planned.parts]
         rounded = [part for part, one in zip(planned.parts, grouped) if one is not part.grouped]
-        others.update({part.quantized for part in rounded})
+        rounded_types.update({part.quantized for part in rounded})
         kinds[layers[planned.name]], more = _as_stored(layers[planned.name], planned, grouped)
         tensors += more
-    if others:
-        each = ", ".join(f"{count} in {name}" for name, count in others.items())
-        note(f"no layer of ours holds these matrices exactly, so they are rounded to int8 in groups of"
-             f" {ROUNDED.group} inputs: {each}; --dtype bf16 dequantizes all")
+    if rounded_types:
+        each = ", ".join(f"{count} in {name}" for name, count in rounded_types.items())
+        note(f"rounding to int8 in groups of {ROUNDED.group} inputs, as no kernel has these types:"
+             f" {each}; --dtype bf16 dequantizes all")
     if not kinds:
         return config, plan
     experts = config.get("quantization", {}).get("experts")
     return config | {"quantization": Scheme(AS_STORED, 0, None, experts, kinds).to_config()}, tensors
 
 
-def _in_one_order(grouped: list[Grouped], planned: Planned) -> bool:
-    """Return whether the parts of a layer have one order of their inputs, and the layer can."""
+def _same_input_order(grouped: list[Grouped], planned: Planned) -> bool:
+    """Return whether all parts of a layer have the same input order, and the layer supports one."""
     first, *others = (one.order for one in grouped)
     if first is None:
         return all(order is None for order in others)
-    can = len(planned.shape) == 2 and planned.name != f"{EMBED}.weight"
-    return can and all(order is not None and torch.equal(order, first) for order in others)
+    supports_order = len(planned.shape) == 2 and planned.name != f"{EMBED}.weight"
+    return supports_order and all(order is not None and torch.equal(order, first) for order in others)
 
 
 def _rounded(part: Entry) -> Grouped:
-    """Return a matrix rounded to `ROUNDED`."""
+    """Round a matrix to `ROUNDED`."""
     def read(to: Kind) -> tuple:
         groups = part.read().unflatten(1, (-1, ROUNDED.group))
         scale = scales_of(groups, "int8")
@@ -67,10 +67,10 @@ def _rounded(part: Entry) -> Grouped:
 
 
 def _as_stored(layer: str, planned: Planned, grouped: list[Grouped]) -> tuple[str, list[Planned]]:
-    """Return the kind that holds all parts of a layer's weight, and its tensors."""
+    """Return the kind of a layer's weight and its planned tensors."""
     kind: Kind = reduce(Kind.joined, (part.kind for part in grouped))
     sizes = kind.sizes(planned.shape[-1])
-    takes = [_taken_once(partial(part.read, kind), len(sizes)) for part in grouped]
+    takes = [_read_once(partial(part.read, kind), len(sizes)) for part in grouped]
     order = [] if grouped[0].order is None else [
         Planned(f"{layer}.order", planned.shape[-1:], torch.int32, [
             Entry(planned.shape[-1:], torch.int32, lambda: grouped[0].order.int())])]
@@ -81,8 +81,8 @@ def _as_stored(layer: str, planned: Planned, grouped: list[Grouped]) -> tuple[st
         for i, (leaf, (columns, dtype)) in enumerate(sizes.items())]
 
 
-def _taken_once(read: Callable[[], tuple], count: int) -> Callable[[int], torch.Tensor]:
-    """Return what takes an item of the `count` items of read(), each once. It is called for the first."""
+def _read_once(read: Callable[[], tuple], count: int) -> Callable[[int], torch.Tensor]:
+    """Return a function that returns item i of read(), once each. read() runs on the first call."""
     lock, items = threading.Lock(), []
 
     def take(i: int) -> torch.Tensor:

@@ -72,8 +72,8 @@ def _first(tensors: dict[str, Entry]) -> str:
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """Return the tensors without `model.` in front (vLLM); norms of SGLang under speculators' names, EAGLE-1
-    of speculators under SafeAILab's.
+    """Return the tensors by unified names: no prefix `model.` (vLLM), norms as in speculators, EAGLE-1
+    as in SafeAILab's layout.
     """
     renamed = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
                "fusion_fc": "fc", "transformer": "layers.0"}
@@ -86,7 +86,7 @@ def _renamed(source: Source) -> dict[str, Entry]:
 
 
 def _of_speculators(config: dict) -> bool:
-    """Return whether a head comes from the speculators library, whichever key says so."""
+    """Return whether a head comes from the speculators library."""
     by_class = any(str(name).endswith("Speculator") for name in config.get("architectures") or ())
     return by_class or "speculators_model_type" in config or "transformer_layer_config" in config
 
@@ -136,7 +136,7 @@ def _norm_before_residual(source: Source, flags: dict, options: HeadOptions) -> 
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
     if _of_speculators(source.config):
-        raise InputError(f"{source.path}: config has no norm_before_residual: say --norm-before-residual or"
+        raise InputError(f"{source.path}: config has no norm_before_residual; give --norm-before-residual or"
                          " --no-norm-before-residual (try both, one drafts far better)")
     return False
 
@@ -144,7 +144,7 @@ def _norm_before_residual(source: Source, flags: dict, options: HeadOptions) -> 
 def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
     """Return whether norm(h) is fed back.
 
-    `norm_output` means that to speculators and SGLang, something else to SpecForge.
+    `norm_output` means this in speculators and SGLang, not in SpecForge.
     """
     if options.recycle is not None:
         return options.recycle == "normed"
@@ -152,8 +152,8 @@ def _recycle_normed(source: Source, flags: dict, options: HeadOptions) -> bool:
         return False
     if _of_speculators(source.config):
         return bool(flags["norm_output"])
-    raise InputError(f"{source.path}: norm_output means one thing to SGLang, another to SpecForge: say"
-                     " --recycle normed or --recycle raw (try both, one drafts far better)")
+    raise InputError(f"{source.path}: norm_output differs between SGLang and SpecForge; give --recycle"
+                     " normed or --recycle raw (try both, one drafts far better)")
 
 
 def _aux_layers(
@@ -173,23 +173,23 @@ def _aux_layers(
         return tuple(inputs)
     readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
     if len(readings) > 1:
-        raise InputError(f"{path}: {AUX_KEY} is given twice and differently, {in_config}: say --aux-layers")
+        raise InputError(f"{path}: {AUX_KEY} has two different values, {in_config}; give --aux-layers")
     if readings:
         return readings.pop()
     fc = tensors.get("fc.weight")
     states, rest = divmod(fc.shape[-1] if fc else 0, fields["target_hidden_size"])
     if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
-        raise InputError(f"{path}: fc.weight takes {states} states of the target and the config does not say"
-                         " of which layers: say --aux-layers")
+        raise InputError(f"{path}: fc.weight takes {states} states of the target and the config does not name"
+                         " the layers; give --aux-layers")
     return eagle3_aux_layers(target.num_layers)
 
 
 def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]:
-    """Return the layers whose inputs the ids of a config mean."""
+    """Convert the layer ids of a config to layers whose inputs are read."""
     if ids[0] in (1, 2):
         return tuple(i + 2 - ids[0] for i in ids)
     if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
         return tuple(ids)
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
-    raise InputError(f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers? say --aux-layers"
-                     f" {inputs} if inputs, {outputs} if outputs")
+    raise InputError(f"{path}: {AUX_KEY} {ids} is ambiguous; give --aux-layers {inputs} if these are"
+                     f" layer inputs, {outputs} if outputs")

@@ -1,7 +1,7 @@
 """Quantize a converted checkpoint, and compare it with the original on a text.
 
-A few tensors are in memory at a time, beside the layers that were calibrated: 4-bit weights that are chosen
-by what they compute on a text, which runs through the target layer by layer. `quantize.py` is the command.
+Tensors are read and written one at a time. GPTQ layers are calibrated first, block by block, and kept in
+memory. `quantize.py` is the command.
 """
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from kernels.stored import Kind, fit, restored, round_to
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
-MEASURED = 512  # tokens of a text on which the error of a calibrated layer's outputs is measured
-MEASURED_PARTS = 8  # the error of a weight is measured on one of so many parts
+MEASURED = 512  # calibration tokens for the relative error of outputs
+MEASURED_PARTS = 8  # the relative error of weights samples one block of rows in 8
 
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """One of our folders and what it becomes: its config.json before and after, and both modules."""
+    """A converted folder to quantize: config.json and module, before and after."""
 
     source: Path
     before: dict
@@ -76,8 +76,8 @@ class QuantizationPlan:
 class _LayerWriter:
     """Quantize one layer when the writer asks for its scales and its weight, in any order.
 
-    read_exact: reads the unquantized weight. where: the file and the tensor that it is, for errors. layer: on
-    the meta device.
+    read_exact: reads the unquantized weight. where: file and tensor name, for errors. layer: on the meta
+    device.
     """
 
     read_exact: Callable[[], Tensor]
@@ -113,7 +113,7 @@ class _LayerWriter:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Return one tensor: a view of its own mapping of the file, whose memory is free with the tensor."""
+    """Return one tensor, a memory-mapped view."""
     with open_safetensors(path, ADVICE) as file:
         return file.get_tensor(name)
 
@@ -121,13 +121,10 @@ def read_tensor(path: Path, name: str) -> Tensor:
 def quantize_folder(
     plan: QuantizationPlan, folder: Path, text: Tensor | None = None, allow_nonfinite: bool = False
 ) -> dict[str, tuple[str, float]]:
-    """Write a folder quantized into `folder` -> the relative error of every such layer.
+    """Write the quantized folder. Returns the relative error by layer, "of weights" or "of outputs" (GPTQ).
 
-    It is of the weight ("of weights") or, if the layer was calibrated, "of outputs" on the text.
-
-    text [B, T]: token ids; 4-bit layers of a target's blocks are calibrated on it. A target's tied lm_head
-    becomes a quantized matrix of its own beside the table. Raises OSError, and InputError on numbers that are
-    not finite and not allowed.
+    text [B, T]: token ids to calibrate 4-bit layers on. A tied lm_head becomes a separate quantized matrix.
+    Raises OSError, and InputError on nonfinite weights unless allowed.
     """
     source, module, names = plan.source, plan.module, plan.exact.state_dict()
     path, scheme = source / WEIGHTS, Scheme.from_config(plan.after["quantization"])
@@ -165,7 +162,7 @@ def quantize_folder(
 
 
 class Calibrated(NamedTuple):
-    """A layer as files hold it, and the relative error of its outputs on the text."""
+    """A quantized layer, and the relative error of its outputs on the calibration text."""
 
     weight: Tensor
     scale: Tensor
@@ -175,12 +172,11 @@ class Calibrated(NamedTuple):
 
 @torch.no_grad()
 def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -> dict[str, Calibrated]:
-    """The linear layers of all blocks of a target, in 4 bits by GPTQ on a text, by their names.
+    """Quantize the linear layers of all blocks to 4 bits with GPTQ. Returns them by name.
 
-    source: an unquantized folder with this config. scheme: with kinds. ids [B, T]: the text. Each layer reads
-    what the layers before it compute once they are quantized. One block is in memory at a time, in float32,
-    beside what is returned. Stacks of experts are rounded to nearest on the way, and not returned. Raises
-    InputError on weights that are not finite.
+    source: an unquantized folder with this config. scheme: with kinds. ids [B, T]: calibration text. Inputs
+    of a layer come from the quantized layers before it. One block is in memory at a time, in float32. Stacks
+    of experts are rounded to nearest, and not returned. Raises InputError on nonfinite weights.
     """
     model = build_module(config)
     args = model.args
@@ -193,9 +189,9 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
         def read(name: str) -> Tensor:
             tensor = file.get_tensor(name)
             if bad := count_nonfinite(tensor):
-                raise InputError(f"{source / WEIGHTS}: tensor {name} holds {bad:,} numbers that are not"
-                                 " finite (nan or infinite), which cannot be calibrated; --method nearest"
-                                 " --allow-nonfinite takes them")
+                raise InputError(f"{source / WEIGHTS}: tensor {name} holds {bad:,} nan or infinite"
+                                 " values, which GPTQ cannot calibrate; use --method nearest"
+                                 " --allow-nonfinite")
             return tensor
 
         embed = read("embed.weight")
@@ -218,7 +214,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
 
 
 def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> None:
-    """Quantize a layer that is about to read `inputs`. It continues with the quantized weight."""
+    """Forward pre-hook: quantize the layer's weight with GPTQ on `inputs`, and replace it."""
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
     stored = gptq(weight, second_moments(x), kind)
     layer.weight.data = restored(kind, *stored)
@@ -228,7 +224,7 @@ def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> 
 def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tensor:
     """Return the first tokens of a text, at most `most`, [N] int64.
 
-    name: what to call it in an error, an option and its file. Raises InputError if it has less than `least`
+    name: option and file, for errors. Raises InputError if it has less than `least`
     tokens, or if there is no tokenizer.
     """
     tokenizer = Tokenizer.load(source)
@@ -244,9 +240,9 @@ def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tenso
 
 @torch.no_grad()
 def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> tuple[Tensor, Tensor]:
-    """Return a target's loss on every token of a text after the first of its piece [N'], and its top-1 token.
+    """Return a target's loss and top-1 prediction for every token [N'] but the first of each piece.
 
-    The tokens `ids` [N] are read in pieces of 512. prepare: puts the target on a backend.
+    ids [N]: read in pieces of 512 tokens. prepare: puts the target on a backend.
     """
     model, (losses, top) = load_model(folder)[0], ([], [])
     prepare(model)
@@ -258,7 +254,7 @@ def scores(folder: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) ->
 
 
 def compare(source: Path, out: Path, ids: Tensor, prepare: Callable[[nn.Module], object]) -> dict:
-    """Return the perplexity of both targets on a text [N], and how often their next tokens agree."""
+    """Return the perplexity of both targets on a text [N], and their top-1 agreement."""
     (exact, top), (loss, quantized_top) = (scores(folder, ids, prepare) for folder in (source, out))
     return {
         "tokens": len(exact), "agreement": float((top == quantized_top).float().mean()),

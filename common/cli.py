@@ -149,23 +149,23 @@ class Options(argparse.ArgumentParser):
         self.add_argument("-m", "--model", "--checkpoint", dest="checkpoint", required=True, help=help)
 
     def add_runtime(self):
-        """Add the options of `engine.runtime.Runtime`: where and how a model runs. Returns their group."""
-        group = self.add_argument_group("where and how it runs")
+        """Add the options of `engine.runtime.Runtime`: device, dtype, kernels. Returns their group."""
+        group = self.add_argument_group("runtime")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
         add("--dtype", choices=(*DTYPES, *DTYPES.values()), help="default: as stored")
         add("-c", "--max-seq-len", type=within(2),
-            help="prompt and output together (default: what suits the model and the memory)")
+            help="maximum context length, prompt and output (default: the model's, as far as memory allows)")
         add("-t", "--threads", type=within(1, MAX_THREADS),
-            help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
-        add("--compile", action=on_off, default=True, help="our kernels, or torch.compile")
+            help="CPU threads (default: PyTorch's), at most the usable processors")
+        add("--compile", action=on_off, default=True, help="our kernels or torch.compile (default)")
         add("--kernels", action=on_off, default=True,
-            help="when compiling: our own kernels (see kernels/)")
+            help="use our C++ and Triton kernels (default); else torch.compile")
         add("--isa", metavar="NAME",
             help="instruction set of the kernels, such as avx2 (default: EAGLE_ISA, or the best one)")
         add("--kv", choices=KV_DTYPES, default="auto",
-            help="the target's keys and values: auto, in its dtype (default); int8, on a CPU's kernels; fp8,"
-                 " on GPUs and in PyTorch")
+            help="KV cache of the target: auto, the model's dtype (default); int8, CPU kernels; fp8, GPUs"
+                 " and PyTorch")
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         return group

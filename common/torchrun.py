@@ -1,4 +1,4 @@
-"""Commands that torchrun starts several times: what all processes agree on, and how they end."""
+"""Processes started by torchrun: comparable options, muted output, exit with the launcher."""
 from __future__ import annotations
 
 import argparse
@@ -14,28 +14,28 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Discard what is printed in this context."""
+    """Discard stdout and stderr in this context."""
     with open(os.devnull, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         yield
 
 
-# Options that may differ between machines. The contents of their files are compared by their callers.
-OF_A_MACHINE = {
+# Options that may differ between machines. Callers compare the contents of these files.
+PER_MACHINE = {
     "checkpoint", "draft", "datastore", "prompt_file", "json_schema", "questions", "out", "trace", "device",
     "threads", "host", "port", "api_key",
 }
 
 
-def command_in_words(o: argparse.Namespace, *read: object) -> str:
-    """Return on one line the options on which all processes have to agree, and the contents of files."""
-    asked = {name: value for name, value in sorted(vars(o).items()) if name not in OF_A_MACHINE}
-    return repr((asked, *read))
+def shared_options(o: argparse.Namespace, *contents: object) -> str:
+    """Return the options that all ranks must share, and the contents of files, as one line."""
+    shared = {name: value for name, value in sorted(vars(o).items()) if name not in PER_MACHINE}
+    return repr((shared, *contents))
 
 
-def end_with_torchrun() -> None:
-    """Have the system send SIGTERM to this process when the torchrun that started it dies.
+def exit_with_torchrun() -> None:
+    """Send SIGTERM to this process when its torchrun dies. Linux only.
 
-    Without this, the others of a group wait for minutes. Only Linux has this call.
+    Without this, the other ranks wait for minutes.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

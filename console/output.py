@@ -62,7 +62,7 @@ def answer(
         print_one(i)
     if requests and not o.json:
         note(figures(requests, engine, o.stats or o.compare))
-        if comparison and comparison.turns:
+        if comparison and comparison.runs:
             note(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])

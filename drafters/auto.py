@@ -54,7 +54,7 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
     log: receives a line about the choice. Raises InputError if --draft is not a head.
     """
     if drafting.draft and read_config(drafting.draft)["kind"] == TARGET:
-        log(f"--draft {drafting.draft}: is a model, which drafts, and the text where it repeats itself")
+        log(f"--draft {drafting.draft}: a draft model; drafting with lookup+draft-model")
         return replace(drafting, method="lookup+draft-model", window=None)
     for name, folder in available_heads(checkpoint, drafting.draft):
         found = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)
@@ -64,17 +64,17 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
             if not drafting.draft:  # else it is a head of another method
                 log(f"--speculate auto: {e}")
             continue
-        log(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
+        log(f"--speculate auto: drafting with lookup+{name}, head {folder}")
         return found
     if drafting.draft:
-        raise InputError(f"--draft {drafting.draft}: is no head that auto drafts with; name one or a model")
+        raise InputError(f"--draft {drafting.draft}: not a head for --speculate auto; name a head or a model")
     if model := find_draft_model(checkpoint):
-        log(f"--speculate auto: the smaller model {model} drafts, and the text where it repeats itself")
+        log(f"--speculate auto: drafting with lookup+draft-model, model {model}")
         return replace(drafting, method="lookup+draft-model", draft=model, window=None, optional=True)
     given = (("--tree", drafting.tree), ("--draft-window", drafting.window))
     unused = "".join(f"; {flag} is for heads" for flag, value in given if value is not None)
-    log(f"--speculate auto: no usable head in {checkpoint}; the text drafts where it repeats itself"
-        f" (prompt lookup){unused}. What would draft more:")
+    log(f"--speculate auto: no usable head in {checkpoint}, drafting with prompt lookup only"
+        f"{unused}. Other options:")
     for line in advice(checkpoint, read_config(checkpoint)):
         log(line)
     return replace(drafting, method="lookup", tree=None, window=None, optional=True)
@@ -83,4 +83,4 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
 def log_unused_heads(checkpoint: Path, log: Callable[[str], None]) -> None:
     """Log that a target's folder has heads that plain decoding does not use."""
     if names := " and ".join(name for name, _ in available_heads(checkpoint)):
-        log(f"{checkpoint}: has a head ({names}) that is not used; --speculate auto uses it")
+        log(f"{checkpoint}: has a head ({names}) that is not used; add --speculate auto")

@@ -26,9 +26,9 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     """Yield a line for each way to a drafter for a target. config: its config.json."""
     if names := HEADS.get((config["num_layers"], config["hidden_size"], config["vocab_size"])):
         others = f"; or {', '.join(names[1:])}" if names[1:] else ""
-        yield (f"  a published head, if it is of this model: {program('convert')} --checkpoint"
-               f" {names[0]} --target {checkpoint}{others}")
-    yield "  a smaller model of the same vocabulary, a third of the size or less: --draft MODEL"
+        yield (f"  a published head of this shape, if it was trained for this model: {program('convert')}"
+               f" --checkpoint {names[0]} --target {checkpoint}{others}")
+    yield "  a model with the same vocabulary, at most a third of the size: --draft MODEL"
     openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
-    yield (f"  a head of your own, in hours (--estimate says how many here): {program('train')} --checkpoint"
+    yield (f"  your own head, trained in hours (--estimate prints how many): {program('train')} --checkpoint"
            f" {checkpoint} --synthesize 4000{openings} --out runs/{checkpoint.name}")

@@ -57,16 +57,16 @@ def add_drafting(p: Options, default: str = "none"):
     group = p.add_argument_group("drafting", methods)
     add, on_off = group.add_argument, argparse.BooleanOptionalAction
     add("--speculate", default=default, metavar="METHOD",
-        help=f"what drafts, such as auto, eagle3 or none (default {default}); see below for all")
+        help=f"drafting method, such as auto, eagle3 or none (default {default}); see below for all")
     add("-md", "--draft", metavar="DIR",
         help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
         help="auto (sized for speed; the default of EAGLE-2 and 3 on a CPU), paper, nodes,depth,width, or a"
              " JSON file of paths: a static tree")
-    add("--coupled", action=on_off, default=True, help="rank drafts with the target's own sampling noise")
-    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantize a 16-bit head at loading")
+    add("--coupled", action=on_off, default=True, help="rank drafts with the target's sampling noise")
+    add("--draft-int8", action=on_off, default=True, help="quantize a 16-bit head at load, on our kernels")
     add("--shard-head", action="store_true",
-        help="with torchrun: shard the head, or the draft model, over the ranks too; else each has it whole")
+        help="with torchrun: shard the head or draft model over the ranks (default: replicated)")
     add_method_flags(group)
     p.refuse(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
              lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"

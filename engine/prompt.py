@@ -68,7 +68,7 @@ def too_long(name: str, what: object, size: int, longest: int) -> PromptTooLong:
     more = ", the model's maximum: shorten it"
     if size < longest:
         more = f": shorten it or raise --max-seq-len (at most {longest:,})"
-    return PromptTooLong(f"{name} {what} and needs room for one more, the cache holds {size:,}{more}")
+    return PromptTooLong(f"{name} {what} and needs one for the answer, the context length is {size:,}{more}")
 
 
 def check_prompt(prompt: list[int], name: str, max_lengths: tuple[int, int], vocab_size: int) -> None:

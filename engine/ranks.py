@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from checkpoint.load import known_config
-from common.torchrun import command_in_words
+from common.torchrun import shared_options
 from engine.runtime import Runtime
 from kernels.tp import Ranks, local_device, process_group
 
@@ -19,5 +19,5 @@ def join_ranks(o, *read: object) -> Iterator[tuple[Runtime, Ranks]]:
     runtime.prepare()
     known_config(o.checkpoint, o.max_seq_len)
     with process_group(runtime.device_name, getattr(o, "shard_head", False)) as ranks:
-        ranks.check_equal(command_in_words(o, *read), runtime.device_name)
+        ranks.check_equal(shared_options(o, *read), runtime.device_name)
         yield runtime, ranks

@@ -19,9 +19,9 @@ from tokens.tokenizer import PromptTooLong
 
 
 def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
-    """Read the METHOD=VALUE texts of a flag, by method.
+    """Parse the METHOD=VALUE settings of a flag, by method.
 
-    The method may be left out if only one drafts. Raises InputError on an unknown method.
+    METHOD may be omitted if only one drafts. Raises InputError on an unknown method.
     """
     drafting = [name for name in methods if name != PLAIN]
     settings = {}
@@ -29,18 +29,18 @@ def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str
         name, separator, setting = value.partition("=")
         if not separator:
             if len(drafting) != 1:
-                raise InputError(f"{flag} {value}: of which method? write {flag} METHOD={value}")
+                raise InputError(f"{flag} {value}: several methods; write {flag} METHOD={value}")
             name, setting = drafting[0], value
         if name not in drafting:
-            raise InputError(f"{flag} {value}: {name} is none of {', '.join(drafting)}")
+            raise InputError(f"{flag} {value}: {name} is not one of {', '.join(drafting)}")
         settings[name] = setting
     return settings
 
 
 def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Drafting]:
-    """Return each method's `Drafting` by its name, plain decoding first, as the options of evaluate.py ask.
+    """Return each method's `Drafting` by name, plain decoding first, from the options of evaluate.py.
 
-    Flags that only some methods take go to these. Raises InputError or ValueError.
+    A flag applies to the methods that take it. Raises InputError or ValueError.
     """
     read = {name: by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree")}
     given = given_flags(o)
@@ -55,7 +55,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
 
 
 class Contender(NamedTuple):
-    """A method under comparison. identity: of all that its answers depend on, including weights."""
+    """A method under comparison. identity: hash of weights and options that determine its answers."""
 
     engine: Engine
     identity: str
@@ -64,7 +64,7 @@ class Contender(NamedTuple):
 def load_contenders(
     target: Target, draftings: dict[str, Drafting], max_seq_len: int | None
 ) -> dict[str, Contender]:
-    """Return an engine for each method, by name, all with one target.
+    """Return an engine for each method, by name; they share the target.
 
     Raises InputError if the target cannot hold a conversation, or if a drafter cannot be made; ValueError if
     memory is short.
@@ -83,16 +83,16 @@ def load_contenders(
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
         own = f"{identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags} {windows}"
         known_by = f"{shared} {own}"
-        if ranks := target.model.ranks:  # each has its own part of the weights
+        if ranks := target.model.ranks:  # each rank has a shard of the weights
             known_by = f"{ranks.count} ranks: {ranks.digest(known_by, engine.device)}"
         contenders[name] = Contender(engine, known_by)
     return contenders
 
 
 def ask(engine: Engine, question: dict, sampling: Sampling) -> list[Turn]:
-    """Ask a question turn by turn, each with the engine's own answers as history.
+    """Decode a multi-turn question, with the engine's own answers as history.
 
-    The conversation ends before a turn that no longer fits; if the first one does not, the list is empty.
+    Stops before a turn that exceeds the context; the list may be empty.
     """
     messages, turns = [], []
     for text in question["turns"]:

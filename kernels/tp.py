@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import end_with_torchrun
+from common.torchrun import exit_with_torchrun
 from kernels.quantized import EMBED, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind
@@ -152,7 +152,7 @@ def process_group(
     environment, if the ranks do not find each other, or, from the context, if a rank is lost or torchrun
     terminates this one.
     """
-    end_with_torchrun()
+    exit_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(local_device(device)))

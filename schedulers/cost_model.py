@@ -345,15 +345,15 @@ class Tuner:
 
     def describe(self, counts: list[int], noisy: bool) -> str:
         """Describe the trees, and the relative cost of a step by number of requests, in one line."""
-        shape, why = self.shapes[noisy], "limited to what reduces latency"
+        shape, why = self.shapes[noisy], "sized by the cost model"
         what = f"trees of up to {shape.nodes} nodes, {why}" if self.cuts else f"tree {shape.name}, {why}"
         if not self._costs:
             return f"{what} (not timed)"
         size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, 0)
         (draft, verify), *more = (self.costs(n, noisy).parts(size) for n in counts)
-        others = (f", {1 + sum(parts):.2f} x with {n} requests" for parts, n in zip(more, counts[1:]))
-        return (f"{what} (just timed: a step with {size.nodes} nodes takes {1 + draft + verify:.2f} x a plain"
-                f" one, {draft:.2f} to draft and {verify:.2f} to verify{''.join(others)})")
+        others = (f", {1 + sum(parts):.2f}x for {n} requests" for parts, n in zip(more, counts[1:]))
+        return (f"{what} (measured: a {size.nodes}-node step takes {1 + draft + verify:.2f}x a plain step:"
+                f" +{draft:.2f} drafting, +{verify:.2f} verification{''.join(others)})")
 
 
 NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # for ranks, which must choose the same trees

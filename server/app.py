@@ -53,7 +53,7 @@ class Server:
     def model(self, name: str | None) -> str:
         """Return the name of the model that a request names. Raises Refusal if it is another one."""
         if name is not None and name not in self.models:
-            words = f"there is no model {printable(name)!r} here; there is {', '.join(self.models)}"
+            words = f"model {printable(name)!r} not found; available: {', '.join(self.models)}"
             raise Refusal(404, words, "model_not_found", "model")
         return name or self.models[0]
 
@@ -278,7 +278,7 @@ def add_tokenizer(app: FastAPI, server: Server) -> None:
     async def detokenize(body: DetokenizeBody):
         count = max(tokenizer.vocab_size, server.worker.engine.target.args.vocab_size)
         if (most := max(body.tokens, default=0)) >= count:
-            raise Refusal(400, f"tokens: {most} is no token, there are 0 to {count - 1}")
+            raise Refusal(400, f"tokens: {most} is not a token id: 0 to {count - 1}")
         return {"prompt": b"".join(map(tokenizer.spelled, body.tokens)).decode("utf-8", "replace")}
 
     @app.get("/tokenizer_info")

@@ -118,7 +118,7 @@ class Gate:
         return bytes(body)
 
 
-EMBEDDINGS = "embeddings: this server has a model that generates text; they need an embedding model"
+EMBEDDINGS = "embeddings: not supported; this server has a text generation model"
 REASONS = {
     "/embeddings": EMBEDDINGS, "/rerank": EMBEDDINGS, "/score": EMBEDDINGS, "/pooling": EMBEDDINGS,
     **dict.fromkeys(("/audio/transcriptions", "/audio/speech", "/images/generations"),
@@ -133,9 +133,9 @@ def add_handlers(app: FastAPI) -> None:
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
         words, cause = str(e.detail), e.__cause__
         if e.status_code == 404:
-            words = REASONS.get(http.url.path.removeprefix("/v1"), "there is no such route; /docs has all")
+            words = REASONS.get(http.url.path.removeprefix("/v1"), "no such route; see /docs")
         elif isinstance(cause, UnicodeDecodeError):
-            words = f"the body is no UTF-8 (byte {cause.start})"
+            words = f"the body is not UTF-8 (byte {cause.start})"
         elif isinstance(cause, RecursionError):
             words = "the body is nested too deeply"
         response = Refusal(e.status_code, words).response()

@@ -77,7 +77,7 @@ def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
     first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", first["msg"])
-        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
+        return Refusal(400, f"the body is not JSON: {why} (character {first['loc'][-1]})", "invalid_json")
     # pydantic puts the names of a union's members into the path.
     path = [str(x) for x in first["loc"] if x not in ("str", "int") and "[" not in str(x)]
     if path == ["body"] and "json" not in headers.get("content-type", ""):
@@ -105,7 +105,7 @@ class Strict(Body):
         for name in UNKNOWN.keys() & data.keys() if isinstance(data, dict) else ():
             if data[name] not in (None, UNKNOWN[name]) and (data[name] or UNKNOWN[name]):
                 more = f"; use {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
-                raise ValueError(f"{name}: is not supported here{more}")
+                raise ValueError(f"{name}: not supported{more}")
         return data
 
 

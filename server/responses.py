@@ -96,7 +96,7 @@ class ResponsesBody(Strict, extra="allow"):
                     str(part.get("text", "")) for part in item.get("content") or item.get("summary") or ()
                     if isinstance(part, dict))})
             else:
-                raise Refusal(400, f"input.{n}: {item_type!r:.60} is no message, call, output or reasoning",
+                raise Refusal(400, f"input.{n}: {item_type!r:.60} is not a message, call or reasoning",
                               "invalid_value", "input")
         return found
 

@@ -33,7 +33,7 @@ class Uvicorn(uvicorn.Server):
             logging.disable()  # uvicorn would print a traceback per request
             return
         if not self.worker.failed:
-            note("going down: requests that run are ended first; Ctrl-C again ends at once")
+            note("shutting down: finishing running requests; Ctrl-C again aborts them")
         self.worker.close()
         threading.Thread(target=self._close, args=(sig, frame), daemon=True).start()
 

@@ -21,7 +21,7 @@ from server.metrics import Metrics
 from server.protocol import Refusal
 
 MAX_CONSECUTIVE_FAILURES = 3
-SHUTTING_DOWN = "the server is going down"
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class EngineLost(Exception):

@@ -17,7 +17,7 @@ ROLES = {"developer": "system", "function": "tool"}  # a newer and an older name
 
 
 def _refuse(name: str):
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
@@ -109,7 +109,7 @@ def _render(template, context: dict, messages: list[dict]) -> str:
 def ready(messages: Iterable[dict]) -> list[dict]:
     """Return messages as chat templates take them, without keys that are null but for content beside calls.
 
-    Raises InputError on content that is no text.
+    Raises InputError on content that is not text.
     """
     return [_ready({key: value for key, value in message.items() if value is not None})
             for message in messages]
@@ -128,7 +128,7 @@ def _ready(message: dict) -> dict:
 def words_of(content: str | list) -> dict[str, str]:
     """Return the "content" of a message that may come in parts, and its thoughts if parts hold some.
 
-    Raises InputError on a part that is no text.
+    Raises InputError on a part that is not text.
     """
     texts, thoughts = [], []
     for part in content if isinstance(content, list) else [content]:
@@ -138,7 +138,7 @@ def words_of(content: str | list) -> dict[str, str]:
             continue
         text = part.get(TEXTS[part_type]) if part_type in TEXTS else part
         if not isinstance(text, str):
-            raise InputError(f"messages: {part_type or text!r:.60} is no text; content has to be text")
+            raise InputError(f"messages: {part_type or text!r:.60} is not text; only text is supported")
         texts.append(text)
     return {"content": "".join(texts)} | thoughts_of({"reasoning": "".join(thoughts)})
 

@@ -147,7 +147,7 @@ function speedup(message) {
   const ratio = (speed(message) / speed(message.plain)).toFixed(2);
   return [element("div", { class: "speedup" }, element("strong", {}, `${ratio}×`),
     "the speed of plain decoding, in this one run · ",
-    message.content === message.plain.content ? "texts equal" : "texts differ")];
+    message.content === message.plain.content ? "identical output" : "output differs")];
 }
 
 function messageNode(message, index) {

@@ -117,5 +117,5 @@ def test_record(place):
     found = run("record", "--checkpoint TARGET --max-new-tokens 24 --prompt", "what is 3?")
     plain, drafted = (found["answers"][name] for name in ("none", "eagle3"))
     assert plain["ids"] == drafted["ids"] and not any(by_head for *_, by_head in plain["pieces"])
-    assert ", the same text" in (place / "record.svg").read_text()
+    assert ", identical output" in (place / "record.svg").read_text()
 

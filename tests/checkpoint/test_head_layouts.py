@@ -206,7 +206,7 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
         {"eagle_config": {AUX: [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
         ("aux_layers", [3, 4, 5])),
     "aux layers, twice": (
-        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "say --aux-layers",
+        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "give --aux-layers",
         ["--aux-layers", "2,4,5"], ("aux_layers", [2, 4, 5])),
     "as many states as fc is wide": (
         {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])),

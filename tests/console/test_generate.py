@@ -53,8 +53,8 @@ def test_json_has_the_promised_keys(cli, monkeypatch):
     assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    for words in "peak memory", "equal: yes", "\n10 tokens in the prompt, prefill ", "; cut at --max-new", (
-            f"\nwhat bounds it: acceptance length {row['tau']:.2f}; costs were not timed"):
+    for words in "peak memory", "output: yes", "\n10 tokens in the prompt, prefill ", "; --max-new", (
+            f"\nlimiting factors: acceptance length {row['tau']:.2f}; costs were not timed"):
         assert words in text.err
 
 
@@ -117,7 +117,7 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
 
 def test_auto_tree_says_what_it_drafts(cli):
     done = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "--max-new-tokens", 20)
-    assert "trees of up to 32 nodes, limited to what reduces latency (just timed: a step with" in done.err
+    assert "trees of up to 32 nodes, sized by the cost model (measured: a" in done.err
 
 
 def test_raw_system_and_template_reach_the_model(cli, llm):

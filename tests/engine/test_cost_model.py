@@ -212,7 +212,7 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
     tuner.start(request)
     tuner.run_trials(1, False, step)
     assert {*kinds} == {None, Plan(shape)}
-    assert "tree 32/3/4, limited to what reduces latency" in tuner.describe([1], False)
+    assert "tree 32/3/4, sized by the cost model" in tuner.describe([1], False)
     for emitted, drafts in ((3, True), (1, False)):
         for _ in range(100):
             step(emitted)

@@ -40,10 +40,10 @@ def quiet(server, seconds: float = 10.0) -> bool:
 
 # A body of a chat, whole or added to a good one, and words of its error.
 OF_CHATS = (
-    (b"", "body: "), (b"[]", "body: "), (b"\x80", "no UTF-8 (byte 0)"), (DEEP, "nested too deeply"),
-    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"),
+    (b"", "body: "), (b"[]", "body: "), (b"\x80", "not UTF-8 (byte 0)"), (DEEP, "nested too deeply"),
+    (b'{"messages": ', "the body is not JSON: Expecting value (character 13)"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "body.messages.0.role: "),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is no text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not text"),
     ({"max_tokens": 0}, "max_tokens: "), ({"tool_choice": "required"}, "tool_choice: needs tools"),
     ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice: names no function"),
     ({"chat_template_kwargs": {"messages": 3}}, "messages cannot"),
@@ -52,20 +52,20 @@ OF_CHATS = (
 )
 REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
     ("/v1/completions", {"prompt": []}, "at least 1 item"), ("/v1/completions", {"prompt": [[]]}, "is empty"),
-    ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: is not supported here"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: not supported"),
     # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
     ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
     *(("/v1/completions", {"prompt": "x"} | fields, words) for fields, words in (
-        ({"banned_strings": ["a"]}, "banned_strings: is not supported here; use bad_words"),
-        ({"best_of": 2}, "best_of: is not supported here; use n"), ({"guided_regex": "("}, "cannot be used"),
+        ({"banned_strings": ["a"]}, "banned_strings: not supported; use bad_words"),
+        ({"best_of": 2}, "best_of: not supported; use n"), ({"guided_regex": "("}, "cannot be used"),
         ({"min_tokens": 20}, "min_tokens 20: at most 16"), ({"bad_words": [""]}, "bad_words.0: "),
         ({"guided_choice": ["a"], "regex": "b"}, "give one of"), ({"ebnf": "root ::= x"}, "cannot be used"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"))),
-    *(("/v1/chat/completions", {name: value}, f"{name}: is not supported here") for name, value in (
+    *(("/v1/chat/completions", {name: value}, f"{name}: not supported") for name, value in (
         ("functions", [TOOL["function"]]), ("function_call", {"name": "f"}), ("chat_template", "x"),
         ("include_stop_str_in_output", True), ("skip_special_tokens", False), ("typical_p", 0.5))),
-    ("/tokenize", {}, "give prompt or"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is no token"),
+    ("/tokenize", {}, "give prompt or"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is not a"),
 ]
 
 
@@ -118,7 +118,7 @@ def test_requests_as_clients_send_them(server):
         assert (found.status_code, found.content) == (200, b"") and server.get(path).status_code == 200
     packed = httpx.post(server.url + path, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
     assert packed.status_code == 415 and "Content-Encoding gzip" in packed.json()["error"]["message"]
-    for path, words in ("/v1/embeddings", "embedding model"), ("/v1/nothing/", "no such route"):
+    for path, words in ("/v1/embeddings", "embeddings: not supported"), ("/v1/nothing/", "no such route"):
         found = server.post(path, input="x")
         assert found.status_code == 404 and words in found.json()["error"]["message"]
     assert httpx.head(f"{server.url}/v1/completions").status_code == 405
@@ -191,7 +191,7 @@ def test_every_request_has_a_line(server):
         time.sleep(0.01)  # the line comes after the answer
     words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
     assert re.fullmatch(words, lines[0])
-    assert lines[1] == r"GET /no\nwhere 404 there is no such route; /docs has all"
+    assert lines[1] == r"GET /no\nwhere 404 no such route; see /docs"
 
 
 def test_routes(server):
@@ -286,11 +286,11 @@ def test_requests_end_before_the_server_does(golden, tmp_path):
             while (refused := server.post(**CHAT, max_tokens=1)).status_code == 200:  # signals take time
                 pass
             assert refused.status_code == server.get("/health").status_code == 503
-            assert "going down" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
+            assert "shutting down" in refused.json()["error"]["message"] and refused.headers["Retry-After"]
             *_, last, end = events
         assert json.loads(last)["choices"][0]["finish_reason"] == "length" and end == "[DONE]"
         assert server.process.wait(30) == 0
-        assert "Traceback" not in server.printed() and "going down" in server.printed()
+        assert "Traceback" not in server.printed() and "shutting down" in server.printed()
 
 
 @pytest.mark.parametrize("grace, signals", (("0.3", 1), ("60", 2)))
@@ -308,9 +308,9 @@ def test_no_longer_than_the_grace_or_a_second_signal(golden, tmp_path, grace, si
                 server.process.send_signal(signal.SIGTERM)
                 time.sleep(0.3)
             *_, last, end = events
-        assert end == "[DONE]" and "going down" in json.loads(last)["error"]["message"]
+        assert end == "[DONE]" and "shutting down" in json.loads(last)["error"]["message"]
         for answer in (each.result() for each in whole):
             assert answer.status_code == 503 and answer.headers["Retry-After"]
-            assert "going down" in answer.json()["error"]["message"]
+            assert "shutting down" in answer.json()["error"]["message"]
         assert server.process.wait(30) == 0  # within the grace of 60 seconds
         assert "Traceback" not in server.printed()

@@ -163,9 +163,9 @@ def test_many_at_once(server, plain):
 
 
 def test_errors_are_openais(client):
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+    with pytest.raises(openai.NotFoundError, match="model 'other' not found"):
         client.chat.completions.create(model="other", messages=USER)
-    words = "needs room for one more, the cache holds 300"
+    words = "needs one for the answer, the context length is 300"
     with pytest.raises(openai.BadRequestError, match=words) as error:
         client.completions.create(model="golden", prompt=[[5] * 400])
     assert error.value.code == "context_length_exceeded"

@@ -75,7 +75,7 @@ def test_a_first_visit_an_answer_its_tree_and_an_export(page):
     expect(panels.first.locator(".figures")).to_contain_text("τ")
     expect(panels.last.locator(".figures")).to_contain_text("1.00 tokens per step")
     expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
-    expect(page.locator(".speedup")).to_contain_text("texts equal")
+    expect(page.locator(".speedup")).to_contain_text("identical output")
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
     assert "taken" not in (page.locator("#drawing g").first.get_attribute("class") or "")
     steps = int(page.locator("#step").inner_text().split()[-1])

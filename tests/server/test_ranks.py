@@ -43,7 +43,7 @@ def test_answers_are_those_of_one_process(golden, tmp_path):
         server.end()
         printed = server.printed()
     assert "2 ranks: each has" in printed and printed.count("ready ") == 1 and "error: " not in printed
-    assert "going down: requests that run are ended first" in printed
+    assert "shutting down: finishing running requests" in printed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
@@ -57,7 +57,7 @@ def test_a_rank_that_dies_ends_the_server(golden, tmp_path):
             next(events)
             os.kill(follower, signal.SIGKILL)
             *_, reason, end = events
-        assert end == "[DONE]" and "the server is going down: " in reason
+        assert end == "[DONE]" and "the server is shutting down: " in reason
         assert server.process.wait(60) != 0  # long before a collective would time out
         printed = server.printed()
         assert printed.count("error: rank 0 of 2 has lost another one") == 1
