@@ -17,7 +17,8 @@ def folder(golden, tmp_path):
 
 
 @pytest.mark.parametrize("kept, means, says", (
-    (("eagle3", "eagle"), "lookup+eagle3", "eagle3 drafts"), (("eagle",), "lookup+eagle2", "eagle2 drafts"),
+    (("eagle3", "eagle"), "lookup+eagle3", "with lookup+eagle3"),
+    (("eagle",), "lookup+eagle2", "with lookup+eagle2"),
     ((), "lookup", "no usable head in"),
 ))
 def test_the_best_head_in_the_folder(folder, kept, means, says):
