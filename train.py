@@ -34,13 +34,15 @@ from training.processes import RANK_TIMEOUT, ProcessGroup
 from training.session import DRAFT_VOCAB, Session
 from training.trainer import Plan
 
+ESTIMATED = 4000  # conversations, unless --estimate is given others
+
 
 def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
-    add("--out", required=True, help="folder for the head; OUT-work holds data, training state and log")
+    add("--out", help="folder for the head; OUT-work holds data, training state and log")
     add("--kind", choices=TRAINED, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--seed", type=seed, default=0, help="random seed (default 0)")
@@ -61,7 +63,8 @@ def parser() -> Options:
     add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
         help="truncate conversations to this length (default 1024)")
     add("--decode-batch", type=positive, default=48, help="batch size of generation (default 48)")
-    add("--estimate", action="store_true", help="print the estimated hours on this machine and exit")
+    add("--estimate", action="store_true",
+        help=f"print the estimated hours on this machine and exit (default data: --synthesize {ESTIMATED})")
     add("--collect-only", action="store_true", help="stop after generating the data")
 
     add = p.add_argument_group("head").add_argument
@@ -96,6 +99,9 @@ def parser() -> Options:
 def add_rules(p: Options) -> None:
     """Add the rules of the options."""
     refuse = p.refuse
+    p.judge(lambda o: o.estimate and vars(o).update(
+        out=o.out or "head", synthesize=o.synthesize or (not o.prompts and ESTIMATED)))
+    refuse(lambda o: not o.out, lambda o: "--out is missing: name a folder for the head")
     p.judge(lambda o: check_replaceable("--out", o.out))
     refuse(lambda o: not (o.prompts or o.synthesize or o.shards),
            lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --shards FOLDER or several")

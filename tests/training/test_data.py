@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+import train
 from common.errors import InputError
 from common.writing import digest
 from training import data
@@ -57,3 +58,8 @@ def test_estimate(golden):
     assert sum(phases(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
     assert [expected_tau(tokens) for tokens in (1, 62_000, 10**9)] == [2.05, 2.21, 3.82]
     assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e12)
+
+
+def test_estimate_needs_no_data(golden, capsys):
+    assert train.main(["--checkpoint", str(golden), "--estimate"]) == 0
+    assert "4,000 conversations" in capsys.readouterr().out
