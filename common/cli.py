@@ -60,6 +60,7 @@ def run_command(
     memory runs out, printed to `errors` (None: stderr) as one line; 130 after Ctrl-C, where `interrupted` is
     printed; 141 when the reader of the output has left.
     """
+    InputError.in_command = True
     try:
         status = action() or 0
         if sys.stdout:
@@ -91,7 +92,7 @@ def command(
 
     The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
     """
-    errors, InputError.in_command = sys.stderr, True  # any process may fail
+    errors = sys.stderr  # any process may fail
     codecs.register_error("spell", _spell)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="spell")

@@ -44,8 +44,7 @@ def text(most: int = 1 << 20, pattern: str | None = None) -> Any:
 
 Flag = Annotated[bool, Strict()]
 Whole, Text = whole(), text()
-Digits, Sha256 = text(pattern=r"^[0-9]{1,8}$"), text(pattern=r"^[0-9a-f]{64}$")
-Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file inside a folder of ours
+Sha256 = text(pattern=r"^[0-9a-f]{64}$")
 Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a vocabulary; a matrix; parts
 Layers = whole(1, 10_000)
 

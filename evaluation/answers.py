@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_json
-from common.schema import Name, Schema, Text, Whole, named, number, schema_of, text, whole
+from common.schema import Schema, Text, Whole, named, number, schema_of, text, whole
 from common.writing import digest, write_text, writing
 from tokens.dataset import read_questions
 
@@ -21,6 +21,7 @@ PLAIN = "none"  # the method without drafting
 OPTIONS_FILE = "options.json"  # of the first run
 ADVICE = "delete it, or choose another --out"
 Seconds = number(0, 1e9)
+Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file inside a folder of ours
 
 
 def read_sets(path: str | None, limit: int | None, names: str | None = None) -> dict[str, list[dict]]:

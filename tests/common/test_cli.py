@@ -18,17 +18,18 @@ from generate import bias
 
 @pytest.mark.parametrize("end, status, line", [
     (None, 0, ""), (3, 3, ""), (KeyboardInterrupt(), 130, "stopped"),
-    (InputError("no\n such  file"), 1, "error: no such file"),
+    (InputError("--tree\n 9:  no such  file"), 1, "error: --tree 9: no such file"),
     (RuntimeError("CUDA out of memory. Tried 2 GiB"), 1, "error: not enough memory (CUDA out"),
     (OSError("\x1b[2J\x1b[1;1Hall is well"), 1, r"error: \x1b[2J\x1b[1;1Hall is well"),
 ], ids=range(6))
-def test_how_a_command_ends(end, status, line, capsys):
+def test_how_a_command_ends(end, status, line, capsys, monkeypatch):
     """With its status and, if it fails, one line that a terminal shows as it is."""
     def action() -> int | None:
         if isinstance(end, BaseException):
             raise end
         return end
 
+    monkeypatch.setattr(InputError, "in_command", False)  # as before the first command of a process
     assert run_command(action, OSError, interrupted="stopped") == status
     said = capsys.readouterr().err
     assert said.startswith(line) and said.count("\n") == bool(line) and said.strip("\n").isprintable()

@@ -10,8 +10,9 @@ from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.files import read_json, read_text
-from common.schema import Digits, Name, Schema, number, whole
+from common.schema import Schema, number, text, whole
 from common.writing import atomic_path
+from evaluation.answers import Name
 from tokens.dataset import read_rows
 
 
@@ -67,7 +68,8 @@ class Shape:
 
 
 FILE = Schema(TypedDict("File", {
-    "token": whole() | list[whole()] | None, "by rows": NotRequired[dict[Digits, number()]],
+    "token": whole() | list[whole()] | None,
+    "by rows": NotRequired[dict[text(pattern="^[0-9]{1,8}$"), number()]],
     "name": NotRequired[Name], "shape": NotRequired[Shape],
 }))
 
