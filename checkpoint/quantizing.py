@@ -34,7 +34,7 @@ from common.errors import InputError, counted
 from common.progress import progress_bar
 from common.schema import named
 from kernels.gptq import gptq, output_error, second_moments
-from kernels.quantized import MXFP4, Quantized, Scheme, linear_names, split_rows
+from kernels.quantized import MXFP4, Quantized, Scheme, by_rows, linear_names
 from kernels.stored import Kind, fit, restored, round_to
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
@@ -92,22 +92,18 @@ class _LayerWriter:
             exact = self.read_exact()
             if bad := count_nonfinite(exact):
                 judge_nonfinite(self.where, bad, self.allow_nonfinite)
-            parts = map(torch.cat, zip(*(self.layer.fit(rows) for rows in split_rows(exact))))
-            self.scales = tuple(x.unflatten(0, exact.shape[:-1]) for x in parts)
+            self.scales = self.layer.fit(exact)
         return self.scales[which]
 
     def read_weight(self) -> Tensor:
         self.read_scales(0)
-        exact = split_rows(self.read_exact())
-        weight = torch.empty_like(self.layer.weight, device="cpu")
-        others = (split_rows(x, len(exact[0])) for x in (weight, *self.scales))
+        exact = self.read_exact()
+        weight = self.layer.round(exact, *self.scales)
         errors = norms = 0.0
-        for i, (rows, stored, *scales) in enumerate(zip(exact, *others)):
+        for rows, *stored in by_rows(exact, weight, *self.scales)[::MEASURED_PARTS]:
             rows = rows.float()
-            stored.copy_(self.layer.round(rows, *scales))
-            if i % MEASURED_PARTS == 0:
-                norms += float(rows.norm()) ** 2
-                errors += float(self.layer.numbers(stored, *scales).sub_(rows).norm()) ** 2
+            norms += float(rows.norm()) ** 2
+            errors += float(self.layer.numbers(*stored).sub_(rows).norm()) ** 2
         self.error = (errors / max(norms, 1e-60)) ** 0.5
         return weight
 

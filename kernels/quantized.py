@@ -131,9 +131,11 @@ def quantized_values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
     return units.to(torch.float8_e4m3fn) if mode == "fp8" else units.round_().to(torch.int8)
 
 
-def split_rows(weight: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
-    """Split a weight [..., N, K] into views of `rows` rows each (default: of `CHUNK_VALUES` values)."""
-    return weight.flatten(0, -2).split(rows or max(1, CHUNK_VALUES // weight.shape[-1]))
+def by_rows(weight: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split tensors [..., N, columns] into views with the same rows, of a weight about `CHUNK_VALUES` values.
+    """
+    rows = max(1, CHUNK_VALUES // weight.shape[-1])
+    return [*zip(*(x.flatten(0, -2).split(rows) for x in (weight, *others)))]
 
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -225,14 +227,18 @@ class Quantized(nn.Module):
         return (self.scale, self.codes) if self.kind and self.kind.unit else (self.scale,)
 
     def fit(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return the scales, and the codes if there are any, to `round` a weight [..., K] with."""
-        return fit(self.kind, weight) if self.kind else (scales_of(weight, self.mode),)
+        """Return the scales, and the codes if there are any, to `round` a weight [..., N, K] with."""
+        fitted = [fit(self.kind, rows) if self.kind else (scales_of(rows, self.mode),)
+                  for rows, in by_rows(weight)]
+        return tuple(torch.cat(parts).unflatten(0, weight.shape[:-1]) for parts in zip(*fitted))
 
     def round(self, weight: Tensor, *scales: Tensor) -> Tensor:
-        """Return a weight [..., K] rounded as it is stored."""
-        if self.kind:
-            return round_to(self.kind, weight, *scales)
-        return quantized_values(weight, *scales, self.mode)
+        """Return a weight [..., N, K] rounded as it is stored."""
+        stored = torch.empty_like(self.weight, device=weight.device)
+        for rows, to, *of_rows in by_rows(weight, stored, *scales):
+            to.copy_(round_to(self.kind, rows, *of_rows) if self.kind
+                     else quantized_values(rows, *of_rows, self.mode))
+        return stored
 
     def numbers(self, weight: Tensor, *scales: Tensor) -> Tensor:
         """Return what a stored weight stands for [..., K], float32."""
@@ -276,13 +282,9 @@ class QuantizedLinear(Quantized):
     def from_weight(cls, weight: Tensor, bias: Tensor | None, mode: str, *group) -> QuantizedLinear:
         """Quantize a weight [N, K]. mode, group: of 8 bits, or a kind with `four_bits`."""
         layer = cls(weight.shape[1], weight.shape[0], False, mode, *group)
-        scales = zip(*(layer.fit(rows) for rows in split_rows(weight)))
-        for name, parts in zip(("scale", "codes"), scales):
-            getattr(layer, name).data = torch.cat(parts)
-        of_rows = zip(split_rows(weight), *(split_rows(x, len(split_rows(weight)[0])) for x in layer.scales))
-        # torch.cat does not support fp8, so its bytes are concatenated.
-        stored = torch.cat([layer.round(*rows).view(torch.uint8) for rows in of_rows])
-        layer.weight.data = stored.view(layer.weight.dtype)
+        for parameter, fitted in zip(layer.scales, layer.fit(weight)):
+            parameter.data = fitted
+        layer.weight.data = layer.round(weight, *layer.scales)
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return layer
 
@@ -392,10 +394,11 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
 
     A tied lm_head is untied. Raises ValueError as `replace_linears` does.
     """
-    if scheme.lm_head and module.lm_head is None:
-        weight, mode = module.embed.weight.detach(), scheme.with_kinds(module).mode_of("lm_head")
-        module.lm_head = QuantizedLinear.from_weight(weight, None, *mode)
-    names, scheme = linear_names(module, scheme.lm_head is not None), scheme.with_kinds(module)
+    names, ties = linear_names(module, scheme.lm_head is not None), module.lm_head is None
+    unties, scheme = ties and scheme.lm_head, scheme.with_kinds(module)
+    if unties:
+        weight = module.embed.weight.detach()
+        module.lm_head = QuantizedLinear.from_weight(weight, None, *scheme.mode_of("lm_head"))
     for name in names:
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
