@@ -89,29 +89,29 @@ def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[
     """Return the contenders that are programs. started: ends them. Raise InputError."""
     found, plain = {}, ""
 
-    def add(name: str, binary: str, *more: object, plain: str | None = None) -> None:
-        server = LlamaServer(binary, o.gguf[-1] if plain else file, o.threads, *map(str, more))
+    def add(name: str, binary: str, file: str, *more: object, plain: str | None = None) -> None:
+        server = LlamaServer(binary, file, o.threads, *map(str, more))
         found[name] = Entry(started.enter_context(server).decode, plain)
 
     for file in o.gguf:
         plain = f"llama.cpp {Path(file).stem}"
-        add(plain, o.llama_server)
+        add(plain, o.llama_server, file)
     sizes = [(n, p) for n in o.llama_chains for p in o.llama_p_min]
     chains = [(n, p, f"chain of {n}" + f", p-min {p}" * (p > 0)) for n, p in sizes]
     for n, p, words in chains:
         ends = "--spec-draft-n-max", n, "--spec-draft-p-min", p, "--model-draft"
         if o.llama_head:
             eagle = *ends, o.llama_head, "--spec-type", "draft-eagle3"
-            add(f"{plain}, EAGLE-3, {words}", o.llama_server, *eagle, plain=plain)
-        if o.llama_draft and o.llama_server:
+            add(f"{plain}, EAGLE-3, {words}", o.llama_server, file, *eagle, plain=plain)
+        if o.llama_draft:
             simple = *ends, o.llama_draft, "--spec-type", "draft-simple"
-            add(f"{plain}, draft model, {words}", o.llama_server, *simple, plain=plain)
+            add(f"{plain}, draft model, {words}", o.llama_server, file, *simple, plain=plain)
     if o.ik_server:
-        file, ik = o.gguf[-1], f"ik_llama.cpp {Path(o.gguf[-1]).stem}"
-        add(ik, o.ik_server, "-rtr", "--log-disable")
+        ik, repacked = f"ik_llama.cpp {Path(file).stem}", (o.ik_server, file, "-rtr", "--log-disable")
+        add(ik, *repacked)
         for n, p, words in chains if o.llama_draft else ():
-            more = "-rtr", "--log-disable", "--draft-max", n, "--draft-p-min", p
-            add(f"{ik}, draft model, {words}", o.ik_server, *more, "--model-draft", o.llama_draft, plain=ik)
+            more = "--draft-max", n, "--draft-p-min", p, "--model-draft", o.llama_draft
+            add(f"{ik}, draft model, {words}", *repacked, *more, plain=ik)
     if o.openvino:
         # float32: bf16 activations, its own choice where the processor has them, were no faster.
         properties = {"INFERENCE_NUM_THREADS": o.threads, "INFERENCE_PRECISION_HINT": "f32"}
@@ -177,7 +177,7 @@ def prompts_of(o) -> list[list[int]]:
 def action(o) -> None:
     """Let all contenders answer all questions in turns."""
     for given, other in (("checkpoint", "questions"), ("gguf", "llama_server"), ("llama_head", "gguf"),
-                         ("openvino", "openvino_target")):
+                         ("llama_draft", "gguf"), ("ik_server", "gguf"), ("openvino", "openvino_target")):
         if getattr(o, given) and not getattr(o, other):
             raise InputError(f"--{given.replace('_', '-')}: needs --{other.replace('_', '-')}")
     prompts = prompts_of(o)[: o.limit]

@@ -1,4 +1,4 @@
-"""Programs beside us: servers, ours and llama.cpp's, and OpenVINO GenAI, each in a process of its own."""
+"""Other programs to measure, a process each: our server, llama.cpp's and OpenVINO GenAI."""
 from __future__ import annotations
 
 import asyncio
