@@ -222,12 +222,12 @@ def load_weights(
         # as soon as it has been packed, not when all have.
         with open_safetensors(path, ADVICE, device) as file:
             tensor = read(name, file)
-        # Quantized weights and their scales are never cast.
-        fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
-        if fixed and tensor.dtype != meta.dtype:
+        # Quantized weights and their scales are never cast; older folders of 4 bits have bfloat16 scales.
+        castable = {tensor.dtype, meta.dtype} <= CASTABLE
+        if not castable and tensor.dtype != meta.dtype:
             raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantize"
                              " again")
-        state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
+        state[name] = tensor.to(dtype) if dtype and castable and not name.endswith(".scale") else tensor
     ids, ours = state.get("draft_ids"), range(module.args.vocab_size)
     if ids is not None and not (int(ids.min()) in ours and int(ids.max()) in ours):
         raise InputError(f"{path}: draft_ids are not those of this vocabulary; {ADVICE}")

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     bf16_per_word: int  # inputs in a word of a quantized weight, if x is bfloat16
     bytes_per_word: int  # inputs in a word of a w8a8 weight
     byte_offset: int  # added to the values of a w8a8 weight
-    nibbles_per_word: int  # inputs in a word of a w4a8 weight
+    nibbles_per_word: int  # inputs in a word of a q4 weight
 
 
 class CpuStep(Step):

@@ -22,8 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from head import Eagle3Head
-from kernels.quantized import EMBED, FOUR_BITS, MXFP4, Quantized, QuantizedEmbedding
-from kernels.stored import Kind
+from kernels.quantized import EMBED, MXFP4, Quantized, QuantizedEmbedding
 from model import (
     MLP,
     Block,
@@ -152,8 +151,7 @@ class Packed(nn.Module):
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
         self.scale = None
         if quantized:
-            in_records = weight.kind or mode == "w4a8"
-            self.scale = _constant(pack_records(backend, weight, gated) if in_records
+            self.scale = _constant(pack_records(backend, weight, gated) if weight.kind
                                    else pack_scale(backend, weight.scale, gated))
         self.bias = None
         if bias is not None:
@@ -489,20 +487,20 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
 
     A block has c outputs and is read sequentially, once per pass; w inputs fill a word. gated: half of a
     block's columns are gate, half up. mode: of quantized weights, as `QuantizedLinear` stores them; None:
-    others, with words of 4 bytes. Bytes of 4-bit modes (int4, mxfp4: [blocks, K/w, c/2 * w] uint8, w4a8:
-    [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. In w8a8, 128
-    is added for instruction sets that multiply unsigned values.
+    others, with words of 4 bytes. Bytes of 4-bit modes (mxfp4: [blocks, K/w, c/2 * w] uint8, q4:
+    [blocks, K/w, c/2, w]) hold two values; the low bits belong to the first half of the block. In w8a8 and
+    q8, 128 is added for instruction sets that multiply unsigned values.
     """
-    layout, mode = backend.layout, {"q4": "w4a8", "q8": "w8a8"}.get(mode, mode)
+    layout, in_bytes = backend.layout, mode in ("w8a8", "q8")
     words = {
-        None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "w4a8": layout.nibbles_per_word
+        None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "q8": layout.bytes_per_word,
+        "q4": layout.nibbles_per_word,
     }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
-    if mode in (*FOUR_BITS, MXFP4):
+    if mode in ("q4", MXFP4):
         out = _pack(backend, backend.ops.pack_nibbles, weight, words, gated)
-        return out if mode == "w4a8" else out.flatten(2)
-    flip = layout.byte_offset if mode == "w8a8" else 0
-    out = _pack(backend, backend.ops.pack, weight, words, gated, flip)
-    return out.view(torch.uint8) if mode == "w8a8" else out
+        return out if mode == "q4" else out.flatten(2)
+    out = _pack(backend, backend.ops.pack, weight, words, gated, layout.byte_offset if in_bytes else 0)
+    return out.view(torch.uint8) if in_bytes else out
 
 
 def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
@@ -511,9 +509,8 @@ def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
 
 
 def pack_records(backend, weight: Quantized, gated: bool) -> Tensor:
-    """Pack a stored or w4a8 layer's scales -> [blocks, units, 1 or 2, bytes], see csrc/kernels.h: Records."""
-    kind = weight.kind or Kind("q4", weight.group)
-    count = 1 + kind.minima
+    """Pack a stored layer's scales -> [blocks, units, 1 or 2, bytes], see csrc/kernels.h: Records."""
+    kind, count = weight.kind, 1 + weight.kind.minima
 
     def packed(x: Tensor) -> list[Tensor]:  # [N, count * n] -> count of [blocks, n, columns]
         return [pack_scale(backend, part.contiguous(), gated) for part in x.chunk(count, -1)]

@@ -4,12 +4,11 @@ Weights are w = scale * q, symmetric. Here they are rounded to the nearest q; `k
 
 int8   one scale per output, q in -127..127
 w8a8   int8 weights; a layer's inputs are rounded to int8 too, with one scale per 64 inputs of a token
-int4, w4a8  of older folders, newer ones have q4: one scale per output and group of inputs, q in -8..7, two
-       values per byte. In w4a8 inputs are rounded to int8 too, with one scale per group of the weight
 fp8    e4m3, one scale per output; inputs are rounded to fp8 too, with one scale per token
-mxfp4  of experts whose files have it: e2m1, stored like int4; one scale per 32 inputs, a power of two (e8m0:
-       a byte, the exponent + 127)
-q4, q8 of published quantized files, see `kernels.stored`; inputs are rounded to int8 in the weight's groups
+mxfp4  of experts whose files have it: e2m1, two values per byte; one scale per 32 inputs, a power of two
+       (e8m0: a byte, the exponent + 127)
+q4, q8 of published quantized files, and of 4 bits (int4, w4a8), see `kernels.stored`; inputs are rounded to
+       int8 in the weight's groups
 """
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ MXFP4, MXFP4_GROUP = "mxfp4", 32  # of experts only, read from files, never roun
 LM_HEAD_MODES = {"int4": "int8", "w4a8": "w8a8", MXFP4: "w8a8"}
 GROUPS = (32, 64, 128)
 
-ROUNDS_INPUTS = ("w8a8", "w4a8", *STORED)  # to int8
+ROUNDS_INPUTS = ("w8a8", *STORED)  # to int8
 W8A8_GROUP = 64  # inputs that share a scale
 FP8_MAX = 448.0  # the largest e4m3 number
 CHUNK_VALUES = 1 << 19  # values rounded at a time: fewer calls, and results that fit a processor's cache
@@ -94,7 +93,7 @@ class Scheme:
         if is_experts and self.experts:
             return self.experts, MXFP4_GROUP
         mode = self.lm_head if name == "lm_head" else self.mode
-        return mode, self.group if mode in FOUR_BITS else 0
+        return Kind("q4", self.group) if mode in FOUR_BITS else (mode, 0)  # 4 bits: of an older folder
 
     def with_kinds(self, module: nn.Module) -> Scheme:
         """Return the scheme to quantize a module with: 4-bit layers get kinds (`kernels.stored.four_bits`).
@@ -143,8 +142,7 @@ def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if scale.dtype == torch.uint8:
         values = e2m1(unpack_pairs(weight)).unflatten(-1, (-1, MXFP4_GROUP))
         return torch.ldexp(values, scale.int()[..., None] - 127).flatten(-2).to(dtype)
-    q = unpack_pairs(weight).to(torch.int8) - 8 if weight.dtype == torch.uint8 else weight
-    return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
+    return (weight.float() * scale).to(dtype)
 
 
 def e2m1(codes: Tensor) -> Tensor:
@@ -204,8 +202,7 @@ class Quantized(nn.Module):
                 self.order = nn.Parameter(torch.empty(self.inputs, dtype=torch.int32), requires_grad=False)
             return
         if group:
-            sizes = self.inputs // 2, self.inputs // group
-            dtypes = torch.uint8, torch.uint8 if mode == MXFP4 else torch.bfloat16
+            sizes, dtypes = (self.inputs // 2, self.inputs // group), (torch.uint8, torch.uint8)
         else:
             sizes = self.inputs, 1
             dtypes = torch.float8_e4m3fn if mode == "fp8" else torch.int8, torch.float32
@@ -265,8 +262,8 @@ class Quantized(nn.Module):
 class QuantizedLinear(Quantized):
     """A quantized linear layer [K] -> [N]. This is the reference: it dequantizes the weight at every call.
 
-    `kernels.packed` has the form for CPUs, `kernels.gpu.products` the one for int8 and int4 on GPUs; fp8 uses
-    tensor cores where they support it. On a GPU, w8a8 and w4a8 run as int8 and int4 on rounded inputs.
+    `kernels.packed` has the form for CPUs, `kernels.gpu.products` the one for int8 and q4 on GPUs; fp8 uses
+    tensor cores where they support it. On a GPU, w8a8 runs as int8 on rounded inputs.
     fused: computes `product` in one kernel.
     """
 

@@ -255,7 +255,7 @@ class Shard:
             raise InputError(f"{ranks} ranks: {ordered[0]} has an order of its inputs (desc_act) and"
                              " cannot be sharded; convert the source with --dtype bf16")
         # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
-        mode, unit = scheme.mode_of("layers") if scheme else (None, 0)
+        mode, unit, *_ = scheme.mode_of("layers") if scheme else (None, 0)
         unit = W8A8_GROUP if mode == "w8a8" else max([unit, *(max(kind[1:3]) for kind in kinds.values())])
         stack_unit = scheme.mode_of("layers", is_experts=True)[1] if scheme and experts else 0
         pieces = max(unit, stack_unit) or 2 - inner % 2

@@ -32,10 +32,10 @@ struct Records {
 };
 
 // A weight as packed by kernels/packed.py: pack: [blocks, steps, columns]. Quantized weights have scales [blocks,
-// groups, columns]: float32 and one group (int8, w8a8), bfloat16 per group of inputs (int4), or an exponent in a byte
-// (mxfp4), or `Records` (w8a8, w4a8). bias [blocks, columns], if any, is added to products first.
+// groups, columns]: float32 and one group (int8, w8a8), an exponent in a byte per group of inputs (mxfp4), or `Records`
+// (w8a8, w4a8). bias [blocks, columns], if any, is added to products first.
 struct Weight {
-  enum Format { WHOLE, INT8, INT4, MXFP4, W8A8, W4A8 } format;
+  enum Format { WHOLE, INT8, MXFP4, W8A8, W4A8 } format;
   const char* data;
   const void* scales;
   int64_t blocks, steps, groups, size;  // size: bytes of a block

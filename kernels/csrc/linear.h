@@ -43,7 +43,6 @@ void linear_part(const Team& team, const Value<X>* x, const Portions& portions, 
   const int64_t K = inputs_of<X>(w);
   if (w.rounds()) rounded.round<X>(team, x, portions, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
-                       : w.format == Weight::INT4 ? block_rows<X, Int4>
                        : w.format == Weight::MXFP4 ? block_rows<X, Mxfp4> : block_rows<X, Whole>;
   const bool tiled = TILE_ROWS && (w.rounds() || std::is_same_v<X, Bf16>);
   const int64_t width = gate != Gate::NONE ? BLOCK / 2 : BLOCK, max_rows = tiled ? TILE_ROWS : ROWS;

@@ -55,10 +55,9 @@ inline Words pairs_of(int8x8_t bytes) {
 }
 // 2 * LANES bytes -> pairs.
 inline Words pairs_of_bytes(const char* from) { return pairs_of(vld1_s8((const int8_t*)from)); }
-// 2 * LANES bytes of two 4-bit codes -> pairs of VALUES [16] of the low codes and of the high ones.
-template <const uint16_t* VALUES>
-inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
-  const uint8x16x2_t table = vld2q_u8((const uint8_t*)VALUES);  // low bytes, high bytes
+// 2 * LANES bytes of two e2m1 codes -> pairs of bfloat16 of the low codes and of the high ones.
+inline void pairs_of_e2m1(const char* from, Words& low, Words& high) {
+  const uint8x16x2_t table = vld2q_u8((const uint8_t*)E2M1);  // low bytes, high bytes
   const auto pairs = [&](uint8x8_t codes) {
     const uint8x8x2_t both = vzip_u8(vqtbl1_u8(table.val[0], codes), vqtbl1_u8(table.val[1], codes));
     return (Words)vcombine_u8(both.val[0], both.val[1]);

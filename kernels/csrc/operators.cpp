@@ -35,12 +35,12 @@ inline Weight weight(const Tensor* packed, const Tensor* scale, const Tensor* bi
   const ScalarType type = t.scalar_type();
   const Weight::Format format = type == ScalarType::Char      ? Weight::INT8
                                 : type != ScalarType::Byte    ? Weight::WHOLE
-                                : t.dim() == 4                ? t.size(2) == BLOCK ? Weight::W8A8 : Weight::W4A8
-                                : scale->scalar_type() == ScalarType::Byte ? Weight::MXFP4
-                                                                           : Weight::INT4;
+                                : t.dim() != 4                ? Weight::MXFP4
+                                : t.size(2) == BLOCK          ? Weight::W8A8
+                                                              : Weight::W4A8;
   Weight found{format, static_cast<const char*>(data(t)), scale ? data(*scale) : nullptr, t.size(0), t.size(1), 1,
                t.stride(0) * int64_t(t.element_size()), floats(bias)};
-  if (format == Weight::INT4 || format == Weight::MXFP4) found.groups = scale->size(1);
+  if (format == Weight::MXFP4) found.groups = scale->size(1);
   if (scale && scale->dim() == 4) {  // [blocks, units, 1 or 2, bytes]
     const int64_t unit = scale->size(3) / BLOCK - int64_t(sizeof(float));
     found.records = {unit ? Records::CODES : Records::FLOATS, scale->size(2) == 2, std::max<int64_t>(unit, 1)};

@@ -1,4 +1,4 @@
-// The loops of linear layers: rows of x times a block of a packed weight (16- or 32-bit, int8, int4, mxfp4).
+// The loops of linear layers: rows of x times a block of a packed weight (16- or 32-bit, int8, mxfp4).
 // rounded.h has those for x rounded to int8. Sums run over the inputs in ascending order, for any number of rows and
 // threads.
 #pragma once
@@ -12,11 +12,6 @@ namespace eagle {
 struct OfColumns {
   static Floats scale(const Weight& w, int64_t b, int64_t, int v) {
     return load<Floats>(static_cast<const float*>(w.scales) + b * BLOCK + v * LANES);
-  }
-};
-struct OfGroups {
-  static Floats scale(const Weight& w, int64_t b, int64_t g, int v) {
-    return Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK + v * LANES);
   }
 };
 struct PowersOfGroups {  // exponents of floats
@@ -38,21 +33,14 @@ template <> struct Whole<Widened> {  // pairs of bfloat16
   }
 };
 template <class X> struct Int8 : OfColumns, Vectors<1, floats_of_bytes> {};
-// 4-bit codes: int4 is value + 8, mxfp4 is e2m1.
-inline void floats_of_int4(const void* from, Words& low, Words& high) {
-  const Words both = words_of_bytes(from);
-  low = (Words)(to_floats((Ints)(both & 15u)) - 8.0f), high = (Words)(to_floats((Ints)(both >> 4)) - 8.0f);
-}
 inline void floats_of_mxfp4(const void* from, Words& low, Words& high) {
   const Words both = words_of_bytes(from);
   low = (Words)floats_of_e2m1(both & 15u), high = (Words)floats_of_e2m1(both >> 4);
 }
-template <class X> struct Int4 : OfGroups, Halves<1, floats_of_int4> {};
 template <class X> struct Mxfp4 : PowersOfGroups, Halves<1, floats_of_mxfp4> {};
 #ifdef BF16_DOT  // in pairs
 template <> struct Int8<Bf16> : OfColumns, Vectors<2, pairs_of_bytes> {};
-template <> struct Int4<Bf16> : OfGroups, Halves<2, pairs_of_nibbles<INTEGERS>> {};
-template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_nibbles<E2M1>> {};
+template <> struct Mxfp4<Bf16> : PowersOfGroups, Halves<2, pairs_of_e2m1> {};
 #endif
 
 template <class W> constexpr bool SCALED = requires { W::scale; };

@@ -32,9 +32,7 @@ inline Floats broadcast(float x) { return x - Floats{}; }  // not Floats{} + x, 
 inline Words broadcast(uint32_t x) { return Words{} + x; }
 // 1.5 * 2^23: adding it rounds a smaller number to an integer, ties to even.
 constexpr float ROUND = 12582912.0f;
-// The values of 4-bit codes in bfloat16: int4 (value + 8), and e2m1.
-inline constexpr uint16_t INTEGERS[16] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
-                                          0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+// The values of e2m1 codes in bfloat16.
 inline constexpr uint16_t E2M1[16] = {0,      0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
                                       0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0};
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }

@@ -84,10 +84,9 @@ inline void store_bf16(void* to, Floats x) {
 inline Words pairs_of_bytes(const char* from) {
   return (Words)_mm512_cvtne2ps_pbh((__m512)floats_of_bytes(from + LANES), (__m512)floats_of_bytes(from));
 }
-// 2 * LANES bytes of two 4-bit codes -> pairs of VALUES [16] of the low codes and of the high ones.
-template <const uint16_t* VALUES>
-inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
-  const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)VALUES));
+// 2 * LANES bytes of two e2m1 codes -> pairs of bfloat16 of the low codes and of the high ones.
+inline void pairs_of_e2m1(const char* from, Words& low, Words& high) {
+  const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)E2M1));
   const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
   low = (Words)_mm512_permutexvar_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), table);
   high = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table);

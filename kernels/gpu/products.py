@@ -306,7 +306,7 @@ def product_kernel(
 
 def block_m(tokens: int, dtype: torch.dtype, bits: int) -> int:
     """Return BLOCK_M for a number of tokens. bits: of a weight's value."""
-    largest = 16 if dtype == torch.float32 else 128 if bits == 8 else 64  # int4 has two tiles of sums
+    largest = 16 if dtype == torch.float32 else 128 if bits == 8 else 64  # q4 has two tiles of sums
     return min(max(16, triton.next_power_of_2(tokens)), largest)
 
 

@@ -6,7 +6,7 @@ import torch
 from helpers import edit
 from helpers.families import make_target
 from helpers.sources import CONFIG, target_state, write_source
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quantize
 from checkpoint import writer
@@ -19,6 +19,7 @@ from engine.draft import HeadDrafter
 from engine.engine import Engine
 from kernels.choose import choose_backend
 from kernels.quantized import LM_HEAD_MODES, Scheme, quantize_linears
+from kernels.stored import pack_pairs
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -67,6 +68,22 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert 0 < (layer.dequantize(torch.float32) - weight).norm() / weight.norm() < most
     head = load_head(out / "eagle3", model, "eagle3")
     assert head.fc.mode == head.lm_head.mode == beside
+
+
+def test_four_bits_of_an_older_version(golden, tmp_path, capsys):
+    """They have one bfloat16 scale per group, and no minima."""
+    assert run(capsys, "--checkpoint", golden, "--out", tmp_path / "q")[0] == 0
+    path = tmp_path / "q" / "model.safetensors"
+    state, name = load_file(path), "layers.1.wo"
+    q, scale = state[f"{name}.weight"] >> 4, state[f"{name}.scale"].bfloat16()
+    for layer in {key.removesuffix(".scale") for key in state if key.endswith(".scale")} - {"lm_head"}:
+        whole = state[f"{layer}.weight"]
+        state[f"{layer}.weight"] = pack_pairs((whole >> 4) + 8)
+        state[f"{layer}.scale"] = state[f"{layer}.scale"].bfloat16().repeat(1, whole.shape[1] // 32)
+    save_file(state, path)
+    edit(tmp_path / "q", quantization={"mode": "int4", "group": 32, "lm_head": "int8"})
+    model = load_model(tmp_path / "q")[0]
+    assert torch.equal(model.get_submodule(name).dequantize(torch.float32), q * scale.float())
 
 
 @pytest.mark.kernels

@@ -4,7 +4,7 @@ import torch
 
 from families.gpt_oss import GptOssArgs, GptOssBlock
 from kernels import isa
-from kernels.quantized import QuantizedLinear
+from kernels.quantized import MXFP4, MXFP4_GROUP, QuantizedLinear
 from kernels.stored import Kind
 from model import KVCache, Linear, PassInputs, gated_activation
 
@@ -31,7 +31,7 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def random_layer(mode: str | None, group: int, inputs: int, outputs: int, dtype: torch.dtype):
+def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype):
     """A linear layer with a bias. mode: of its weight; None: it has this dtype."""
     draw = draws(inputs)
     weight, bias = draw(outputs, inputs), draw(outputs)
@@ -41,12 +41,11 @@ def random_layer(mode: str | None, group: int, inputs: int, outputs: int, dtype:
         return layer.to(dtype)
     if mode.startswith("q"):
         return stored_layer(Kind.parse(mode), weight, bias)
-    if not group:
+    if mode != MXFP4:
         return QuantizedLinear.from_weight(weight, bias, mode)
-    layer = QuantizedLinear(inputs, outputs, True, mode, group)
+    layer = QuantizedLinear(inputs, outputs, True, mode, MXFP4_GROUP)
     layer.weight.data = weight[:, ::2].mul(99).to(torch.int8).view(torch.uint8)
-    scale = weight[:, ::group]
-    layer.scale.data = scale.mul(2).add(123).to(torch.uint8) if mode == "mxfp4" else scale.div(8).bfloat16()
+    layer.scale.data = weight[:, ::MXFP4_GROUP].mul(2).add(123).to(torch.uint8)
     layer.bias.data = bias
     return layer
 

@@ -3,6 +3,7 @@
 What they compute is checked in Triton's interpreter (`gpu/`) and, by `engine.check`, on each GPU.
 """
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -131,8 +132,8 @@ def test_the_others(capability, name, one):
 
 REGISTERS = 65536  # of a multiprocessor
 WEIGHTS = {  # bits, group, dtype of scales
-    "16 bits": (16, 0, BF16), "int8": (8, 0, F32), "int4/32": (4, 32, BF16), "int4/64": (4, 64, BF16),
-    "int4/128": (4, 128, BF16), "mxfp4": (4, 32, torch.uint8),
+    "16 bits": (16, 0, BF16), "int8": (8, 0, F32), "q4/32": (4, 32, F32), "q4/64": (4, 64, F32),
+    "q4/128": (4, 128, F32), "mxfp4": (4, 32, torch.uint8),
 }
 
 
@@ -154,11 +155,11 @@ def multiply(capability, kernel, kind, tile, rows, dtype=BF16, even=True, spille
 def choices():
     """(compute capability, kind of weights, rows of a tile, number of the tile) of products in bfloat16.
 
-    On an H200 all that are tried, of int4 in groups of 64; elsewhere, and in other groups, the first.
+    On an H200 all that are tried, of q4 in groups of 64; elsewhere, and in other groups, the first.
     """
     for capability in (80, 86, 89, 90, 100, 120):
-        for kind in ("int8", "int4/32", "int4/64", "int4/128"):
-            bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "int4/64")
+        for kind in ("int8", "q4/32", "q4/64", "q4/128"):
+            bits, whole = WEIGHTS[kind][0], capability == 90 and kind in ("int8", "q4/64")
             for rows in sorted({products.block_m(rows, BF16, bits) for rows in (1, 17, 60, 130)}):
                 tried = products.tile_configs(rows, BF16, bits, SHARED[capability])
                 for choice in range(len(tried) if whole else 1):
@@ -166,7 +167,7 @@ def choices():
                     yield case if case in QUICK else expensive(case)[0]
 
 
-QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "int4/64", 16, 0)
+QUICK = (86, "int8", 128, 0), (90, "int8", 64, 0), (90, "q4/64", 16, 0)
 
 
 @pytest.mark.parametrize("capability, kind, rows, choice", choices())
@@ -193,7 +194,7 @@ def test_every_tile_fits(shared, bits, rows):
 
 @pytest.mark.parametrize("capability", THREE)
 @pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
-@pytest.mark.parametrize("kind", ("int8", "int4/64"))
+@pytest.mark.parametrize("kind", ("int8", "q4/64"))
 def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
     """What is tried first; inputs that no tile divides."""
     bits = WEIGHTS[kind][0]
@@ -204,7 +205,7 @@ def test_products_of_other_dtypes_and_sizes(capability, dtype, even, kind):
 
 @pytest.mark.parametrize("capability", (90, *expensive(80, 86, 89, 100, 120)))
 @pytest.mark.parametrize("kind, rows", [
-    ("mxfp4", 60), *expensive(*((kind, rows) for kind in WEIGHTS for rows in (1, 17, 60, 128))),
+    ("mxfp4", 60), *expensive(*product(("16 bits", "int8", "mxfp4"), (1, 17, 60, 128))),
 ])
 def test_experts(capability, kind, rows):
     """gpt-oss has 2880 inputs, which the tile of few rows does not divide."""

@@ -12,20 +12,19 @@ from kernels.quantized import QuantizedLinear
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
 ROUNDED = [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
-CASES = [  # rows, mode, group, outputs and inputs, also those that no tile divides
-    (60, "int8", 0, 75, 384), (60, "int4", 64, 75, 384), (3, "int4", 32, 75, 384), (3, "int4", 128, 75, 384),
-    (5, "int8", 0, 33, 95), (5, "int8", 0, 1, 130), (5, "int4", 32, 33, 96), (5, "int4", 64, 7, 192),
-    (3, "w8a8", 0, 40, 256), (3, "w4a8", 64, 40, 256),
-    (3, "q4-32-row-min", 0, 40, 256), (5, "q4-128-0", 0, 40, 256),
-    *expensive(*((rows, *weight, 75, 384) for weight in WEIGHTS for rows in (1, 17, 60, 130))),
+WEIGHTS = "int8", "q4-32-0", "q4-64-0", "q4-128-0"
+CASES = [  # rows, mode, outputs and inputs, also those that no tile divides
+    (60, "int8", 75, 384), (60, "q4-64-0", 75, 384), (3, "q4-32-0", 75, 384), (3, "q4-128-0", 75, 384),
+    (5, "int8", 33, 95), (5, "int8", 1, 130), (5, "q4-32-0", 33, 96), (5, "q4-64-0", 7, 192),
+    (3, "w8a8", 40, 256), (3, "q4-32-row-min", 40, 256),
+    *expensive(*((rows, mode, 75, 384) for mode in WEIGHTS for rows in (1, 17, 60, 130))),
 ]
 
 
-def case(device, dtype, mode, group, rows, N, K, bias=True):
+def case(device, dtype, mode, rows, N, K, bias=True):
     """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
     draw = torch.Generator().manual_seed(rows * 1000 + N + K)
-    layer = random_layer(mode, group, K, N, dtype)
+    layer = random_layer(mode, K, N, dtype)
     layer.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False) if bias else None
     layer.exact = layer.dequantize(torch.float64).to(device)
     x, onto = (torch.randn(rows, n, generator=draw).to(device, dtype) for n in (K, N))
@@ -45,10 +44,10 @@ def error(found, want):
 
 
 @pytest.mark.parametrize("dtype, limit", DTYPES)
-@pytest.mark.parametrize("rows, mode, group, N, K", CASES)
-def test_products(device, dtype, limit, rows, mode, group, N, K):
+@pytest.mark.parametrize("rows, mode, N, K", CASES)
+def test_products(device, dtype, limit, rows, mode, N, K):
     """Sums are rounded once, what is added to the residual stream first, as elsewhere; logits are not."""
-    layer, x, onto = case(device, dtype, mode, group, rows, N, K)
+    layer, x, onto = case(device, dtype, mode, rows, N, K)
     want, alone, both, logits = exactly(layer, x), layer(x), layer(x, onto), layer.logits(x)
     assert error(alone, want) < limit and error(both, want + onto.double()) < limit
     assert logits.dtype == torch.float32 and error(logits, want) < 2e-6
@@ -56,7 +55,7 @@ def test_products(device, dtype, limit, rows, mode, group, N, K):
         assert torch.equal(alone, logits.to(dtype)) and torch.equal(both, onto + alone)
 
 
-@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("q4", 64)])
 def test_every_value(device, mode, group):
     """Each stored value becomes its number exactly: the inputs are a one and zeros."""
     K = 256
@@ -72,10 +71,10 @@ def test_every_value(device, mode, group):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("mode, group, bits", [("int8", 0, 8), ("int4", 64, 4)])
-def test_programs_share_tiles(device, dtype, mode, group, bits):
+@pytest.mark.parametrize("mode, bits", [("int8", 8), ("q4-64-0", 4)])
+def test_programs_share_tiles(device, dtype, mode, bits):
     """One tile of columns and many inputs: the sums come in parts, the same at every call."""
-    layer, x, _ = case(device, dtype, mode, group, 3, 64, 4096, bias=False)
+    layer, x, _ = case(device, dtype, mode, 3, 64, 4096, bias=False)
     tile = products.tile_configs(16, dtype, bits, 1 << 17)[0].kwargs
     assert tile["BLOCK_N"] == 64 and 4096 // tile["BLOCK_K"] >= 2 * products.MIN_STEPS
     found = layer(x)
@@ -86,7 +85,7 @@ def test_programs_share_tiles(device, dtype, mode, group, bits):
 
 def test_shapes_and_layouts(device):
     """Rows of any number of dimensions, and those that do not lie one after the other."""
-    layer, x, onto = case(device, torch.float32, "int8", 0, 12, 20, 64)
+    layer, x, onto = case(device, torch.float32, "int8", 12, 20, 64)
     together = layer(x, onto)
     assert torch.equal(layer(x.view(2, 6, 64), onto.view(2, 6, 20)), together.view(2, 6, 20))
     assert torch.equal(layer(x[::2], onto[::2]), together[::2])
@@ -94,7 +93,7 @@ def test_shapes_and_layouts(device):
 
 def test_one_node(device):
     """`torch.compile` sees one operation, with the dtype and shape that it has."""
-    layer, x, onto = case(device, torch.bfloat16, "int8", 0, 4, 20, 64)
+    layer, x, onto = case(device, torch.bfloat16, "int8", 4, 20, 64)
     for to in (onto, None):
         torch.library.opcheck(
             products.linear, (x, layer.weight, layer.scale, layer.bias, to, 20, 0, False),
@@ -107,6 +106,6 @@ def test_one_node(device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("rows", (1, 60, 300))
 def test_fp8(device, dtype, rows):
-    layer, x, _ = case(device, dtype, "fp8", 0, rows, 208, 256)
+    layer, x, _ = case(device, dtype, "fp8", rows, 208, 256)
     assert error(layer(x), exactly(layer, x)) < 0.08
     assert layer.logits(x).dtype == torch.float32 and error(layer.logits(x), exactly(layer, x)) < 0.08
