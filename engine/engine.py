@@ -25,13 +25,12 @@ import torch
 
 import extensions
 from engine.draft import Drafter
-from engine.prompt import check_prompt
-from engine.request import Draft, Event, Finish, Guide, Request
+from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
 from engine.runner import Emission, Emitted, ModelRunner, SlotRange, arrived, batch_sizes
+from engine.sampling import Modes, Sampling
 from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
-from sampling.options import Modes, Sampling
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 

@@ -10,9 +10,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import extensions
+from engine.sampling import Sampling, seed_keys
 from model import rows_of
-from sampling.noise import seed_keys
-from sampling.options import Sampling
 from tree import pick
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share

@@ -17,9 +17,9 @@ from common.errors import InputError
 from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.engine import Engine
+from engine.sampling import Sampling
 from kernels.choose import choose_backend
 from kernels.quantized import LM_HEAD_MODES, Scheme, quantize_linears
-from sampling.options import Sampling
 from tree import TreeShape
 
 PROMPT = [256, *b"Once upon a time there was"]

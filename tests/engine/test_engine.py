@@ -20,7 +20,7 @@ from helpers.drafters import make_drafter, small_models
 
 from engine import runner
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from schedulers.cost_model import CostScheduler, Plan, Tuner
 from tree import TreeShape
 

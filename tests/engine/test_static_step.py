@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from sampling.options import Modes, Sampling
+from engine.sampling import Modes, Sampling
 from tree import TreeShape
 
 aten = torch.ops.aten
