@@ -105,7 +105,7 @@ SHARDED, JOIN_RANKS = "checkpoint.sharded:load_shard", "engine.ranks:join_ranks"
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.
-SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
+SOURCE_FILES, FILE_KINDS = {".gguf": "checkpoint.gguf:open_file"}, "checkpoint.gguf:kind_of_file"
 # What reads a folder whose config has a `quantization_config`.
 PUBLISHED = "checkpoint.published:dequantized"
 # What keeps the matrices of a target at the precision in which its source stores them.

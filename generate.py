@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 # torch is imported only after the options have been parsed, so that --help is fast.
 from common import STARTED
@@ -20,7 +21,9 @@ from common.errors import InputError
 from common.files import read_text
 from engine.drafting import MAX_TREE_NODES, Drafting, add_drafting
 from extensions import INTERACTIVE, JSON_SCHEMA, OUTPUT, PROMPT_ROWS, TRACE, load
-from sampling.options import Sampling
+
+if TYPE_CHECKING:
+    from engine.sampling import Sampling
 
 Prompts = list[str | list[int]]
 DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
@@ -143,6 +146,8 @@ def text_of(path: str) -> str:
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """Return prompts and sampling options, one pair for each output. Raises InputError or ValueError."""
+    from engine.sampling import Sampling
+
     prompts: Prompts = [text_of("-") if text == "-" else text for text in o.words + o.prompt] + o.prompt_ids
     for path in o.prompt_file:
         prompts += load(PROMPT_ROWS).read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]

@@ -25,11 +25,10 @@ from checkpoint.load import is_converted
 from common.errors import InputError, counted
 from common.schema import Schema, as_python, whole, with_options
 from engine.drafting import AUTO, Drafting
-from engine.prompt import Prompt, encode
-from engine.request import Event, Request
+from engine.request import Event, Prompt, Request, encode
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.target import Target, load_target
-from sampling.options import Sampling
 
 ARGUMENTS = {
     "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
@@ -85,7 +84,7 @@ class LLM:
         self._warm: set[bool] = set()  # kinds already warmed up: False greedy, True sampled
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
-        """Turn a prompt into token ids; options: of `engine.prompt.encode`."""
+        """Turn a prompt into token ids; options: of `engine.request.encode`."""
         return encode(self.tokenizer, as_python(prompt), max_lengths=self.engine.max_lengths, **options)
 
     def generate(

@@ -30,11 +30,11 @@ from common.machine import use_threads
 from common.progress import progress_bar
 from common.writing import check_replaceable, staging
 from engine.engine import Engine
-from engine.prompt import encode
+from engine.request import encode
+from engine.sampling import Sampling
 from extensions import HEADS
 from kernels.choose import choose_backend
 from kernels.quantized import FOUR_BITS, GROUPS, LM_HEAD_MODES, MODES, Scheme, quantize_linears
-from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
 PROMPTS = (  # whose answers are the text to calibrate on

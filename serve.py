@@ -97,8 +97,8 @@ def run(o) -> None:
 
 def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
+    from engine.sampling import Sampling
     from llm import LLM
-    from sampling.options import Sampling
     from server.app import Server, make_app
     from server.metrics import Metrics
     from server.ranks import Channel, Leader, follow

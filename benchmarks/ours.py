@@ -20,14 +20,14 @@ from engine.draft import Drafter, HeadDrafter
 from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.graphs import CapturedCalls
-from engine.prompt import encode
+from engine.request import encode
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.step import TORCH
 from engine.target import Target, load_target
 from head import Head
 from kernels.choose import choose_backend
 from model import Transformer
-from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 

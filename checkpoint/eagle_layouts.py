@@ -165,6 +165,8 @@ def _aux_layers(
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
     speculators). Others need --aux-layers, unless an id is the number of layers.
     """
+    if inputs := head_config.get("aux_hidden_state_layer_ids"):  # of a GGUF file
+        return tuple(inputs)
     in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
     if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
         inputs = [i + 1 for i in outputs]

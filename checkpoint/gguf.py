@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from common.errors import InputError
 from kernels.stored import pack_values, regroup
 from tokens.gguf_tokenizer import rebuild
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 BLOCK = 1 << 19  # bytes of rows that are read at a time: they stay in a cache, and malloc keeps their memory
 # Tensors of one number for each frequency (rope_NAME.weight): our key of llama3 scaling, or longrope's.
 DIVISORS = {"freqs": "divisors", "factors_short": "short_factor", "factors_long": "long_factor"}
@@ -48,16 +49,39 @@ SAME = {
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }
 KINDS = "full_attention", "sliding_attention"  # of layers without and with a window
-INTERLEAVED = "llama", "mistral3", "granite", "smollm3"
-NO_MODELS = {  # by general.type
+INTERLEAVED = "llama", "mistral3", "granite", "smollm3", "eagle3"
+MODEL, NO_MODELS = "model", {  # by general.type
     "adapter": "a LoRA adapter (llama-export-lora merges it into its model)",
     "imatrix": "an importance matrix",
     "mmproj": "the part of a model that reads images or sounds", "vocab": "a vocabulary without weights",
 }
-DFLASH = "dflash"  # a draft head with the layers of Qwen3; its target layers are numbered by their inputs
-DFLASH_KEYS = {
-    "dflash.block_size": "block_size", "dflash.target_layers": "aux_hidden_state_layer_ids",
-    "dflash.sample_from_anchor": "sample_from_anchor", "tokenizer.ggml.mask_token_id": "mask_token_id",
+
+class HeadFormat(NamedTuple):
+    """A draft head: the family of its layers, further names of tensors and keys, and fixed keys.
+
+    Target layers are numbered by their inputs.
+    """
+
+    family: str
+    names: dict[str, str]
+    keys: dict[str, str]
+    fixed: dict
+
+
+HEADS = {
+    "dflash": HeadFormat("qwen3", {"enc.output_norm.weight": "hidden_norm.weight"}, {
+        "dflash.block_size": "block_size", "dflash.target_layers": "aux_hidden_state_layer_ids",
+        "dflash.attention.causal": "is_causal", "dflash.sample_from_anchor": "sample_from_anchor",
+        "tokenizer.ggml.mask_token_id": "mask_token_id",
+    }, {"dflash_config": {}}),
+    "eagle3": HeadFormat("llama", {
+        "blk.0.attn_norm_2.weight": "layers.0.hidden_norm.weight", "d2t": "token_map",
+        "enc.output_norm.weight": "input_norm.weight",
+    }, {
+        "eagle3.target_layers": "aux_hidden_state_layer_ids",
+        "eagle3.target_hidden_size": "target_hidden_size",
+        "eagle3.norm_before_residual": "norm_before_residual",
+    }, {"norm_before_residual": False, "tie_word_embeddings": False}),
 }
 FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
 MTP = {  # of the layer after the last, under nextn.
@@ -69,24 +93,19 @@ MTP = {  # of the layer after the last, under nextn.
 def open_file(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
     fields, stored = _all_parts(path)
-    kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else "model")
-    kind = kind if kind != "model" or stored else "vocab"
-    if kind != "model":
-        known = NO_MODELS.get(kind, f"of the type {kind!r}")
-        raise InputError(f"{path}: is {known}, not a model; name the GGUF file of the model")
     arch = str(fields.get("general.architecture"))
-    if arch == "eagle3" or fields.get("dflash.attention.sliding_window"):
-        raise InputError(f"{path}: is a draft head ({arch}) for llama.cpp, of a kind that is not supported;"
-                         " convert the Hugging Face folder that it was made from")
+    if (kind := _kind(fields, bool(stored))) not in (MODEL, *HEADS):
+        raise InputError(f"{path}: is {kind}, not a model; name the GGUF file of the model")
     mixture = "+experts" if fields.get(f"{arch}.expert_count") else ""
-    family = "gguf:qwen3" if arch == DFLASH else f"gguf:{arch}{mixture}"
+    family = f"gguf:{HEADS[arch].family if arch in HEADS else arch}{mixture}"
     known = family_of(path, family)
     divisors = {key: stored.pop(f"rope_{name}.weight") for name, key in DIVISORS.items()
                 if f"rope_{name}.weight" in stored}
     config = _config(path, arch, known, fields, stored, divisors)
-    if arch == DFLASH:
-        config |= {"dflash_config": {}, "vocab_size": len(fields.get("tokenizer.ggml.tokens", ()))} | {
-            ours: fields.get(theirs) for theirs, ours in DFLASH_KEYS.items()}
+    if head := HEADS.get(arch):
+        vocabulary = config.get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ()))
+        config |= {"vocab_size": vocabulary} | head.fixed | {
+            ours: fields[theirs] for theirs, ours in head.keys.items() if theirs in fields}
     names, layers, tensors = _names(arch, known), config.get("num_hidden_layers", 0), {}
     kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
@@ -110,6 +129,23 @@ def open_file(path: Path) -> Source:
         tokenizer=partial(rebuild, fields, where=str(path)))
 
 
+def kind_of_file(path: Path) -> str:
+    """Return what a GGUF file holds, in words. Raises InputError if it is damaged."""
+    fields, stored = read_gguf(path)
+    part = f", part {fields['split.no'] + 1} of {fields['split.count']}" if "split.no" in fields else ""
+    kind, arch = _kind(fields, bool(stored)), fields.get("general.architecture")
+    return {MODEL: f"a model ({arch})"}.get(kind, f"a draft head ({kind})" if kind in HEADS else kind) + part
+
+
+def _kind(fields: dict, has_tensors: bool) -> str:
+    """Return `MODEL`, a name in `HEADS`, or in words what else a file holds. fields: its metadata."""
+    kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else MODEL)
+    if kind != MODEL or not (has_tensors or "split.no" in fields):
+        return NO_MODELS.get("vocab" if kind == MODEL else kind, f"of the type {kind!r}")
+    arch = fields.get("general.architecture")
+    return arch if arch in HEADS else MODEL
+
+
 def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
     """Read a GGUF file, of one that is split all parts: only the first has the metadata of the model."""
     fields, stored = read_gguf(path)
@@ -130,8 +166,8 @@ def _names(arch: str, family: Family) -> dict[str, str]:
     """Return llama.cpp's names of a family's tensors, with layer 0: theirs -> ours, with {i} and {e}."""
     import gguf
 
-    if arch == DFLASH:
-        return _names("qwen3", family) | {"enc.output_norm.weight": "hidden_norm.weight"}
+    if head := HEADS.get(arch):
+        return _names(head.family, family) | head.names
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     known, found = gguf.get_tensor_name_map(kind, 1), {}
     for ours in chain([FUSED], *family.names.values()):
@@ -274,7 +310,7 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
     """
     if expert is not None:
         tensor = GGUFTensor(tensor.type, tensor.shape[1:], tensor.data[expert])
-    dtype = FLOATS.get(tensor.type.name, torch.bfloat16)
+    dtype = UNQUANTIZED.get(tensor.type.name, torch.bfloat16)
     shape, unit = tensor.shape, interleaved or 1
 
     def in_halves(block: Tensor) -> Tensor:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
@@ -303,5 +339,5 @@ def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | Non
     known = TYPES.get(tensor.type.name) if len(shape) == 2 else None
     return Entry(
         shape, dtype, lambda: by_blocks(lambda rows: (tensor.numbers(rows).to(dtype),), 4)[0],
-        "" if tensor.type.name in FLOATS else tensor.type.name,
+        "" if tensor.type.name in UNQUANTIZED else tensor.type.name,
         known and Grouped(known.kind, lambda to: by_blocks(partial(stored, to), 1)))

@@ -35,9 +35,11 @@ class GGUFTensor:
     data: np.ndarray
 
     def numbers(self, rows: slice = slice(None)) -> Tensor:
-        """Return rows in float32."""
+        """Return rows in float32; integers of 64 bits unchanged."""
         from gguf.quants import dequantize
 
+        if self.type.name == "I64":
+            return torch.from_numpy(self.data[rows].view("<i8"))
         if self.type.name in FAST:
             return numbers(TYPES[self.type.name].kind, *read_stored(self.type, self.data[rows]))
         return torch.from_numpy(dequantize(self.data[rows], self.type))

@@ -98,7 +98,10 @@ def resolve_source(checkpoint: str | Path) -> Path:
     """
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():
-        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint")
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in SOURCE_FILES)
+        kinds = [f"{file.name} is {extensions.load(extensions.FILE_KINDS)(file)}" for file in files]
+        raise InputError(f"{path}: holds no {CONFIG}; name " + (
+            f"one of its files: {', '.join(kinds)}" if kinds else "the folder of a checkpoint"))
     if path.is_dir() or (path.is_file() and path.suffix.lower() in SOURCE_FILES):
         return path
     if path.exists():

@@ -9,9 +9,8 @@ from common.cli import note
 from common.errors import InputError, one_line
 from console.output import figures
 from engine.engine import Engine
-from engine.prompt import encode
-from engine.request import Request
-from sampling.options import Sampling
+from engine.request import Request, encode
+from engine.sampling import Sampling
 
 HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before a / makes it text"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from common.cli import note
 from engine.request import Request
+from engine.sampling import Sampling
 from llm import LLM, together
-from sampling.options import Sampling
 
 RUNS = 3
 MIN_GAIN = 1.1  # speedup below which `line` adds acceptance length and costs

@@ -15,8 +15,8 @@ from common.cli import note
 from common.errors import counted
 from engine.engine import Engine
 from engine.request import Request
+from engine.sampling import Sampling
 from llm import LLM, as_json, summary, together
-from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
 MAX_TREES = 5  # kinds of trees that are named

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
 from engine.runner import ModelRunner, round_up
+from engine.sampling import Modes, restrict
 from engine.step import accept_and_commit, draft_and_verify
 from kernels.float8 import from_bytes
 from kernels.gpu import fallback
 from model import KVCache, KVCaches
-from sampling.noise import restrict
-from sampling.options import Modes
 from tree import Tree, pick
 
 MAX_CONTEXT = 3000  # tokens, enough for several splits of the keys

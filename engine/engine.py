@@ -15,7 +15,6 @@ what was emitted from small buffers, on CUDA one step late.
 """
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,13 +25,12 @@ import torch
 
 import extensions
 from engine.draft import Drafter
-from engine.prompt import check_prompt
-from engine.request import Draft, Event, Finish, Guide, Request
+from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
 from engine.runner import Emission, Emitted, ModelRunner, SlotRange, arrived, batch_sizes
+from engine.sampling import Modes, Sampling
 from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
-from sampling.options import Modes, Sampling
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 
@@ -93,7 +91,7 @@ class Engine:
         self.slots = Slots(self.runner, self.drafter, batch, self.lag)
         self._pending: deque[Pending] = deque()
         self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
-        self._modes: dict[bool, Modes] = {}  # by `Request.plain`; cleared when requests come or go
+        self._modes: Modes | None = None  # of the requests that decode; None when some come or go
         self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
     @property
@@ -154,7 +152,7 @@ class Engine:
         request.cached = request.read = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
         self.runner.caches.start_request(request.slot, request.cached)
         try:
-            self.state.start_request(request.slot, prompt, sampling, self.max_seq_len, plain)
+            self.state.start_request(request.slot, prompt, sampling, self.max_seq_len)
             self.state.done[request.slot] = True  # frozen until its prompt is read
             self.drafter.reset(request.slot, prompt)
             self.scheduler.add(request)
@@ -169,7 +167,7 @@ class Engine:
         """Free the slot of a request, whether it has finished or not. The caches keep its tokens."""
         if request.active:
             self.state.done[request.slot], self.state.reading[request.slot] = True, False
-            self._modes.clear()
+            self._modes = None
             self.slots.release(request)
 
     # -- step ---------------------------------------------------------------------------------
@@ -187,18 +185,10 @@ class Engine:
             self.prompt_seconds += time.perf_counter() - began
             if last:
                 events += self._collect(0)
-        kinds = {request.plain for request in self.slots.requests[: self.slots.decoding]}
-        if len(kinds) > 1 and self.target.is_recurrent:  # its state cannot skip a step: nobody drafts
-            kinds = {True}
-        for plain in sorted(kinds):
-            members = self.slots.requests[: self.slots.decoding]  # requests may have left in the step before
-            if len(kinds) > 1:
-                members = [r if r.plain == plain else None for r in members]
-            if not any(members):
-                continue
+        if decoding := self.slots.requests[: self.slots.decoding]:
             began = time.perf_counter()
-            record = self._launch(members, plain)
-            unread = 0 if any(r.guide for r in members if r) else self.lag
+            record = self._launch(decoding)
+            unread = 0 if any(r.guide for r in decoding) else self.lag
             events += self._collect(unread)
             if record is not None and self.lag == 0:  # with lag, the step may still be running
                 self.scheduler.timed(record, time.perf_counter() - began)
@@ -293,27 +283,26 @@ class Engine:
         self._pending.append(Pending(ending, runner.to_host(group.state, modes.scored)))
         for r in filter(None, ending):
             self.slots.start_decoding(r)
-        self._modes.clear()
+        self._modes = None
         return True
 
-    def _launch(self, members: list[Request | None], plain: bool) -> object:
+    def _launch(self, requests: list[Request]) -> object:
         """Launch one step of the requests that decode. Returns the scheduler's record of it, if any.
 
-        members: by slot; None: a request that stays frozen. plain: do not draft.
+        One `plain` request keeps the others from drafting.
         """
-        runner, requests = self.runner, [r for r in members if r]
-        group = runner.slot_range(0, next(count for count in self.batch_sizes if count >= len(members)))
+        runner, plain = self.runner, any(r.plain for r in requests)
+        group = runner.slot_range(0, next(count for count in self.batch_sizes if count >= len(requests)))
         context = max(r.length for r in requests)
         span = runner.span(context + len(self._pending) * runner.max_commit + runner.extra)
-        if plain not in self._modes:
-            self._modes[plain] = Modes.of_requests([r.sampling for r in requests], compiled=runner.compiled)
-        modes = self._modes[plain]
+        if self._modes is None:
+            self._modes = Modes.of_requests([r.sampling for r in requests], compiled=runner.compiled)
+        modes = self._modes
         choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group, span)
         if runner.unread:
             self._catch_up(group, span, choice.drafter, requests)
         guides = {r.slot: r.guide for r in requests if r.guide} or None
-        with self._frozen(members, plain):
-            tree, path = runner.step(group, span, choice.drafter, modes, guides, choice.costs)
+        tree, path = runner.step(group, span, choice.drafter, modes, guides, choice.costs)
         drafts = None
         if any(r.watch for r in requests):
             parts = [x.tolist() for x in (tree.tokens, tree.parent, path)]
@@ -325,22 +314,8 @@ class Engine:
         if not plain:
             record = self.scheduler.launched(choice, group, tree, modes.noisy)
         emission = runner.to_host(group.state, modes.scored)
-        self._pending.append(Pending(members, emission, shape, drafts, choice.head, record))
+        self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
         return record
-
-    @contextlib.contextmanager
-    def _frozen(self, members: list[Request | None], plain: bool) -> Iterator[None]:
-        """Mark the sequences outside this step as done within the context, without a copy from the host."""
-        if None not in members:
-            yield
-            return
-        done, is_plain = (x[: len(members)] for x in (self.state.done, self.state.plain))
-        before, frozen = done.clone(), ~is_plain if plain else is_plain
-        done.logical_or_(frozen)
-        try:
-            yield
-        finally:
-            done.copy_(torch.where(frozen, before, done))
 
     def _catch_up(
         self, group: SlotRange, span: torch.Tensor, drafter: Drafter, requests: list[Request]

@@ -13,9 +13,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from engine.request import Guide, Score
+from engine.sampling import MAX_LOGPROBS, Modes, Sampling
 from engine.state import State, batch_buffer, swap_rows
 from model import rows_of
-from sampling.options import MAX_LOGPROBS, Modes, Sampling
 
 
 class Processors(nn.Module):

@@ -5,7 +5,7 @@ import torch
 
 from engine.processors import log_probabilities
 from engine.request import Request, Score
-from sampling.options import MAX_LOGPROBS
+from engine.sampling import MAX_LOGPROBS
 
 
 def score_prompt(runner, request: Request, x: torch.Tensor) -> None:

@@ -19,10 +19,10 @@ import extensions
 from common.machine import free_memory
 from engine.draft import Drafter
 from engine.request import Guide, Score
+from engine.sampling import Modes
 from engine.state import State
 from engine.step import Step, accept_and_commit, draft_and_verify, first_token, prefill, step_of
 from model import Transformer
-from sampling.options import Modes
 from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.draft import Drafter
 from engine.request import Request
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from tree import Tree
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import extensions
+from engine.sampling import Sampling, seed_keys
 from model import rows_of
-from sampling.noise import seed_keys
-from sampling.options import Sampling
 from tree import pick
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
@@ -53,7 +52,6 @@ class State(nn.Module):
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it
     reading [B]        its prompt is still in prefill
-    plain [B]          its steps do not draft
     stop_ids [n]       any of them ends a text
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
@@ -86,8 +84,7 @@ class State(nn.Module):
         buffer("tokens", slots)
         buffer("root", 1)
         buffer("done", dtype=torch.bool, fill=True)
-        for name in ("reading", "plain"):
-            buffer(name, dtype=torch.bool)
+        buffer("reading", dtype=torch.bool)
         buffer("features", max(max_commit, unread), feature_width, dtype=dtype)
         buffer("out", max_commit + 3 + (max_commit + 1) % 2)  # kernels take it to be contiguous
         buffer("zero", 1)
@@ -121,15 +118,13 @@ class State(nn.Module):
         if self._processors is not None:
             self._processors.swap(one, other)
 
-    def start_request(
-        self, slot: int, prompt: list[int], request: Sampling, limit: int, plain: bool = False
-    ) -> None:
+    def start_request(self, slot: int, prompt: list[int], request: Sampling, limit: int) -> None:
         """Start a sequence of at most `limit` tokens with a prompt in a batch slot."""
         N = len(prompt) - 1
         self.tokens[slot, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
             "length": N, "root": prompt[-1], "limit": min(N + request.max_new_tokens, limit - 1), "n_new": 0,
-            "done": False, "reading": True, "plain": plain, "temperature": request.temperature,
+            "done": False, "reading": True, "temperature": request.temperature,
             "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p,
         }
         for name, value in values.items():

@@ -20,12 +20,11 @@ import torch.nn as nn
 from torch import Tensor
 
 import tree
+from engine import sampling
 from engine.draft import Drafter
+from engine.sampling import Modes
 from engine.state import State
 from model import KVCaches, Transformer
-from sampling import noise as sampling_noise
-from sampling.noise import apply_min_p, restrict
-from sampling.options import Modes
 from tree import Tree, TreeShape, pick
 
 MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
@@ -148,15 +147,15 @@ class Step:
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
-        """Return temperature [B] times `sampling.noise.gumbel` [B, W, V] of key [B, 2], positions [B, W].
+        """Return temperature [B] times `engine.sampling.gumbel` [B, W, V] of key [B, 2], positions [B, W].
 
         latest: a list in which a kernel may cache this noise for the next call.
         """
-        return temperature[:, None, None] * sampling_noise.gumbel(key, positions, vocabulary)
+        return temperature[:, None, None] * sampling.gumbel(key, positions, vocabulary)
 
     def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """Apply top-k and top-p to logits [B, T, V]: `sampling.noise.restrict`."""
-        return restrict(logits, temperature, top_k, top_p)
+        """Apply top-k and top-p to logits [B, T, V]: `engine.sampling.restrict`."""
+        return sampling.restrict(logits, temperature, top_k, top_p)
 
     def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
         """Return the target's token at each node [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
@@ -227,7 +226,7 @@ def shape_logits(
         logits = state.processors.apply(logits, modes, tokens, ancestors)
     if modes.restricted:
         logits = step.restrict(logits, state.temperature, state.top_k, state.top_p)
-    return apply_min_p(logits, state.temperature, state.min_p) if modes.cuts_min_p else logits
+    return sampling.apply_min_p(logits, state.temperature, state.min_p) if modes.cuts_min_p else logits
 
 
 def draft_and_verify(
@@ -251,7 +250,7 @@ def accept_and_commit(
 ) -> tuple[Tree, Tensor]:
     """Run the second half of a step: draw the target's tokens, accept a path, commit and emit it.
 
-    modes: those of `sampling.options.Modes`. Emitted tokens are in `state.out`. Returns, for traces, the tree
+    modes: those of `engine.sampling.Modes`. Emitted tokens are in `state.out`. Returns, for traces, the tree
     and the accepted path [B, W], root first.
     """
     modes, (drafted, logits, features, noise) = Modes(*modes), verified

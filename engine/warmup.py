@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from engine.engine import Engine
-from sampling.options import Modes
+from engine.sampling import Modes
 
 
 def launch_all(engine: Engine, modes: Modes, every_length: bool) -> None:

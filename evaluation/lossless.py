@@ -12,10 +12,10 @@ import torch
 
 from checkpoint.load import load_model, read_config
 from common.cli import no_memory
+from engine.sampling import gumbel, seed_keys
 from evaluation.answers import Answer
 from kernels.tp import Ranks
 from model import Transformer
-from sampling.noise import gumbel, seed_keys
 from tokens.tokenizer import common_prefix
 
 # Largest rounding error of a logit, relative to the largest logit: twice the epsilon of the dtype. Measured

@@ -10,11 +10,11 @@ from common.writing import digest
 from drafters.options import flags_of, grows
 from engine.drafting import Drafting, given_flags
 from engine.engine import Engine
-from engine.prompt import encode
+from engine.request import encode
+from engine.sampling import Sampling
 from engine.target import Target
 from evaluation.answers import PLAIN, Turn
 from model import Block
-from sampling.options import Sampling
 from tokens.tokenizer import PromptTooLong
 
 

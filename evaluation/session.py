@@ -18,6 +18,7 @@ from common.writing import digest, write_text
 from engine.conversion import check_draft, converted
 from engine.drafting import Drafting
 from engine.runtime import Runtime
+from engine.sampling import Sampling, seed_of
 from engine.step import step_of
 from engine.target import load_target
 from evaluation.answers import PLAIN, Answer, AnswerStore, check_options, rotated
@@ -25,8 +26,6 @@ from evaluation.lossless import Difference, Judge
 from evaluation.methods import ask, load_contenders
 from evaluation.table import format_table, summarize
 from kernels.tp import Ranks
-from sampling.noise import seed_of
-from sampling.options import Sampling
 
 RECORD_VERSION = 2  # of the files in a folder; folders of other versions are rejected
 MAX_PRINTED_ERRORS = 10  # errors printed; differences.json has all of them

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.torchrun import exit_with_torchrun
+from engine.sampling import number_of
 from kernels.quantized import EMBED, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind
 from model import Block, Linear, ModelArgs, Transformer
-from sampling.noise import number_of
 
 REPLY_TIMEOUT = timedelta(minutes=10)  # a rank may be compiling
 LOST_RANK_ERRORS = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"

@@ -23,9 +23,9 @@ from engine.draft import Drafter, NetworkDrafter
 from engine.engine import Engine
 from engine.request import Request
 from engine.runner import SlotRange
+from engine.sampling import Sampling
 from engine.scheduler import Choice, Scheduler
 from model import Transformer
-from sampling.options import Sampling
 from schedulers.costs import (
     MAX_FLAT_NODES,
     MAX_SLOWDOWN,

@@ -15,8 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.prompt import encode
-from engine.request import Event
+from engine.request import Event, encode
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts

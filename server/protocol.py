@@ -10,14 +10,14 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from common.errors import printable
-from sampling.options import MAX_LOGPROBS, MAX_STOPS, Sampling
+from engine.sampling import MAX_LOGPROBS, MAX_STOPS, Sampling
 from tokens.calls import schema_of_calls
 from tokens.grammar import ANY_OBJECT, grammar_of_choices, grammar_of_regex
 from tokens.limits import Limits
 
 RETRY_AFTER = "2"  # seconds
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
+RESERVED = {"messages", "tools", "self"}  # template variables that have fields of their own
 EFFORT = "reasoning_effort"
 VARIABLES = {EFFORT, "add_generation_prompt", "continue_final_message"}  # of the template, with fields here
 # Fields that `Sampling` has under the same name.

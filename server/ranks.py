@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from engine.engine import Engine
 from engine.request import Event, Guide, Request
+from engine.sampling import Sampling
 from kernels.tp import is_lost_rank
-from sampling.options import Sampling
 from server.worker import EngineLost
 
 IDLE_TIMEOUT = timedelta(days=365)  # between two calls

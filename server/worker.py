@@ -16,7 +16,7 @@ from common.cli import note
 from common.errors import first_line
 from engine.engine import Engine
 from engine.request import Event, Request
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from server.metrics import Metrics
 from server.protocol import Refusal
 

@@ -11,7 +11,7 @@ import subprocess
 from helpers import ROOT
 
 # From the lowest up. Packages of one layer do not import each other. Some files stand in another layer than
-# their folder: STEPS implement the engine's `Step`, TARGET puts all together.
+# their folder: STEPS implement the engine's `Step`, TARGET puts all together, engine/sampling.py is below.
 STEPS = {
     "kernels/cpu.py", "kernels/choose.py", "kernels/gpu/backend.py",
     "kernels/gpu/cache.py", "kernels/gpu/mask.py",
@@ -33,6 +33,8 @@ FOLDERS = ("", "tests/", "benchmarks/")
 
 def room_of(file: str) -> str:
     """The package of a file: its folder, or its own name if it lies in the root."""
+    if file == "engine/sampling.py":
+        return "sampling"
     if file in STEPS | TARGET:
         return "steps" if file in STEPS else "target"
     return "tests/helpers" if file.startswith("tests/helpers/") else file.split("/")[0].removesuffix(".py")

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.errors import InputError, library_errors, one_line
 from common.files import read_json
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from tokens.limits import LimitGuide, Pieces
 from tokens.tokenizer import Tokenizer
 

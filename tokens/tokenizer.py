@@ -29,10 +29,8 @@ from tokens import files
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-VISIBLE = bytes(range(33, 127))
 
-
-class PromptTooLong(InputError, ValueError):
+class PromptTooLong(InputError):
     """A text has more tokens than there is room for. The message gives their number."""
 
 
@@ -190,37 +188,32 @@ class Tokenizer:
         stats = [(folder / name).stat() for name in files.TOKENIZER_FILES if (folder / name).exists()]
         return _load(folder, encoder, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
 
-    def encode(
-        self, text: str, bos: bool = True, parse_special: bool = False, at_most: int | None = None
-    ) -> list[int]:
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Return the token ids of a text.
 
         bos: put BOS in front, if the model wants one and the text does not start with it.
         parse_special: encode special tokens in the text as such; true for texts that are written
         for the model, such as a raw prompt or a rendered chat template.
-        at_most: raise PromptTooLong, before the work, if there are certainly more ids. Raises InputError if
-        the library fails.
+        Raises InputError if the library fails.
         """
-        self._check_size(text, at_most)
         text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
         with library_errors(f"{self._file.name}: cannot encode this text"):
             ids = self._backend.encode(text, parse_special)
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
 
-    def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
+    def chat(self, messages: list[dict], **variables) -> list[int]:
         """Apply the chat template and return the token ids, ending with the generation prompt.
 
         messages: {"role", "content"} dictionaries, in any form that `tokens.messages: ready` reads. BOS is
         there if the template writes it. The template gets `variables`, such as `enable_thinking`, or
         `add_generation_prompt=False` for a conversation that ends with an answer.
         `continue_final_message=True`, or "prefix": true in the last message, cuts the text after it.
-        Nothing in messages or variables becomes a control token. at_most: see `encode`. Raises InputError if
-        there is no template, it refuses the messages, or a content is no text.
+        Nothing in messages or variables becomes a control token. Raises InputError if there is no template,
+        it refuses the messages, or a content is no text.
         """
         normalized = load(CHAT_TEMPLATES).normalize_messages(messages, variables)
         (hidden, more), originals = self._mask.hide(normalized)
         rendered = self.render(hidden, **more).encode("utf-8", "replace").decode()
-        self._check_size(rendered, at_most)
         text, find = rendered.translate(originals), self._backend.finder.find
         with library_errors(f"{self._file.name}: cannot encode this text"):
             spans = find(rendered, normalized=False)
@@ -238,28 +231,6 @@ class Tokenizer:
     @cached_property
     def _mask(self):
         return load(CHAT_TEMPLATES).ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
-
-    def _check_size(self, text: str, at_most: int | None) -> None:
-        """Raise PromptTooLong if a text has certainly more than `at_most` tokens.
-
-        It has at least n / m tokens, where n is the number of its visible ASCII characters and m that of the
-        token with most of them. A character before one outside ASCII does not count, because both may become
-        one.
-        """
-        if at_most is None or len(text) <= at_most or not self._max_visible:
-            return
-        data = text if text.isascii() else re.sub(r"[\0-\x7f]?[^\0-\x7f]+", "", text)
-        if (fewest := -(-_visible(data.encode()) // self._max_visible)) > at_most:
-            raise PromptTooLong(f"has at least {fewest:,} tokens ({len(text):,} characters)")
-
-    @cached_property
-    def _max_visible(self) -> int:
-        """The number of visible characters of the token with most of them, 0 if encoding drops some."""
-        if self.decode(self.encode(VISIBLE.decode(), bos=False)) != VISIBLE.decode():
-            return 0
-        tokens = {token.content.encode() for token in self._backend.added.values()}
-        tokens.update(map(self._backend.bytes_of, self._backend.ids))
-        return max(map(_visible, tokens))
 
     def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
         """Return the text of some ids; bytes that are no UTF-8 become U+FFFD. shown: see `stream`."""
@@ -328,7 +299,3 @@ class TextStream:
 @lru_cache(maxsize=8)
 def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
     return Tokenizer(folder, encoder)
-
-
-def _visible(data: bytes) -> int:
-    return len(data) - len(data.translate(None, VISIBLE))

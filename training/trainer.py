@@ -14,8 +14,8 @@ import torch
 from checkpoint.folder import identity
 from common.errors import InputError, library_errors
 from common.writing import atomic_path, digest
+from engine.sampling import seed_of
 from head import Head
-from sampling.noise import seed_of
 from training.batches import batches
 from training.features import Features
 from training.losses import Objective

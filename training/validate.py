@@ -8,10 +8,10 @@ from drafters.block import block_drafter
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
 from engine.request import Request
+from engine.sampling import Sampling
 from head import Head
 from model import Transformer
 from networks.weights import twin
-from sampling.options import Sampling
 from tree import PAPER_TREE, TreeShape
 
 ANSWER_TOKENS = 64

@@ -20,8 +20,7 @@ from common.progress import progress_bar
 from common.writing import digest, writing
 from engine.engine import Engine
 from engine.request import Request
-from sampling.noise import seed_of
-from sampling.options import Sampling
+from engine.sampling import Sampling, seed_of
 from tokens.tokenizer import PromptTooLong, Tokenizer, common_prefix
 from training.data import Line, extend, read_shards
 from training.processes import ProcessGroup
@@ -102,7 +101,7 @@ class Collector:
                     left_out = "with an empty prompt or one without an end"
                     break
                 chat = [*chat, {"role": "user", "content": turn}]
-                prompt = self._short(self.tokenizer.chat(chat, at_most=self.max_prompt_tokens))
+                prompt = self._short(self.tokenizer.chat(chat))
             except PromptTooLong:
                 left_out = f"longer than --max-prompt-tokens {self.max_prompt_tokens}"
                 break

@@ -1,5 +1,5 @@
 // Operations over the vocabulary: Gumbel noise, top-k and top-p, top-1 and top-k tokens. The reference
-// implementations are in sampling/noise.py and engine/step.py. Sums are of integers, or run over chunks of fixed size
+// implementations are in engine/sampling.py and engine/step.py. Sums are of integers, or run over chunks of fixed size
 // and are added in order, so results do not depend on the number of threads.
 #pragma once
 

@@ -120,7 +120,7 @@ def threshold_kernel(
 
 @torch.library.custom_op("eagle_gpu::thresholds", mutates_args=())
 def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the lowest logit [B, T] that `sampling.noise.restrict` keeps of float32 logits [B, T, V].
+    """Return the lowest logit [B, T] that `engine.sampling.restrict` keeps of float32 logits [B, T, V].
 
     temperature, top_k, top_p: [B].
     """

@@ -18,9 +18,9 @@ from engine.draft import HeadDrafter
 from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.target import load_target
 from kernels.choose import choose_backend
-from sampling.options import Sampling
 from tree import TreeShape
 
 

@@ -11,7 +11,7 @@ from helpers.blocks import published
 from helpers.families import GEMMA3, LAYERS, H, V, make_target
 from helpers.heads import write_head
 from helpers.hybrids import make_hybrid
-from helpers.sources import target_state, write_gguf
+from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf
 from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
@@ -257,18 +257,39 @@ def test_every_family_gives_the_same_folder(tmp_path, name, arch):
     assert read_config(folders[1])["stop_ids"] == [3, 5]
 
 
-def test_a_dflash_head_gives_the_same_folder(tmp_path, target):
-    tensors, config = published("dflash", load_model(target)[0])
+@pytest.mark.parametrize("label", ("dflash", "dflash-windows", "eagle3", "eagle3-normed"))
+def test_heads_give_the_same_folder(tmp_path, target, label):
+    arch, _, variant = label.partition("-")
+    tensors, config = published(label, load_model(target)[0]) if arch == "dflash" else (
+        head_state(), HEAD_CONFIG | {"head_dim": 8, "rope_theta": 5000.0, "target_hidden_size": 32})
+    if variant == "normed":
+        tensors["input_norm.weight"] = torch.rand(3 * 32, generator=torch.Generator().manual_seed(0))
+        config |= {"norm_before_fc": True, "norm_before_residual": True}
     write_head(tmp_path / "in", tensors, config)
-    state = {n.replace("hidden_norm", "enc.output_norm") if n[:2] in ("fc", "hi") else f"model.{n}": t
-             for n, t in tensors.items()}
 
     def extra(w) -> None:
+        if variant == "windows":
+            w.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+        if arch == "eagle3":
+            w.add_vocab_size(config["vocab_size"]), w.add_array("eagle3.target_layers", [2, 4, 5])
+            w.add_uint32("eagle3.target_hidden_size", 32)
+            w.add_bool("eagle3.norm_before_residual", variant == "normed")
+            return
         w.add_uint32("dflash.block_size", 5), w.add_array("dflash.target_layers", [1, 3])
         w.add_uint32("tokenizer.ggml.mask_token_id", 3)
         w.add_token_list([str(i) for i in range(config["vocab_size"])])
 
-    file = write_gguf(tmp_path / "m.gguf", state, config, extra=extra, arch="dflash")
+    names = {"midlayer.hidden_norm": "blk.0.attn_norm_2", "midlayer": "model.layers.0",
+             "norm.": "model.norm.", "layers": "model.layers", "hidden_norm": "enc.output_norm",
+             "input_norm": "enc.output_norm"}
+    state = {}
+    for name, tensor in tensors.items():
+        first = next((one for one in names if name.startswith(one)), "")
+        state[names[first] + name[len(first) :] if first else name] = tensor
+    if arch == "eagle3":
+        state["d2t"] = state["d2t"] + torch.arange(len(state["d2t"]))  # ids, not offsets
+        del state["t2d"]
+    file = write_gguf(tmp_path / "m.gguf", state, config, extra=extra, arch=arch)
     one, two = (convert(source, tmp_path / name, target, quiet=True)
                 for name, source in {"one": tmp_path / "in", "two": file}.items())
     x, y = (load_file(folder / "model.safetensors") for folder in (one, two))

@@ -18,13 +18,13 @@ from drafters.lookahead import Lookahead
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.target import load_target
 from families.hybrid import RING, Hybrid
 from kernels.choose import choose_backend
 from kernels.packed import CpuCaches, Int8Caches
 from kernels.quantized import LM_HEAD_MODES, Scheme
 from quantize import main as quantize
-from sampling.options import Sampling
 from tree import TreeShape
 
 OPTIONS = {"compile": False, "max_seq_len": 160}

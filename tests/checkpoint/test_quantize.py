@@ -17,10 +17,10 @@ from common.errors import InputError
 from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.engine import Engine
+from engine.sampling import Sampling
 from kernels.choose import choose_backend
 from kernels.quantized import LM_HEAD_MODES, Scheme, quantize_linears
 from kernels.stored import pack_pairs
-from sampling.options import Sampling
 from tree import TreeShape
 
 PROMPT = [256, *b"Once upon a time there was"]

@@ -66,8 +66,7 @@ BAD_TARGETS = {
     "truncated safetensors": (
         folder_with(then=lambda f: os.truncate(f / "model.safetensors", 50_000)), "truncated"),
     "truncated GGUF data": (gguf_file(0.7), "truncated"),
-    "a head in a GGUF": (gguf_file(extra=lambda w: w.add_string("general.architecture", "eagle3")),
-                         "is a draft head (eagle3) for llama.cpp"),
+    "a folder of GGUF files": (lambda f: gguf_file()(f).parent, "files: m.gguf is a model (llama)"),
     "one part of a split GGUF": (gguf_file(extra=lambda w: w.add_uint16("split.count", 2)), "split GGUF"),
     **{f"GGUF {kind}": (gguf_file(extra=lambda w, kind=kind: w.add_type(kind)), words) for kind, words in {
         "adapter": "a LoRA adapter", "imatrix": "an importance matrix", "speech": "'speech'"}.items()},

@@ -7,7 +7,7 @@ from helpers.decoding import load
 from common.errors import InputError
 from drafters.published import advice
 from engine.drafting import Drafting
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from schedulers.cost_model import Tuner
 
 

@@ -14,9 +14,8 @@ from checkpoint.load import load_head
 from common.errors import InputError
 from drafters.block import block_drafter
 from engine.engine import Engine
+from engine.sampling import Sampling, gumbel, seed_keys
 from kernels.choose import choose_backend
-from sampling.noise import gumbel, seed_keys
-from sampling.options import Sampling
 from tree import TreeShape
 
 PROMPT = [256, *range(97, 120)]

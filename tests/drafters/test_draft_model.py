@@ -11,7 +11,7 @@ from drafters.draft_model import DraftModel
 from drafters.pard import Pard
 from engine.drafting import Drafting
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from tree import TreeShape
 
 CHAIN = TreeShape(5, 3, 1)

@@ -5,7 +5,7 @@ from helpers.drafters import few_tokens
 
 from drafters.lookahead import Lookahead
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 
 
 class Lists:

@@ -11,7 +11,7 @@ from checkpoint.load import load_head
 from drafters.medusa import MultiToken
 from drafters.static import PathTree
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 
 TREE = PathTree(((0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1)))
 BLOCKS = {"medusa": 3, "medusa, one lm_head": 1, "hydra": 4, "hydra++": 4}  # of each guess, by label

@@ -6,7 +6,7 @@ from helpers.states import paths, random_tree
 from drafters.mixed import Mixed, join
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from tree import Tree, TreeShape
 
 

@@ -11,8 +11,8 @@ from helpers.states import state_of
 from drafters import ngram
 from drafters.ngram import INDEXED_LENGTHS, MAX_HITS, SEPARATOR, NGram, TokenFile
 from engine.engine import Engine
+from engine.sampling import Sampling
 from engine.step import TORCH
-from sampling.options import Sampling
 from schedulers.cost_model import NOMINAL_COSTS, CostScheduler, Tuner
 from tree import Tree
 

@@ -13,9 +13,9 @@ from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
 from engine.engine import Engine
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.target import load_target
 from kernels.choose import choose_backend
-from sampling.options import Sampling
 
 PROMPTS = [list(b"u:the tide comes in and the tide\na:"), [256, *range(97, 120)], [256, 1]]
 SAMPLED = [Sampling(40, 1.0, seed=seed) for seed in range(3)]

@@ -9,7 +9,7 @@ from helpers.drafters import make_drafter
 
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 
 KINDS = ("eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark")
 WINDOW = 20

@@ -8,10 +8,10 @@ from helpers.decoding import check_texts
 from engine.drafting import Drafting
 from engine.request import Request
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.target import load_target
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
 from kernels.packed import Int8Caches
-from sampling.options import Sampling
 from tree import TreeShape
 
 PROMPT = [256, *b"Once upon a time there was a lighthouse keeper"]

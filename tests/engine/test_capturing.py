@@ -14,8 +14,8 @@ from engine import graphs
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.graphs import CapturedCalls, CompiledFunction
+from engine.sampling import Sampling
 from engine.step import TORCH
-from sampling.options import Sampling
 from tree import TreeShape
 
 GPU = torch.device("cuda:1")

@@ -8,8 +8,8 @@ from engine import graphs
 from engine.engine import Engine
 from engine.graphs import compile_graph
 from engine.runner import SLOT_STEP
+from engine.sampling import Sampling
 from engine.step import accept_and_commit, draft_and_verify
-from sampling.options import Sampling
 from tree import TreeShape
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.request import Request
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from schedulers.cost_model import (
     MAX_FLAT_NODES,
     MAX_SLOWDOWN,

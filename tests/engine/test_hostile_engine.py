@@ -8,7 +8,7 @@ from drafters.mixed import Mixed
 from drafters.ngram import NGram
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from schedulers.cost_model import MAX_TREES, CostScheduler, Plan, Tuner
 from tree import TreeShape
 

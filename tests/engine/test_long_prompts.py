@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from engine.draft import HeadDrafter
 from engine.engine import Engine
+from engine.sampling import Sampling
 from kernels.choose import choose_backend
 from model import ModelArgs
-from sampling.options import Sampling
 from tree import TreeShape
 
 CHUNK, VOCABULARY, GROUP = 64, 509, 2  # GROUP query heads share a key/value head

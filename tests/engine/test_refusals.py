@@ -7,10 +7,10 @@ import pytest
 from common.errors import InputError
 from engine.drafting import Drafting
 from engine.engine import Engine
-from engine.prompt import encode
+from engine.request import encode
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from engine.target import Target, load_target
-from sampling.options import Sampling
 from server.run import largest_engine
 
 

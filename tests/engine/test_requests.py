@@ -3,7 +3,7 @@ import pytest
 import torch
 from helpers.decoding import load, plain, prompts, speculative
 
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from tree import TreeShape
 
 SHAPE = TreeShape(12, 3, 3)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from sampling.options import Modes, Sampling
+from engine.sampling import Modes, Sampling
 from tree import TreeShape
 
 aten = torch.ops.aten
@@ -105,42 +105,15 @@ def test_frozen_sequences_do_not_change(name):
     assert held and [r.ids for r in requests] == alone
 
 
-@pytest.fixture
-def two_groups(models) -> Engine:
-    """Steps of three sequences, as on a GPU: two requests draft, one does not."""
+def test_launches_and_exchanges_upload_nothing(models):
+    """A Python list as an index, or a tensor of one, would wait for the step before on a GPU."""
     target, head = models
-    drafter = HeadDrafter(head, TreeShape(6, 2, 2))
-    engine = Engine(target, drafter, batch=3, max_seq_len=100, compile=False, counts=(3,))
+    engine = Engine(target, HeadDrafter(head, TreeShape(6, 2, 2)), batch=3, max_seq_len=100, compile=False)
     engine.runner.captured = lambda key, call, still: call()
     for i in range(3):
-        engine.admit([5, 6 + i], Sampling(40), plain=i == 1)
+        engine.admit([5, 6 + i], Sampling(40))
     while engine.slots.decoding < 3:
         engine.step()
-    return engine
-
-
-def test_launches_and_exchanges_upload_nothing(two_groups):
-    """While one group steps the other is held still: a Python list as an index, or a tensor of one, would
-    wait for the step before on a GPU.
-    """
-    members = [[r if r.plain == plain else None for r in two_groups.requests] for plain in (False, True)]
     with torch.no_grad(), Uploads() as uploads:
-        two_groups._launch(members[0], False), two_groups._launch(members[1], True), two_groups.slots.swap(0,
-        2)
+        engine._launch(engine.requests), engine.slots.swap(0, 2)
     assert not uploads.seen
-
-
-def test_a_step_that_fails_leaves_no_request_frozen(two_groups, monkeypatch):
-    seen = []
-
-    def fail(*given):
-        seen.append(two_groups.state.done.tolist())
-        raise RuntimeError
-
-    monkeypatch.setattr(two_groups.runner, "step", fail)
-    flags = [request.plain for request in two_groups.requests]
-    for plain in (False, True):
-        with pytest.raises(RuntimeError):
-            two_groups._launch([r if r.plain == plain else None for r in two_groups.requests], plain)
-        assert not two_groups.state.done.any()
-    assert seen == [flags, [not flag for flag in flags]] and sum(flags) == 1

@@ -6,10 +6,10 @@ import torch
 
 from checkpoint.load import load_model
 from engine.engine import Engine
+from engine.sampling import Sampling
 from evaluation.answers import Answer, Turn
 from evaluation.lossless import QUANTIZED_TOLERANCE, TOLERANCE, Judge, first_difference
 from evaluation.table import format_table, summarize
-from sampling.options import Sampling
 
 
 def turn(ids, lengths=(), seconds=1.0, prompt=(1, 2)) -> Turn:

@@ -11,9 +11,9 @@ from engine.drafting import Drafting
 from engine.engine import Engine
 from engine.request import Draft
 from engine.runtime import Runtime
+from engine.sampling import Sampling
 from helpers.statistics import chi_square, chi_square_limit
 from llm import LLM
-from sampling.options import Sampling
 from tree import TreeShape, link
 
 

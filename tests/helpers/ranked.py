@@ -17,13 +17,13 @@ from checkpoint.load import load_head, load_model
 from drafters.draft_model import DraftModel
 from engine.draft import Drafter, HeadDrafter
 from engine.engine import Engine
+from engine.sampling import Sampling
 from head import Head
 from helpers.drafters import make_drafter
 from kernels.choose import choose_backend
 from kernels.float8 import Float8Caches
 from kernels.tp import Ranks, process_group
 from model import Transformer
-from sampling.options import Sampling
 from tree import TreeShape
 
 TREE, TOKENS, FEW = TreeShape(8, 2, 3), 12, 8

@@ -7,7 +7,7 @@ import gguf
 import torch
 from safetensors.torch import save_file
 
-from checkpoint.gguf import INTERLEAVED
+from checkpoint.gguf import HEADS, INTERLEAVED
 from helpers.heads import layer_shapes, make_head
 
 CONFIG = {
@@ -97,8 +97,8 @@ def write_gguf(
     w.add_bos_token_id(1), w.add_eos_token_id(3), w.add_eot_token_id(5)
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
-    known = gguf.get_tensor_name_map(next(
-        x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == {"dflash": "qwen3"}.get(arch, arch)), 9)
+    layers = HEADS[arch].family if arch in HEADS else arch
+    known = gguf.get_tensor_name_map(next(x for x, n in gguf.MODEL_ARCH_NAMES.items() if n == layers), 9)
     for name, tensor in state.items():
         if nextn := re.fullmatch(r"mtp\.(\w+)\.weight", name):
             name = f"blk.8.nextn.{NEXTN[nextn[1]]}.weight"
@@ -111,7 +111,7 @@ def write_gguf(
         if arch in INTERLEAVED and re.search(r"attn_[qk]\.", name):  # halves become neighboring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
             data = pairs.reshape(data.shape)
-        data = data.contiguous().numpy()
+        data = data.contiguous().numpy() if tensor.is_floating_point() else tensor.numpy()
         dense = data.ndim == 1 or kind == "F32" or data.shape[-1] % 32
         if dense or (kind == "MXFP4" and not name.endswith("_exps.weight")):
             w.add_tensor(name, data)

@@ -12,11 +12,11 @@ from shapes import random_models
 
 from engine.draft import HeadDrafter
 from engine.engine import Engine
+from engine.sampling import Sampling
 from engine.step import Step
 from kernels.choose import choose_backend
 from kernels.packed import PackedLinear
 from model import MLP, ModelArgs, Transformer
-from sampling.options import Sampling
 from schedulers.marginal_costs import MarginalCosts
 from tree import TreeShape
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from drafters.mixed import join
 from drafters.ngram import NGram
+from engine.sampling import seed_keys
 from engine.state import State
 from engine.step import TORCH
 from model import ModelArgs
-from sampling.noise import seed_keys
 from schedulers.marginal_costs import MarginalCosts
 from tree import Growth, Tree, TreeShape
 

@@ -28,7 +28,7 @@ def folder(files: dict, bpe, tmp_path):
 
 
 def content(given, bpe, tmp_path):
-    Tokenizer.load(bpe).chat([{"role": "user", "content": given}], at_most=2047)
+    Tokenizer.load(bpe).chat([{"role": "user", "content": given}])
 
 
 def schema(given: str, bpe, tmp_path):
@@ -66,7 +66,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
     (folder, {JINJA: "{{ raise_exception('\x1b[2Jonly\nuser') }}"}, r"chat template: \x1b[2Jonly user"),
     (content, [{"type": "image_url", "image_url": {}}], "messages: 'image_url' is not text"),
     (content, [{"type": "text"}], "is not text"), (content, 3, "messages: 3 is not text"),
-    (content, [{"type": "thinking", "thinking": 3}], "is not text"), (content, "<" * 10**6, "has at least"),
+    (content, [{"type": "thinking", "thinking": 3}], "is not text"),
     (schema, '{"$ref": "#"}', "cannot be followed"),  # compiles, and fails at the first mask
     (schema, '{"type": "no such type"}', "cannot be used"), (schema, "{", "the JSON schema cannot be used"),
     (schema, '{"description": "' + "x" * (1 << 16) + '"}', "characters, at most 65,536"),

@@ -1,10 +1,8 @@
 """The tokenizer: encoding and decoding equal the libraries', and streams equal decoding."""
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-from functools import partial
 
 import pytest
 import tokenizers
@@ -13,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from drafters.draft_model import same_ids
 from tokens.convert import copy_files
-from tokens.tokenizer import PromptTooLong, Tokenizer
+from tokens.tokenizer import Tokenizer
 
 
 def test_json_equals_the_library(bpe):
@@ -126,19 +124,6 @@ def test_settings_of_sentencepiece(sp, tmp_path, settings, bos, first, later):
     spelled = ["".join(map(library.id_to_piece, part)) for part in (ids[:at], ids[at + 1 :])]
     assert spelled == [f"{first}fox", f"{later}fox"]
     assert tok.decode(tok.encode(" fox")) == " fox"
-
-
-@pytest.mark.parametrize("kind", ["bpe", "sp"])
-def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request):
-    """That it is: test_hostile.py."""
-    tok = Tokenizer.load(request.getfixturevalue(kind))
-    for text in ("The fox 123. ", "\n", "<|tool|>", "中文字", "e\u0301", "\0", "K\u212a", "<|endoftext|>"):
-        chat = [{"role": "user", "content": text * 400}]
-        for ask in (partial(tok.encode, text * 400, bos=False, parse_special=True), partial(tok.chat, chat)):
-            ids = ask()
-            assert ask(at_most=len(ids)) == ids
-            with contextlib.suppress(PromptTooLong):
-                assert ask(at_most=len(ids) - 1) == ids
 
 
 @pytest.mark.parametrize("kind", ["bpe", "sp"])

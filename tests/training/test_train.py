@@ -13,8 +13,8 @@ import train
 from checkpoint.folder import identity
 from checkpoint.load import load_head, load_model
 from engine.engine import Engine
+from engine.sampling import Sampling
 from engine.step import TORCH
-from sampling.options import Sampling
 from training import data
 from training.features import without_layers
 from training.heads import TRAINED, HeadShape, new_head

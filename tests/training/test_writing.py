@@ -5,7 +5,7 @@ from helpers.training import users
 
 from checkpoint.load import load_model
 from engine.engine import Engine
-from sampling.options import Sampling
+from engine.sampling import Sampling
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import data

@@ -8,11 +8,10 @@ from helpers.drafters import small_models
 from engine import check as checking
 from engine.draft import HeadDrafter
 from engine.engine import Engine
+from engine.sampling import Modes, restrict
 from kernels.gpu import attention, fallback, products, sampling
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.quantized import Scheme, quantize_linears
-from sampling.noise import restrict
-from sampling.options import Modes
 from tree import TreeShape
 
 

@@ -11,13 +11,13 @@ from helpers.drafters import NAMES, make_drafter, small_models
 from checkpoint.load import class_of, load_head, load_model
 from drafters.ngram import NGram
 from engine.engine import Engine
+from engine.sampling import Sampling
 from families.gpt_oss import GptOssArgs
 from families.variants import VariantArgs
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.device import INTERPRETED
 from kernels.gpu.experts import fused_mix
 from kernels.quantized import Scheme, replace_linears
-from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 BATCH, TOKENS, LONGEST, CHUNKS, ROOM = 3, 60, 60, None, 300

@@ -10,10 +10,9 @@ import pytest
 import torch
 from helpers.statistics import chi_square, chi_square_limit
 
+from engine.sampling import MAX_STOPS, Modes, Sampling, gumbel, random_bits, restrict, seed_keys
 from engine.state import State
 from engine.step import TORCH, shape_logits
-from sampling.noise import gumbel, random_bits, restrict, seed_keys
-from sampling.options import MAX_STOPS, Modes, Sampling
 from tree import link
 
 

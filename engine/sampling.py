@@ -1,0 +1,232 @@
+"""Sampling: the options of a request, the modes of a step that they need, and the noise.
+
+The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise
+that depends on (seed of the request, t, token id) and on nothing else: not on call order, batch slot, tree
+or drafter. Softmax sampling at that temperature is exactly this (the Gumbel-max trick), and because plain and
+speculative decoding meet the same noise at the same position they emit the same text from the same seed.
+Temperature 0 is greedy decoding. Top-k, top-p and min-p are masks over logits, with exact ties on every
+device.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple, get_type_hints
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from common.schema import Schema, Text, as_python, number, whole
+
+MAX_LOGPROBS = 20  # alternatives per token
+MAX_BIAS = 100.0
+MAX_STOPS = 16
+Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]  # not strict: JSON objects have strings as keys
+Stops = Annotated[tuple[Stop, ...], Field(max_length=MAX_STOPS)]
+MASK32 = 0xFFFFFFFF
+# Odd multipliers of a 32-bit finalizer found by search for low avalanche bias (hash-prospector). Both are
+# below 2^31, so that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager
+# or compiled.
+_MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
+_GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
+
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling options of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+
+    First `logit_bias` (pairs of a token id and a number) is added to the target's logits.
+    Then tokens that the text already has are penalized: `repetition_penalty` divides positive logits and
+    multiplies negative ones, for tokens of prompt and output (1: off); `frequency_penalty` is subtracted once
+    for each occurrence in the output, `presence_penalty` once if there is any (0: off).
+    Then top_k applies, then top_p on what remains, both on softmax(logits / temperature), then min_p: tokens
+    less than min_p times as probable as the top-1 token are left out.
+
+    stop: texts that end the output and are not part of it. logprobs: also return the log-probability of each
+    token, and of this many top tokens, before all of the above; None: do not.
+    json_schema: a schema that the output must fit, as JSON or a dictionary. limits: `tokens.limits: Limits`,
+    such as a grammar or banned words. Forbidden tokens are masked before all of the above. Numbers may be
+    numpy's.
+    Raises ValueError on invalid values.
+    """
+
+    max_new_tokens: whole(1) = 256
+    temperature: number(0, 1e6) = 0.0
+    top_p: number(above=0, high=1) = 1.0
+    top_k: whole() = 0
+    seed: whole(-(2**63), 2**64 - 1) = 0
+    min_p: number(0, 1) = 0.0
+    presence_penalty: number(-2, 2) = 0.0
+    frequency_penalty: number(-2, 2) = 0.0
+    repetition_penalty: number(0.01, 100) = 1.0
+    logit_bias: tuple[tuple[TokenId, number(-MAX_BIAS, MAX_BIAS)], ...] = ()  # a mapping is taken too
+    stop: Stop | Stops = ()  # one text is taken too
+    logprobs: whole(0, MAX_LOGPROBS) | None = None
+    json_schema: Text | dict | None = None
+    limits: object = None
+
+    def __post_init__(self):
+        if isinstance(self.logit_bias, Mapping):
+            vars(self)["logit_bias"] = list(self.logit_bias.items())
+        found = FIELDS.check({name: as_python(value) for name, value in vars(self).items()})
+        stop, schema = found["stop"], found["json_schema"]
+        found["json_schema"] = json.dumps(schema) if isinstance(schema, dict) else schema
+        found["stop"] = (stop,) if isinstance(stop, str) else stop
+        vars(self).update(found, logit_bias=tuple(sorted(found["logit_bias"])))
+
+    @property
+    def restricts(self) -> bool:
+        """True if top-k or top-p restricts the tokens."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def adjusts(self) -> bool:
+        """True if penalties or biases change the logits."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias)
+
+    @property
+    def processed(self) -> bool:
+        """True if it needs `engine.state.State.processors`."""
+        return self.adjusts or self.logprobs is not None or self.is_guided
+
+    @property
+    def is_guided(self) -> bool:
+        """True if a guide on the host masks tokens."""
+        return (self.json_schema, self.limits) != (None, None)
+
+
+FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True)))
+
+
+class Modes(NamedTuple):
+    """Which sampling features the requests of a step use. Each combination may be a compiled graph."""
+
+    noisy: bool = False  # some temperature is above 0
+    restricted: bool = False  # some top-k or top-p
+    cuts_min_p: bool = False  # some min_p
+    adjusted: bool = False  # some penalty or logit bias
+    scored: bool = False  # some log-probabilities are asked for
+    guided: bool = False  # some grammar, whose masks the host computes
+
+    @property
+    def processed(self) -> bool:
+        """True if a step needs `engine.state.State.processors`."""
+        return self.adjusted or self.scored or self.guided
+
+    @property
+    def shapes_logits(self) -> bool:
+        """True if a step does more with the logits than argmax(logits + noise)."""
+        return any(self[1:])
+
+    @classmethod
+    def of_requests(cls, samplings: Sequence[Sampling], compiled: bool = False) -> Modes:
+        """Return the modes for these requests. compiled: if one rare mode is needed, switch on all, so that
+        fewer combinations are compiled.
+        """
+        noisy = any(s.temperature > 0 for s in samplings)
+        modes = cls(
+            noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
+            any(s.adjusts for s in samplings),
+            any(s.logprobs is not None for s in samplings),
+            any(s.is_guided for s in samplings),
+        )
+        return cls.every(noisy) if compiled and modes.shapes_logits else modes
+
+    @classmethod
+    def every(cls, noisy: bool) -> Modes:
+        """Return all modes. noisy: with temperature, top-k, top-p and min-p too."""
+        return cls(noisy, noisy, noisy, True, True, True)
+
+
+def seed_of(*what) -> int:
+    """A seed of 56 bits, from a hash of the arguments."""
+    return number_of(repr(what))
+
+
+def number_of(text: str) -> int:
+    """A number of 56 bits, from a hash of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit values (held in int64) where every input bit moves every output bit."""
+    x = ((x ^ (x >> 16)) * _MULTIPLIERS[0]) & MASK32
+    x = ((x ^ (x >> 15)) * _MULTIPLIERS[1]) & MASK32
+    return x ^ (x >> 15)
+
+
+def seed_keys(seeds: list[int], device: torch.device | str = "cpu") -> Tensor:
+    """Integer seeds (any size, taken modulo 2^64) -> key [B, 2] int64 of 32-bit words."""
+    words = [[seed & MASK32, (seed >> 32) & MASK32] for seed in seeds]
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Keyed 32-bit hashes [B, W, V] (int64, 0..2^32-1) for key [B, 2] and positions [B, W].
+
+    Each (seed, position) gets two independent words; the token id is hashed under both, so that two positions
+    never see shifted copies of one another's sequence.
+    """
+    low, high = key[:, :1], key[:, 1:]
+    a = _mix(_mix(positions + low & MASK32) ^ high)  # [B, W]
+    b = _mix(_mix(positions ^ high) + 0x5851F42D + low & MASK32)
+    ids = torch.arange(vocab_size, device=key.device, dtype=torch.int64) * _GOLDEN & MASK32
+    return _mix(_mix(ids + a[..., None] & MASK32) ^ b[..., None])
+
+
+def uniform(key: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Uniform numbers in (0, 1), ends excluded, [B, W, count] float32 for key [B, 2] and positions [B, W]."""
+    return ((random_bits(key, positions, count).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [B, W, V] float32 for key [B, 2] and absolute positions [B, W].
+
+    Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the
+    tail is resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
+    """
+    return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))
+
+
+def apply_min_p(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] of tokens that are less than min_p [B] times as probable as the top-1 token to
+    -inf.
+
+    Probabilities are softmax(logits / temperature [B]). Sequences at temperature 0 or with min_p 0 are left
+    alone.
+    """
+    on = ((min_p > 0) & (temperature > 0))[:, None, None]
+    below = temperature * torch.where(min_p > 0, min_p, 1.0).log()  # at most 0
+    lowest = logits.amax(-1, keepdim=True) + below[:, None, None]
+    return torch.where((logits < lowest) & on, float("-inf"), logits)
+
+
+def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] outside top-k, then outside top-p of what remains, to -inf.
+
+    temperature, top_k (0: off), top_p (1: off) are [B]. Probabilities are softmax(logits / temperature); the
+    token that crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature
+    0 are left alone. Backends have kernels that do the same without sorting.
+    """
+    V = logits.shape[-1]
+    per_row = (-1, 1, 1)
+    ordered = logits.sort(dim=-1, descending=True).values
+    wanted = torch.where(top_k > 0, top_k, V).clamp(max=V).view(per_row)
+    by_rank = ordered.gather(-1, (wanted - 1).expand(*logits.shape[:2], 1))  # the last one kept
+    warm = torch.where(temperature > 0, temperature, 1.0).view(per_row)
+    below = torch.where(ordered >= by_rank, ordered, float("-inf")) - ordered[..., :1]  # at most 0
+    # Integer masses, in units of 2^-32 of the top-1 token's: integer sums do not depend on their order, so
+    # all devices cut at the same token. Logits divided by a tiny temperature would overflow.
+    mass = ((below / warm).exp().double() * 2.0**32).long().cumsum(-1)
+    need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
+    by_mass = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
+    by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # top_p 1 keeps zero mass too
+    keep = (logits >= by_rank) & (logits >= by_mass) | (temperature == 0).view(per_row)
+    return torch.where(keep, logits, float("-inf"))

@@ -1,1 +1,0 @@
-"""Sampling tokens from logits."""
