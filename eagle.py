@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from common import VERSION
 from common.errors import did_you_mean
 
 COMMANDS = {
@@ -26,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv = [f"eagle {name}", *rest]
         return import_module(COMMANDS[name][0]).main(rest)
     lines = [f"  {command:10} {what}" for command, (_, what) in COMMANDS.items()]
+    if name == "--version":
+        print(f"eagle {VERSION}")
+        return 0
     if name in ("-h", "--help"):
         print("usage: eagle COMMAND ... (eagle COMMAND --help)", *lines, sep="\n")
         return 0

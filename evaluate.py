@@ -49,7 +49,7 @@ def parser() -> Options:
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
-    add("--sets", metavar="NAME[,NAME]", help="only these sets, such as code: a smoke test with --limit 2")
+    add("--sets", metavar="NAME[,NAME]", help="only these sets; mt_bench --limit 2 is a smoke test")
     add("--limit", type=positive, metavar="N", help="only the first N questions of each set")
     add("--temperature", type=temperatures, default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("-n", "--max-new-tokens", type=positive, default=512, help="per turn (default 512)")
@@ -88,7 +88,7 @@ def run(o) -> int:
     from evaluation.session import Evaluation
 
     draftings = read_draftings(o, methods)
-    sets = read_sets(o.questions, o.limit, o.sets)
+    sets = read_sets(o.questions, o.limit, o.sets, log)
     check_folder("--out", o.out)
     check_evaluation(Path(o.out))
     trees = [drafting.tree for drafting in draftings.values()]

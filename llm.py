@@ -61,6 +61,8 @@ class LLM:
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
         ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime,
     ):
+        if checkpoint and model:
+            raise InputError(f"checkpoint {checkpoint} and model {model} are the same argument: give one")
         speculate, checkpoint = "none" if speculate is None else speculate, checkpoint or model
         CHECKED.check({name: value for name, value in locals().items() if name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
@@ -107,7 +109,8 @@ class LLM:
         ids = [each for each in encoded for _ in range(count)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
-        requests = self.engine.generate(ids, samplings)
+        continues = "continue_final_message" in (variables or ())
+        requests = self.engine.generate(ids, samplings, continues=continues)
         return requests[0] if alone and n == 1 else requests
 
     def stream(
@@ -120,16 +123,15 @@ class LLM:
         return self.engine.run([ids], [options], [])
 
     def chat(self, messages: list[dict], *, variables: dict | None = None,
-             continue_final_message: bool = False, **sampling) -> Request:
+             continue_final_message: bool = False, **options) -> Request | list[Request]:
         """Answer a conversation, a list of {"role", "content"}. Earlier turns come from the prefix cache.
 
         continue_final_message: continue the last message, as "prefix": True in it does. See `generate`.
         """
         if continue_final_message and isinstance(variables, dict | None):
             variables = {**(variables or {}), "continue_final_message": True}
-        ids = self.encode(messages, variables=variables)
-        self._warm_up(options := with_options(Sampling, sampling))
-        return self.engine.generate([ids], options, continues=continue_final_message)[0]
+        requests = self.generate([messages], variables=variables, **options)
+        return requests[0] if len(requests) == 1 else requests
 
     def _warm_up(self, sampling: Sampling) -> None:
         """Compile, capture and time trees before the first greedy and the first sampled request."""
@@ -150,7 +152,7 @@ def summary(requests: list[Request], drafts: bool) -> str:
     """Return a line about requests that were decoded together. drafts: whether they were drafted."""
     _, speed = together(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
-    plain = [seconds for r in requests for seconds in r.step_times["plain"]] if len(requests) == 1 else []
+    plain = requests[0].step_times["plain"] if requests[0].step_times["drafted"] and not requests[1:] else []
     return (
         counted(sum(len(r.ids) for r in requests), "token") + (f", {speed:.1f} tok/s" if speed else "")
         + (f", about {speed * fmean(plain):.2f}x plain" if drafts and len(plain) > 3 else "")
@@ -169,8 +171,7 @@ def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
         "step_seconds": request.step_seconds, "seed": request.sampling.seed,
         "finish": request.finish or "interrupted", "ranks": ranks,
     }
-    if request.stop is not None:
-        row["stop"] = request.stop
+    row |= {"stop": request.stop} if request.stop is not None else {}
     if request.scores:
         row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in request.scores]
     return row
@@ -178,6 +179,5 @@ def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
 
 def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
     """Return whether this is one prompt, valid or not, rather than a list of prompts."""
-    if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
-        return True
-    return isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))
+    listed = isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))
+    return listed or isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable)

@@ -22,19 +22,18 @@ import sys
 
 import torch
 
-from common.cli import Options, command, count, is_distributed, positive, seed, within
+from common.cli import Options, command, count, is_distributed, note, positive, seed, within
 from common.writing import check_replaceable
+from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, TTT_STEPS, describe, measured_flops
 from engine.runtime import Runtime
 from kernels.tp import local_device, process_group
 from training.data import MIN_ANSWER_TOKENS
-from training.estimate import describe, measured_flops
 from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
-from training.losses import TTT_STEPS
 from training.processes import RANK_TIMEOUT, ProcessGroup
 from training.session import DRAFT_VOCAB, Session
 from training.trainer import Plan
 
-ESTIMATED = 4000  # conversations, unless --estimate is given others
+MEASUREMENT = 10  # seconds of --estimate
 
 
 def parser() -> Options:
@@ -57,14 +56,14 @@ def parser() -> Options:
         help="data of an earlier run for this target (its OUT-work/data); may be repeated")
     add("--temperature", type=within(0, 1e6, float), default=0.7,
         help="sampling temperature of the answers; 0 is greedy (default 0.7)")
-    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=256,
+    add("-n", "--max-new-tokens", type=within(MIN_ANSWER_TOKENS), default=ANSWER_TOKENS,
         help="maximum tokens of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="skip longer prompts (default 256)")
     add("--max-len", type=within(MIN_ANSWER_TOKENS + 1), default=1024,
         help="truncate conversations to this length (default 1024)")
     add("--decode-batch", type=positive, default=48, help="batch size of generation (default 48)")
     add("--estimate", action="store_true",
-        help=f"print the estimated hours on this machine and exit (default data: --synthesize {ESTIMATED})")
+        help=f"print the estimated hours on this machine and exit (default: --synthesize {CONVERSATIONS})")
     add("--collect-only", action="store_true", help="stop after generating the data")
 
     add = p.add_argument_group("head").add_argument
@@ -100,7 +99,7 @@ def add_rules(p: Options) -> None:
     """Add the rules of the options."""
     refuse = p.refuse
     p.judge(lambda o: o.estimate and vars(o).update(
-        out=o.out or "head", synthesize=o.synthesize or (not o.prompts and ESTIMATED)))
+        out=o.out or "head", synthesize=o.synthesize or (not o.prompts and CONVERSATIONS)))
     refuse(lambda o: not o.out, lambda o: "--out is missing: name a folder for the head")
     p.judge(lambda o: check_replaceable("--out", o.out))
     refuse(lambda o: not (o.prompts or o.synthesize or o.shards),
@@ -124,7 +123,8 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     session = Session(o, words)
     if o.estimate:
         count = o.synthesize + len(session.prompts)
-        flops = measured_flops(runtime.device)
+        note(f"timing matrix products for {MEASUREMENT} seconds ...")
+        flops = measured_flops(runtime.device, MEASUREMENT)
         print(describe(session.config, count, o.max_new_tokens, o.epochs, flops))
         return
     if not is_distributed():

@@ -47,7 +47,7 @@ from checkpoint.load import (
 from checkpoint.source import Entry, Source, open_source, resolve_source, unique_ids
 from checkpoint.writer import Planned, fill
 from common.cli import DTYPES, note, short_dtype
-from common.errors import InputError, library_errors
+from common.errors import InputError, counted, library_errors
 from common.schema import named
 from common.writing import staging
 from model import ModelArgs
@@ -90,8 +90,9 @@ def convert(
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
-        if cast_to is None and any(entry.quantized for entry in source.tensors.values()):
-            parts[""] = extensions.load(extensions.AS_STORED)(*parts[""])
+    weights = sum(math.prod(tensor.shape) for tensor in parts[""][1])
+    if not target and cast_to is None and any(entry.quantized for entry in source.tensors.values()):
+        parts[""] = extensions.load(extensions.AS_STORED)(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
     check_out(out, config["kind"], force)
 
@@ -108,7 +109,9 @@ def convert(
         _warn(checkpoint, tokenizer, config)
     if not quiet:
         what = config.get("architecture", config["kind"])
-        print(f"wrote {out}: {what}, {sum(t.nbytes for t in plan) / 1e9:,.2f} GB of weights")
+        what += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
+        size = sum(tensor.nbytes for tensor in plan)
+        print(f"wrote {out}: {what}, {weights / 1e6:,.0f} million weights, {size / 1e9:,.2f} GB")
     return out
 
 

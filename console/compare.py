@@ -54,12 +54,15 @@ class Comparison:
         speeds = [(together(requests)[1], together(plain)[1]) for requests, plain in self.runs]
         if not all(fast and slow for fast, slow in speeds):
             return f"the answer is too short to compare speeds; identical output: {texts}"
+        costs = self.engine.scheduler.describe(self.samplings[0].temperature > 0) or "costs were not timed"
+        if not any(request.step_times["drafted"] for request, _ in pairs):
+            why = ("the text repeats nothing that is worth verifying" if self.engine.drafter.network is None
+                   else f"the cost model predicted no gain; {costs}")
+            return f"nothing was drafted, so there is no speedup: {why}; identical output: {texts}"
         ratios = sorted((fast / slow, fast, slow) for fast, slow in speeds)
         ratio, fast, slow = ratios[len(ratios) // 2]
         bound, lengths = "", [n for request, _ in pairs for n in request.accept_lengths]
         if ratio < MIN_GAIN and lengths:
-            noisy = self.samplings[0].temperature > 0
-            costs = self.engine.scheduler.describe(noisy) or "costs were not timed"
             bound = f"\nlimiting factors: acceptance length {statistics.mean(lengths):.2f}; {costs}"
         return (
             f"{fast:.1f} tok/s, plain: {slow:.1f} tok/s; speedup {ratio:.2f}x (median of {len(ratios)}"

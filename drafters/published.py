@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.names import program
+from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, phases, usual_flops, weights
 
 # Heads on the Hugging Face hub by layers, hidden size and vocabulary of their target. Models share shapes.
 HEADS = {
@@ -22,13 +23,35 @@ HEADS = {
 }
 
 
+# Small models of families by a part of their models' names, the first that fits, with their weights.
+SIBLINGS = {
+    "qwen2.5-coder": ("Qwen/Qwen2.5-Coder-0.5B-Instruct", 0.5e9),
+    "qwen2": ("Qwen/Qwen2.5-0.5B-Instruct", 0.5e9),
+    "qwen3-": ("Qwen/Qwen3-0.6B", 0.6e9), "llama-3": ("meta-llama/Llama-3.2-1B-Instruct", 1.2e9),
+    "llama-2": ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1.1e9), "gemma-3": ("google/gemma-3-270m-it", 0.27e9),
+    "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135e9),
+    "olmo-2": ("allenai/OLMo-2-0425-1B-Instruct", 1.5e9),
+}
+MAX_SIZE = 1 / 3  # of a draft model that reduces latency
+
+
 def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     """Yield a line for each way to a drafter for a target. config: its config.json."""
     if names := HEADS.get((config["num_layers"], config["hidden_size"], config["vocab_size"])):
         others = f"; or {', '.join(names[1:])}" if names[1:] else ""
         yield (f"  a published head of this shape, if it was trained for this model: {program('convert')}"
                f" --checkpoint {names[0]} --target {checkpoint}{others}")
-    yield "  a model with the same vocabulary, at most a third of the size: --draft MODEL"
+    else:
+        yield "  a published head: none is known for a model of this shape"
+    name, size = str(config.get("name", checkpoint.name)).lower(), weights(config, 0)[0]
+    small = next((model for part, model in SIBLINGS.items() if part in name), None)
+    if small and small[1] <= MAX_SIZE * size:
+        yield f"  a smaller model of the same family: --draft {small[0]}"
+    else:
+        yield "  a smaller model: none is known; --draft takes any with the same vocabulary"
     openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
-    yield (f"  your own head, trained in hours (--estimate prints how many): {program('train')} --checkpoint"
-           f" {checkpoint} --synthesize 4000{openings} --out runs/{checkpoint.name}")
+    flops, machine = usual_flops()
+    hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
+    yield (f"  your own head, trained in about {hours:.2g} hours on {machine} (--estimate measures):"
+           f" {program('train')} --checkpoint {checkpoint} --synthesize {CONVERSATIONS}{openings}"
+           f" --out runs/{checkpoint.name}")

@@ -108,7 +108,7 @@ class Request:
     active: bool = True  # it holds a batch slot
 
     def __repr__(self) -> str:
-        return f"Request({len(self.ids)} tokens, finish={self.finish!r}, text={self.text!r:.60})"
+        return f"Request({len(self.ids)} tokens, finish={self.finish!r}, text={self.text[:60]!r})"
 
     @property
     def length(self) -> int:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,18 +18,24 @@ from tokens.dataset import read_questions
 BUILTIN_QUESTIONS = Path(__file__).resolve().parent / "questions"
 MEAN = "mean"  # a row of the table: the mean over all sets
 PLAIN = "none"  # the method without drafting
+# Our questions that --sets takes for those of the papers, which we do not ship.
+STAND_INS = {"mt_bench": "writing", "humaneval": "code", "gsm8k": "math", "sum": "summary"}
 OPTIONS_FILE = "options.json"  # of the first run
 ADVICE = "delete it, or choose another --out"
 Seconds = number(0, 1e9)
 Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file inside a folder of ours
 
 
-def read_sets(path: str | None, limit: int | None, names: str | None = None) -> dict[str, list[dict]]:
+def read_sets(
+    path: str | None, limit: int | None, names: str | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[dict]]:
     """Read the questions of a file, of a folder of files, or (None) the built-in ones, by set.
 
     A file names its set. SET/question.jsonl, the layout of EAGLE's and Spec-Bench's data, is named by its
     folder. limit: maximum number of questions per set. names: of the sets to read, comma-separated (None:
-    all). Raises InputError if there are none, or if names or ids are not unique.
+    all). log: gets a line about a stand-in. Raises InputError if there are none, or if names or ids are not
+    unique.
     """
     source = Path(path) if path else BUILTIN_QUESTIONS
     files = [source]
@@ -46,6 +52,10 @@ def read_sets(path: str | None, limit: int | None, names: str | None = None) -> 
         if len({question["question_id"] for question in sets[name]}) < len(sets[name]):
             raise InputError(f"{file}: a question_id is there twice (rows without one are numbered from 0)")
     chosen = names.split(",") if names else [*sets]
+    for name, ours in STAND_INS.items() if not path else ():
+        if name in chosen:
+            log(f"--sets {name}: asking our own questions ({ours}); for those of {name} add --questions FILE")
+            chosen = [ours if one == name else one for one in chosen]
     for name in {*chosen} - {*sets}:
         words = f"no such set{did_you_mean(name, sets)}; choose from {', '.join(sets)}"
         raise InputError(f"--sets {name}: {words}")

@@ -5,7 +5,7 @@ import copy
 import uuid
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from engine.request import Event
 from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_body
@@ -19,8 +19,14 @@ SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # als
 class FlatTool(Body, extra="allow"):
     """A function tool, or the choice of one."""
 
-    type: Literal["function"] = "function"
-    name: str
+    type: str = "function"
+    name: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> FlatTool:
+        if self.type != "function" or not self.name:
+            raise ValueError(f"only functions with a name can be called, no {self.type:.60} {self.name:.60}")
+        return self
 
     @property
     def nested(self) -> dict:
@@ -220,12 +226,13 @@ class ResponsesReply(ChatReply):
 
 
 NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+PREFIXES = {"message": "msg", "reasoning": "rs"}  # of ids
 
 
 def item(item_type: str, text: str | None) -> dict:
     """Return an output item: a message or reasoning."""
     more = {"annotations": [], "logprobs": []} if item_type == "message" else {}
-    found = {"id": f"{item_type[:3]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
+    found = {"id": f"{PREFIXES[item_type]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
     found |= {"role": "assistant"} if item_type == "message" else {"summary": []}
     return found | {"content": [{"type": NAMES[item_type], "text": text or ""} | more]}
 

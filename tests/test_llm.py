@@ -20,6 +20,7 @@ WRONG = (  # of LLM, arguments after the checkpoint, and what is said
     ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a valid string"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
     ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; "),
+    ((), {"model": "other"}, "checkpoint "),
     ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?)"),
 )
 PROMPTS = (  # of generate: prompts, sampling options, and what is said
@@ -40,8 +41,9 @@ def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):
     for several in (("Hello", [TURN], tuple(ids)), iter(["Hello", [TURN], ids]), torch.tensor([ids] * 3)):
         assert [request.ids for request in llm.generate(several, **FEW)] == [text.ids] * 3
     assert llm.generate([], **FEW) == []
-    drawn = llm.generate("Hello", n=2, temperature=1.0, seed=3, **FEW)
-    assert [request.sampling.seed for request in drawn] == [3, 4] and len(repr(drawn)) < 300
+    for draw in llm.generate, llm.chat:
+        drawn = draw([TURN], n=2, temperature=1.0, seed=3, **FEW)
+        assert [request.sampling.seed for request in drawn] == [3, 4] and len(repr(drawn)) < 300
     drawn = llm.generate(["Hello"] * 2, temperature=1.0, seed=3, **FEW)
     assert [request.sampling.seed for request in drawn] == [3, 4]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoint.folder import identity
 from common.writing import digest
+from drafters.estimate import TTT_STEPS
 from engine.graphs import compile_graph
 from head import Head
 from model import Transformer
@@ -20,7 +21,6 @@ from training.batches import Batch
 from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
 from training.features import TargetStates
 
-TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
 STEP_DECAY = 0.8  # weight of draft step i is STEP_DECAY**i (SafeAILab/EAGLE traineagle3)
 TOKEN_LOSS_WEIGHT = 0.1  # of EAGLE-1's token loss, beside its regression (arXiv 2401.15077, section 4.2)
 NOISE_WIDTH = 0.1  # half-width of the noise on EAGLE-1's features, by their root mean square (same section)

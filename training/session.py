@@ -27,6 +27,7 @@ from common.cli import note
 from common.errors import InputError, counted
 from common.names import program
 from common.writing import staging
+from drafters.estimate import describe, measured_flops, min_minutes, phases
 from engine.engine import Engine
 from engine.step import TORCH
 from head import Head
@@ -35,7 +36,6 @@ from networks.weights import own_state
 from tokens.dataset import read_chats, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
-from training.estimate import describe, measured_flops, phases
 from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
@@ -48,6 +48,7 @@ MAX_TEXT_FRACTION = 0.5  # of --minutes, for writing text
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
 FEATURE_CACHE_BYTES = 6 * 2**30
+LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
@@ -86,10 +87,17 @@ class Session:
         o, self.processes, self.device = self.o, processes, device
         note(f"loading {o.checkpoint}")
         if count := o.synthesize + len(self.prompts):
-            plan = self.config, count, o.max_new_tokens, o.epochs, measured_flops(device)
-            self.training_seconds = 3600 * sum(phases(*plan)[name] for name in ("states", "training"))
+            flops = measured_flops(device)
+            plan = self.config, count, o.max_new_tokens, o.epochs, flops
+            hours = phases(*plan)
+            self.training_seconds = 3600 * (hours["states"] + hours["training"])
             if not o.minutes:
                 note(describe(*plan))
+            elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
+                raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
+            else:  # conversations end early enough in a smaller batch
+                ending = 60 * o.minutes * MAX_TEXT_FRACTION / 2 / (3600 * hours["text"] / count)
+                o.decode_batch = min(o.decode_batch, max(4, int(ending)))
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
@@ -152,8 +160,7 @@ class Session:
             deadline = self.start_time + seconds if o.minutes else math.inf
             collector.write(deadline, min(self.training_seconds, 60 * o.minutes - seconds or math.inf))
             if not collector.planned:
-                raise InputError(f"--minutes {o.minutes:g}: no conversation ended in half of it; raise it, or"
-                                 " lower --max-new-tokens and --decode-batch")
+                raise InputError(f"--minutes {o.minutes:g}: no answer began in half of it; raise it")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
@@ -238,6 +245,11 @@ class Session:
             f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"
             f" {trainer.seconds / 60:.0f} minutes",
         ]
+        tau = next((entry["tau"] for entry in reversed(log) if "tau" in entry), 0)
+        if tau < LOW_TAU:
+            found = f"is {tau:.2f}" if tau else "was not measured"
+            note(f"warning: acceptance length {found}; below {LOW_TAU} drafting rarely reduces latency. Train"
+                 " longer, on more data")
         with staging(self.out, kept=lambda old: old.name not in OUTPUT_FILES) as folder:
             fill(folder, {"format": FORMAT, "kind": o.kind} | asdict(head.args), plan, quiet=True)
             name = self.config.get("name", Path(o.checkpoint).name)

@@ -47,7 +47,7 @@ class Plan:
         warm = max(1, round(total * WARMUP))
         if step < warm:
             return self.lr * min(step + 1, warm) / warm
-        done = (step - warm) / max(1, total - warm)
+        done = min(1.0, (step - warm) / max(1, total - warm))
         return self.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
@@ -83,14 +83,15 @@ class Trainer:
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
         self.seconds, self.before = 0.0, 0.0  # of training; of --minutes, before it
-        self.updating = False
+        self.longest_step, self.updating = 0.0, False  # in seconds
         self.log: TrainingLog | None = None  # on rank 0, during `run`
         self._learn_scale()
 
     @torch.no_grad()
     def _learn_scale(self) -> None:
         """Set the objective's scale from a few rows, the same ones in any order of the rows."""
-        sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())[:SCALE_ROWS]
+        sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())
+        sample = sample[: SCALE_ROWS // 4 if self.plan.minutes else SCALE_ROWS]  # reading takes time
         states = self.features.read(sample)
         lengths = torch.tensor([len(row["ids"]) for row in sample])
         real = torch.arange(states.normed.shape[1]) < lengths[:, None]
@@ -142,9 +143,9 @@ class Trainer:
     def _progress(self) -> float:
         """Return the steps of `total` that count as done: by steps or by seconds, whichever is further.
 
-        It is `total` or more when the steps or the time are over.
+        It is `total` or more when the steps are over, or the time that is left is less than the longest step.
         """
-        left = 60 * self.plan.minutes * (1 - VALIDATION) - self.before
+        left = 60 * self.plan.minutes * (1 - VALIDATION) - self.before - self.longest_step
         return max(self.step, self.total * self.seconds / max(left, 1.0)) if self.plan.minutes else self.step
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -175,13 +176,14 @@ class Trainer:
         """Run the rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.objective.steps
         while self.in_epoch < len(epoch) and self._progress() < self.total:
-            indices = epoch[self.in_epoch]
+            indices, began = epoch[self.in_epoch], time.monotonic()
             loss, accuracy = self.gradients(indices, steps)
             now = time.monotonic()
             # The clock of rank 0 counts: all ranks end at the same step.
-            took = torch.tensor((now - self.clock) * self.processes.is_main, device=self.objective.device)
-            self.processes.all_reduce([took])
-            self.seconds, self.clock = self.seconds + float(took), now
+            times = torch.tensor([now - self.clock, now - began], device=self.objective.device)
+            self.processes.all_reduce([times.mul_(self.processes.is_main)])
+            self.seconds, self.clock = self.seconds + float(times[0]), now
+            self.longest_step = max(self.longest_step, float(times[1]))
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), MAX_GRADIENT_NORM))
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise InputError(f"the loss is {loss}, the norm of its gradient {norm} at step {self.step};"
@@ -203,6 +205,8 @@ class Trainer:
     def _validate(self, epochs: int) -> None:
         """Validate after `epochs` epochs on rank 0, while the others wait."""
         if self.log:
+            self.log.bar.n = min(self._progress(), self.total)
+            self.log.bar.set_description("validating")
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
             if self.tau and (tau := self.tau(self.objective.trained())):
                 entry["tau"] = tau

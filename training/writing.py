@@ -160,8 +160,9 @@ class Collector:
     def write(self, deadline: float = math.inf, training_seconds: float = 0.0) -> None:
         """Write this rank's shard of the missing conversations, until `deadline` (`time.monotonic`).
 
-        Conversations that are missing then are removed from `planned`. The bar shows the time that is left
-        of text and training. Until conversations have ended, they are expected to have the most tokens.
+        Answers that have begun then are cut. Conversations without one are removed from `planned`. The bar
+        shows the time that is left of text and training. Until conversations have ended, they are expected
+        to have the most tokens.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.processes.is_main:
@@ -181,11 +182,14 @@ class Collector:
             def advance(talk: str, steps: Conversation, answer: Request | None = None) -> None:
                 """Admit the next request of a conversation, or write the finished conversation."""
                 try:
-                    live[self.engine.admit(*steps.send(answer))] = talk, steps
+                    request = steps.send(answer)
+                    if time.monotonic() < deadline:
+                        live[self.engine.admit(*request)] = talk, steps
                 except StopIteration as end:
-                    with writing(path):
-                        file.write(self._lines(talk, *end.value))
-                        file.flush()
+                    if end.value[0] or time.monotonic() < deadline:
+                        with writing(path):
+                            file.write(self._lines(talk, *end.value))
+                            file.flush()
                     bar.update()
 
             def step() -> None:
@@ -198,7 +202,7 @@ class Collector:
                 expected = (ended + batch * self.max_new_tokens) / (bar.n + batch) * len(mine)
                 now = time.monotonic()
                 left = min(max(expected - tokens, 0) * (now - began) / max(tokens, 1), deadline - now)
-                left = bar.format_interval(left + training_seconds)
+                left = bar.format_interval(max(left, 0) + training_seconds)
                 bar.set_postfix_str(f"{counted(tokens, 'token')}, {left} left with training", refresh=False)
                 bar.update(0)
 
@@ -210,8 +214,9 @@ class Collector:
                     step()
             while live and time.monotonic() < deadline:
                 step()
-        for request in live:
-            self.engine.remove(request)
+            for request in [*live]:
+                self.engine.remove(request)
+                advance(*live.pop(request), request)
         self.processes.barrier()
         if deadline < math.inf:
             known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}

@@ -91,6 +91,7 @@ def test_the_command_eagle_has_every_program(capsys, monkeypatch):
         assert end.value.code == 0 and "usage: " in capsys.readouterr().out
     assert program("convert") == "eagle convert"
     assert eagle.main([]) == 0 and "eagle COMMAND" in capsys.readouterr().out
+    assert eagle.main(["--version"]) == 0 and VERSION in capsys.readouterr().out
     assert eagle.main(["genrate"]) == 2 and "did you mean generate?" in capsys.readouterr().err
     text = (ROOT / "pyproject.toml").read_text()
     packages = {str(file.parent.relative_to(ROOT)) for file in ROOT.rglob("[a-z]*/__init__.py")}

@@ -4,6 +4,7 @@ import shutil
 import pytest
 from helpers.decoding import load
 
+from checkpoint.load import read_config
 from common.errors import InputError
 from drafters.published import advice
 from engine.drafting import Drafting
@@ -26,12 +27,16 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
         shutil.rmtree(folder / kind)
     said: list[str] = []
     found = Drafting("auto").resolve(folder, said.append)
-    assert found.method == means and len(said) == (1 if kept else 3) and says in said[0]
+    assert found.method == means and len(said) == (1 if kept else 4) and says in said[0]
     before = len(said)
     assert found.resolve(folder, said.append) == found and len(said) == before
     if not kept:
-        line, *_ = advice(folder, {"num_layers": 36, "hidden_size": 4096, "vocab_size": 151936})
-        assert f"convert_checkpoint.py --checkpoint AngelSlim/Qwen3-8B_eagle3 --target {folder}" in line
+        assert "none is known" in said[1] and "none is known" in said[2]
+        shape = {"num_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+        lines = [*advice(folder, read_config(folder) | shape | {"name": "Qwen3-8B"})]
+        for line, words in zip(lines, (f"--checkpoint AngelSlim/Qwen3-8B_eagle3 --target {folder}",
+                                       "--draft Qwen/Qwen3-0.6B", " hours on ")):
+            assert words in line
 
 
 def test_a_head_elsewhere(folder, tmp_path):

@@ -39,6 +39,8 @@ def test_sets_are_named_by_file_or_folder(tmp_path):
         (tmp_path / name / "question.jsonl").write_text('{"turns": ["what is 3?"]}\n')
     assert [*read_sets(tmp_path, None)] == ["gsm8k", "qa"]
     assert [*read_sets(tmp_path / "qa" / "question.jsonl", None)] == ["qa"]
+    said: list[str] = []
+    assert [*read_sets(None, 2, "mt_bench,code", said.append)] == ["writing", "code"] and len(said) == 1
     (tmp_path / "qa.jsonl").write_text('{"turns": ["what is 4?"]}\n')
     with refused(f"{tmp_path / 'qa.jsonl'}: a set cannot be named qa"):
         read_sets(tmp_path, None)

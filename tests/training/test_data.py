@@ -6,8 +6,8 @@ import pytest
 import train
 from common.errors import InputError
 from common.writing import digest
+from drafters.estimate import describe, expected_tau, min_minutes, phases
 from training import data
-from training.estimate import describe, expected_tau, phases
 
 
 def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer():
@@ -56,10 +56,12 @@ def test_estimate(golden):
     one, two = (sum(phases(config, count, 256, 4, 1e9).values()) for count in (1000, 2000))
     assert two == pytest.approx(2 * one) and one > 0
     assert sum(phases(config | {"hidden_size": 8192}, 1000, 256, 4, 1e9).values()) > 10 * one
+    assert min_minutes(config, 256, 1e12) == 1 < min_minutes(config, 256, 1e7)
     assert [expected_tau(tokens) for tokens in (1, 62_000, 10**9)] == [2.05, 2.21, 3.82]
     assert "1,000 conversations, 4 epochs" in describe(config, 1000, 256, 4, 1e12)
 
 
-def test_estimate_needs_no_data(golden, capsys):
+def test_estimate_needs_no_data(golden, capsys, monkeypatch):
+    monkeypatch.setattr(train, "MEASUREMENT", 0.01)
     assert train.main(["--checkpoint", str(golden), "--estimate"]) == 0
     assert "4,000 conversations" in capsys.readouterr().out

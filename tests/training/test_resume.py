@@ -52,14 +52,15 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     ticks = itertools.count()
 
     def monotonic() -> float:
-        """Six seconds more at every call. Ctrl-C comes at the tenth."""
-        if (tick := next(ticks)) == 9:
+        """Three seconds more at every call, two for each step. Ctrl-C comes in the seventh step."""
+        if (tick := next(ticks)) == 14:
             raise KeyboardInterrupt
-        return 6.0 * tick
+        return 3.0 * tick
 
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=monotonic, time=time.time))
     for module in session, writing:  # the text takes no time
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(session, "LOW_TAU", 9.0)
     argv = options(golden, prompt_file, tmp_path, epochs=50, minutes=1)
     assert train.main(argv) == 130
     assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")
@@ -68,8 +69,9 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     assert len(rates) == 9 and rates[-1] == pytest.approx(0.1 * 1e-3) and max(rates) > 0.5e-3
     assert "tau" in log_of(tmp_path)[-1]  # of the epoch that was cut short
     monkeypatch.undo()
+    assert "warning: acceptance length" in capsys.readouterr().err
     assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
-    assert "no conversation ended in half of it; raise it" in capsys.readouterr().err
+    assert "--minutes 1e-09: this model needs at least 1 here" in capsys.readouterr().err
 
 
 @pytest.mark.expensive

@@ -1,4 +1,7 @@
 """Shards of text that the target writes: several turns, where a user's turn ends, killed writers."""
+import itertools
+from types import SimpleNamespace
+
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
@@ -8,7 +11,7 @@ from engine.engine import Engine
 from engine.sampling import Sampling
 from tokens.convert import TEMPLATES
 from tokens.tokenizer import Tokenizer
-from training import data
+from training import data, writing
 from training.processes import ProcessGroup
 from training.writing import Collector
 
@@ -60,12 +63,18 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
         assert plain.generate([row["ids"][:begin]], Sampling(12))[0].ids == row["ids"][begin:end]
 
 
-def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path, capsys):
+def test_text_that_is_not_written_in_time_is_not_planned(golden, tmp_path, capsys, monkeypatch):
     c = written(golden, tmp_path, [users("one")])
     assert "00:00 left with training" in capsys.readouterr().err
     c.from_prompts([users("two"), users("three")])
     c.write(deadline=0.0)
     assert len(c.planned) == len(read_rows(c)) == 1 and c.engine.free == c.engine.batch
+    ticks = itertools.count()
+    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    c.from_prompts([users("two")])
+    c.write(deadline=20.0)
+    first, cut = (row["answers"][0] for row in read_rows(c))
+    assert 0 < cut[1] - cut[0] < first[1] - first[0]  # an answer that has begun is cut
 
 
 def written(golden, folder, prompts: list, **changes) -> Collector:

@@ -8,24 +8,35 @@ from itertools import pairwise
 import torch
 
 from common.errors import counted
-from training.losses import TTT_STEPS
+from common.machine import processors
 
+CONVERSATIONS, EPOCHS, ANSWER_TOKENS = 4000, 4, 256  # of a run, unless others are given
+TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
 ANSWER_FRACTION = 0.7  # of --max-new-tokens, in an answer on average
 PROMPT_FRACTION = 0.3  # prompt tokens per answer token
 STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch computes them again
 STATES = 4  # states of the target that are kept of a token: three layers and the last
 # Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
-SECONDS = 0.5  # of the measurement
+CORE_FLOPS, GPU_FLOPS = 125e9, 100e12  # operations per second that a table assumes: float32, bfloat16
 MATRIX_SIZE = 1024  # of the square matrices of the measurement
 
 
-def measured_flops(device: str | torch.device) -> float:
-    """Return the operations per second of a product of float32 (on a GPU, bfloat16) matrices, at best."""
+def usual_flops() -> tuple[float, str]:
+    """Return the operations per second that this machine has without other load, unmeasured, and its name."""
+    count = processors()
+    return (GPU_FLOPS, "a GPU") if torch.cuda.is_available() else (CORE_FLOPS * count, counted(count, "core"))
+
+
+def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:
+    """Return the operations per second of a product of float32 (on a GPU, bfloat16) matrices.
+
+    The fastest of the products in so many seconds counts: other processes slow some of them down.
+    """
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE, device=device).to(dtype)
     times, began = [], time.perf_counter()
-    while len(times) < 2 or time.perf_counter() - began < SECONDS:
+    while len(times) < 2 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
         (a @ b).sum().item()  # waits for a GPU
         times.append(time.perf_counter() - start)
@@ -36,7 +47,7 @@ def weights(config: dict, draft_vocab: int) -> tuple[int, int]:
     """Return the numbers of weights that a token of the target and of an EAGLE-3 head is multiplied with."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = config["head_dim"] * (config["num_heads"] + config["num_kv_heads"]) * 2
-    layer = hidden * (attention + 3 * inner)
+    layer = hidden * (attention + 3 * inner * (config.get("experts_per_token") or 1))
     head = hidden * (3 * hidden + 2 * attention + 3 * inner + draft_vocab)  # its attention reads two states
     return config["num_layers"] * layer + hidden * config["vocab_size"], head
 
@@ -52,6 +63,11 @@ def phases(config: dict, conversations: int, answer: int, epochs: int, flops: fl
         "training": 6 * head * TTT_STEPS * read * epochs,
     }
     return {name: count / flops / 3600 for name, count in operations.items()}
+
+
+def min_minutes(config: dict, answer: int, flops: float) -> int:
+    """Return the --minutes that four conversations and a training step take, half of them for the text."""
+    return math.ceil(120 * sum(phases(config, 4, answer, 1, flops).values()))
 
 
 def expected_tau(tokens: float) -> float:
