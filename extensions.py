@@ -91,7 +91,7 @@ HEAD_OPTIONS = {
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
 }
 # A target's pass without a cache, for training and scoring.
-CAUSAL = "networks.causal:causal"
+CAUSAL = "families.mixed:causal"
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
 CACHES, CHECK_KV = {"fp8": "kernels.float8:Float8Caches"}, "kernels.choose:check_kv"
 # The step of a device's kernels, the scheduler of drafts, and what quantizes a head when it is loaded.

@@ -459,12 +459,12 @@ class Block(nn.Module):
         """Output of `project` -> input of `wo` [B, T, nh*hd]."""
         return cache.attend(self, qkv, shared)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """Softmax attention: q [B, h, R, hd], k and v [B, h, n, hd] -> [B, h, R, hd].
 
-        bias broadcasts to [B, h, R, n]; None: causal, R = n.
+        bias broadcasts to [B, h, R, n].
         """
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream x [B, T, H] and attention's output [B, T, nh*hd] -> the stream after the layer."""
@@ -594,7 +594,7 @@ class Transformer(nn.Module):
         return x, torch.cat(features, dim=-1) if features else None
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Run `forward` over complete sequences [B, T] without a cache, for training and scoring."""
+        """Run `forward` over complete sequences [B, T], for training and scoring."""
         return extensions.load(extensions.CAUSAL)(self, tokens, aux_layers)
 
     @property

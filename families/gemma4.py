@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, Many, whole
-from families.mixed import Mixed, MixedCaches
+from families.mixed import MixedCaches
 from families.norms import invariant, ordered_sum
 from families.variants import Variant, VariantArgs, VariantBlock
 from model import KVCache, Linear, PassInputs
@@ -122,7 +122,7 @@ class Gemma4Block(VariantBlock):
         return x * self.layer_scalar
 
 
-class Gemma4(Mixed, Variant):
+class Gemma4(Variant):
     """A Gemma 4 target."""
 
     Args, Layer = Gemma4Args, Gemma4Block

@@ -35,13 +35,11 @@ class GptOssBlock(MixtureBlock):
             mlp.w_gate_up, mlp.w_down = Linear(H, 2 * inner, bias=True), Linear(inner, H, bias=True)
         return mlp
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """See `Block.attention`. A sink is the bias of an extra slot with key and value 0."""
         if self.sinks is None:
             return super().attention(q, k, v, bias)
         h, rows = q.shape[1:3]
-        if bias is None:
-            bias = torch.full((rows, rows), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         scores = self.sinks.view(h, -1)  # [h, query heads per key/value head]
         sinks = scores.repeat_interleave(rows // scores.shape[1], 1).to(bias.dtype)[..., None]
         bias = torch.cat((bias.expand(*q.shape[:-1], -1), sinks.expand(*q.shape[:-1], 1)), dim=-1)

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from common.schema import whole
 from families.experts import Experts, MixtureArgs, MixtureBlock
-from families.mixed import Mixed, MixedCaches
+from families.mixed import MixedCaches, causal
 from families.norms import ZeroCenteredNorm, invariant, ordered_sum
 from families.rope import PartialRotaryArgs, scale_pairs
-from model import MLP, KVCache, KVCaches, Linear, PassInputs
+from model import MLP, KVCache, KVCaches, Linear, PassInputs, Transformer
 
 BLOCK = 16  # tokens between two boundaries
 MAX_LEVELS = 16  # of a tree; also the minimum distance of a token from its boundary
@@ -417,7 +417,7 @@ class DeltaCaches(KVCaches):
             cache.snapshot(slot)
 
 
-class Hybrid(Mixed):
+class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
     Args, Layer = HybridArgs, HybridBlock
@@ -446,5 +446,5 @@ class Hybrid(Mixed):
         places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
         return MixedCaches((attention, deltas), places)
 
-    def causal_caches(self, batch: int, slots: int) -> MixedCaches:
-        return self.caches(batch, slots, ring=slots)
+    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        return causal(self, tokens, aux_layers, ring=tokens.shape[1])

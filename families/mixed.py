@@ -1,4 +1,4 @@
-"""Targets whose layers have caches of several kinds. Definitions only."""
+"""Caches of several kinds for the layers of one target; passes over complete sequences."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -52,15 +52,14 @@ class MixedCaches(nn.Module):
             group.save_prefix(slot)
 
 
-class Mixed(Transformer):
-    """A target with `MixedCaches`. Its complete sequences run with caches, too."""
+def causal(
+    target: Transformer, tokens: Tensor, aux_layers: tuple[int, ...] = (), **ring
+) -> tuple[Tensor, Tensor | None]:
+    """Run `Transformer.forward` over complete sequences [B, T], with caches of their own.
 
-    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        B, T = tokens.shape
-        at = torch.arange(T, device=tokens.device).expand(B, T)
-        visible = torch.ones(B, T, T, dtype=torch.bool, device=tokens.device).tril()
-        return self(tokens, at, at, visible, self.causal_caches(B, T), aux_layers)
-
-    def causal_caches(self, batch: int, slots: int) -> MixedCaches:
-        """Allocate the caches of `causal`."""
-        return self.caches(batch, slots)
+    ring: see `families.hybrid.Hybrid.caches`.
+    """
+    B, T = tokens.shape
+    at = torch.arange(T, device=tokens.device).expand(B, T)
+    visible = at[:, None] <= at[..., None]
+    return target.for_length(T)(tokens, at, at, visible, target.caches(B, T, **ring), aux_layers)

@@ -12,8 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, whole
-from families.mixed import Mixed, MixedCaches
-from model import KVCaches, Linear, ModelArgs, PassInputs, TargetBlock, lazy_zeros
+from families.mixed import MixedCaches
+from model import KVCaches, Linear, ModelArgs, PassInputs, TargetBlock, Transformer, lazy_zeros
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ConvBlock(TargetBlock):
     wo = property(lambda self: self.w_out)
 
 
-class ShortConv(Mixed):
+class ShortConv(Transformer):
     """A target with short convolutions."""
 
     Args = ShortConvArgs

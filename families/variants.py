@@ -108,14 +108,12 @@ class VariantBlock(TargetBlock):
         q, k, v = qkv.split(self.widths, dim=-1)
         return torch.cat((self.q_wide_norm(q.contiguous()), self.k_wide_norm(k.contiguous()), v), dim=-1)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         """See `Block.attention`."""
         if not self.score_cap:
             return super().attention(q, k, v, bias)
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
         scores = self.score_cap * torch.tanh(scores / self.score_cap)
-        if bias is None:
-            bias = torch.full_like(scores[0, 0], float("-inf")).triu(1)
         return (scores + bias).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
