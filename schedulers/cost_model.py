@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -118,7 +118,6 @@ class Acceptance:
 # -- the choice --------------------------------------------------------------------------------
 
 MIN_TRIAL_ROUNDS, MAX_TRIAL_ROUNDS = 2, 12  # each round times every tree once
-INLINE_TRIALS = 2  # steps per tree if the first steps of a request are the trials
 REPEAT_SECONDS = 0.6  # if the trials take longer, MIN_TRIAL_ROUNDS rounds are run
 GROW_SECONDS = 3.0  # if the trials take longer, no larger tree is timed
 SWITCH_RATIO = 1.03  # predicted speed / current speed above which drafting starts or stops
@@ -146,7 +145,7 @@ class Tuner:
     def __init__(
         self, shapes: tuple[TreeShape, TreeShape] = MAX_TREES, cuts: bool = True, costs: Costs | None = None
     ):
-        self.shapes, self.cuts, self.assumed, self.is_timed = shapes, cuts, costs, costs is None
+        self.shapes, self.cuts, self.assumed = shapes, cuts, costs
         largest = max(shape.nodes for shape in shapes)
         self.candidates = PLAIN_TRIAL, Trial(shapes[0].nodes, True)
         if cuts:
@@ -154,8 +153,8 @@ class Tuner:
         self.shared: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
         self._costs: dict[tuple[int, bool], Costs] = {}  # by (sequences, sampled)
         self._measured: set[tuple[int, bool]] = set()  # keys with trials; other costs are interpolated
-        self._trials: dict[tuple[int, bool], Trials] = {}
-        self._pending_trials: deque[Trial] = deque()  # trials of the next steps
+        self._trials: Trials = {}  # of `run_trials`
+        self._next_trial: Trial | None = None  # of the next step
         self._running_trial: Trial | None = None  # of the present step
         self._drafts: dict[tuple[int, bool], bool] = {}  # the latest choice
         self._choice: Plan | None = None
@@ -178,11 +177,7 @@ class Tuner:
 
     def trial(self, requests: list[Request], count: int) -> Plan | None:
         """Return the tree of the next trial; None if none is due, or if it is a plain step."""
-        if self._trials and not self._pending_trials:
-            self._finish()
-        if self.is_timed and not self._costs and not self._pending_trials:  # without `run_trials`
-            self._pending_trials.extend(trial for trial in self.candidates for _ in range(INLINE_TRIALS))
-        self._running_trial = self._pending_trials.popleft() if self._pending_trials else None
+        self._running_trial, self._next_trial = self._next_trial, None
         if not self.in_trial:
             return None
         return self._trial_plan(self._running_trial, self.shapes[is_noisy(requests)], count)
@@ -283,8 +278,7 @@ class Tuner:
         if self.assumed is not None:
             return
         if self.in_trial:
-            trials = self._trials.setdefault((count, noisy), {})
-            trials.setdefault(self._running_trial, []).append((size, seconds))
+            self._trials.setdefault(self._running_trial, []).append((size, seconds))
         elif self._costs:
             self.costs(count, noisy).add(size, head, seconds)
 
@@ -307,14 +301,14 @@ class Tuner:
         if key in self._measured:
             return
         shared, order, completed = copy.deepcopy(self.shared), self.candidates, []
-        trials = self._trials[key] = {}  # drops trials of a process's first steps, which may be slow
+        trials = self._trials = {}
         try:
             for turn in range(MAX_TRIAL_ROUNDS):  # interleaved: a slow period affects all trees
                 if turn >= MIN_TRIAL_ROUNDS and trial_seconds(trials) > REPEAT_SECONDS:
                     break
                 for trial in order:
                     for _ in range(1 if turn else 2):
-                        self._pending_trials = deque([trial])
+                        self._next_trial = trial
                         run()
                     if turn:
                         continue
@@ -326,22 +320,12 @@ class Tuner:
                         break
                 order = completed = completed[::-1]  # back and forth: a step's time depends on the one before
         finally:
-            self.shared = shared
-            self._finish()
-
-    def _finish(self) -> None:
-        """Build costs from complete trials."""
-        for key, trials in self._trials.items():
-            if self.cuts and trials.keys() >= REQUIRED_TRIALS:
-                self._costs[key] = Costs.from_trials(trials)
-            elif not self.cuts and trials.keys() == {*self.candidates}:
-                self._costs[key] = Costs(*(fastest(trials[trial]) for trial in self.candidates))
-            else:
-                continue
+            self.shared, self._next_trial, self._running_trial = shared, None, None
+            self._drafts.clear()
+        if trials.keys() >= (REQUIRED_TRIALS if self.cuts else {*self.candidates}):
             self._measured.add(key)
-        self._trials, self._running_trial = {}, None
-        self._pending_trials.clear()
-        self._drafts.clear()
+            self._costs[key] = Costs.from_trials(trials) if self.cuts else Costs(
+                *(fastest(trials[trial]) for trial in self.candidates))
 
     def describe(self, counts: list[int], noisy: bool) -> str:
         """Describe the trees, and the relative cost of a step by number of requests, in one line."""
@@ -388,7 +372,6 @@ class CostScheduler(Scheduler):
     def attach(self, engine: Engine) -> None:
         super().attach(engine)
         runner, drafter = engine.runner, engine.runner.drafter
-        self.tuner.is_timed = self.tuner.is_timed and engine.lag == 0
         self.counts = sorted({engine.batch_sizes[0], engine.batch})  # numbers of sequences that are timed
         # A compiled step has a tree of one size, and so have some drafters: then it is on or off.
         headless = headless_of(drafter) if self.tuner.cuts and not runner.on_cuda else None

@@ -80,15 +80,16 @@ def test_a_damaged_head_ends_no_start(folder, file):
 
 
 def test_text_of_auto_is_plain_text(folder, monkeypatch):
-    """With joint trees that are limited step by step. All steps seem to take the same time."""
+    """With joint trees that are limited step by step. Time grows with the nodes."""
     add = Tuner.add
-    monkeypatch.setattr(Tuner, "add", lambda tuner, *step: add(tuner, *step[:-1], 1.0))
+    monkeypatch.setattr(Tuner, "add", lambda tuner, *step: add(tuner, *step[:-1], 0.01 + step[2].nodes / 1000))
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
     sampling = Sampling(60)
     options = ("none", {}), ("auto", {"tree": "auto"})  # without our kernels trees are sized if asked for
     engines = [load(folder, method, compile=False, **tree).engine for method, tree in options]
+    engines[1].warm_up()
     assert [engine.drafter.method for engine in engines] == ["none", "lookup+eagle3"]
     plain, auto = (engine.generate(prompts, sampling) for engine in engines)
     assert [one.ids for one in plain] == [other.ids for other in auto]
     kinds = {name for request in auto for name in request.trees}
-    assert len(kinds) > 2 and any("nodes" in name for name in kinds), kinds
+    assert len(kinds) > 1 and any("nodes" in name for name in kinds), kinds

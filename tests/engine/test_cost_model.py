@@ -241,18 +241,3 @@ def test_without_drafts_trust_returns(head):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
     assert acceptance.confidence.value == pytest.approx(1, abs=0.01)
     assert acceptance.with_head.value == pytest.approx(1.0 if head else 0.7)
-
-
-def test_a_rehearsal_that_is_interrupted():
-    """The next one is whole, and steps without one are tried and then chosen."""
-    machine, left = Machine(Tuner()), iter(range(7))
-
-    def run() -> None:
-        machine.step()
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        machine.tuner.run_trials(1, False, run)
-    machine.run(2 * len(TRIALS) + 1)
-    assert machine.tuner._costs.keys() == {(1, False)} and not machine.tuner._trials
