@@ -1,14 +1,17 @@
 """Acceptance length of heads on question files, by tree, window and temperature. Nothing is timed.
 
     python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
-        [--tree 12,3,4 60,7,10] [--draft-window 0 512] [--temperature 0 1]
+        [--tree 12,3,4 60,7,10] [--draft-window 0 512] [--temperature 0 1] [--calibration]
 
 Heads run as in generate.py: 16-bit heads in w8a8 on our CPU kernels. τ is over all steps of a set,
-`mean` over the sets. Writes benchmarks/results/NAME.json.
+`mean` over the sets. Writes benchmarks/results/NAME.json. With --calibration also NAME.png: the probability
+that the head gives the path to a node, and how often the target accepts the node (the claim of EAGLE-2,
+arXiv 2406.16858, section 3).
 """
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -16,12 +19,52 @@ from pathlib import Path
 import bench  # first: it makes the modules below importable
 import ours
 from bench import positive
+from plots import picture
 
 from checkpoint.load import read_config
 from common.cli import within
 from common.errors import InputError
 from engine.drafting import read_tree
+from engine.engine import Engine
+from engine.sampling import Sampling
 from tokens.dataset import read_prompts
+
+BINS = 10  # of probability
+
+
+def node_outcomes(engine: Engine, ids: list[int], sampling: Sampling) -> tuple[list[int], list[tuple]]:
+    """Decode a prompt. Return acceptance lengths, and the probability and outcome of each drafted node."""
+    requests, found = [], []
+    for event in engine.run([ids], [sampling], requests, watch=True):
+        if event.draft:
+            nodes = enumerate(event.draft.scores[1:], 1)
+            found += [(math.exp(score), node in event.draft.path) for node, score in nodes]
+    return requests[0].accept_lengths, found
+
+
+def calibration(outcomes: list[tuple[float, bool]]) -> list[dict]:
+    """Return mean probability, accepted fraction and number of nodes of each bin of probability."""
+    by_bin: dict[int, list] = {}
+    for outcome in outcomes:
+        by_bin.setdefault(min(int(outcome[0] * BINS), BINS - 1), []).append(outcome)
+    return [
+        {"predicted": statistics.fmean(p for p, _ in each), "nodes": len(each),
+         "accepted": statistics.fmean(accepted for _, accepted in each)}
+        for _, each in sorted(by_bin.items())
+    ]
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Draw the calibration of each row."""
+    with picture(path, 4, 3.6) as figure:
+        axes = figure.subplots()
+        axes.plot([0, 1], [0, 1], color="#bbb", linewidth=0.8)
+        for row in rows:
+            x, y = ([one[key] for one in row["calibration"]] for key in ("predicted", "accepted"))
+            label = f"{Path(row['head']).name}, T = {row['temperature']:g}"
+            axes.plot(x, y, marker="o", markersize=3, label=label)
+        axes.set(xlabel="probability of the node's path by the head", ylabel="accepted by the target")
+        axes.legend()
 
 
 def action(o) -> None:
@@ -41,16 +84,21 @@ def action(o) -> None:
         )
         for temperature in o.temperature:
             row = {"head": head, "tree": tree, "window": window, "temperature": temperature}
-            row |= {
-                name: bench.tau(
-                    runner.decode(ids, o.max_new_tokens, temperature, seed).accept_lengths
-                    for seed, ids in enumerate(prompts)
-                ) for name, prompts in sets.items()
-            }
+            outcomes = []
+            for name, prompts in sets.items():
+                lengths = []
+                for seed, ids in enumerate(prompts):
+                    sampling = Sampling(o.max_new_tokens, temperature, seed=seed)
+                    each, found = node_outcomes(runner.engine, ids, sampling)
+                    lengths.append(each)
+                    outcomes += found
+                row[name] = bench.tau(lengths)
             row["mean"] = statistics.fmean(row[name] for name in sets)
-            rows.append(row)
+            rows.append(row | ({"calibration": calibration(outcomes)} if o.calibration else {}))
             bench.write(o.name, record | {"rows": rows})
-    print(bench.table(record, rows[0], [row.values() for row in rows], digits=3))
+    print(bench.table(record, row, [list(each.values())[: len(row)] for each in rows], digits=3))
+    if o.calibration:
+        plot(rows, bench.RESULTS / f"{o.name}.png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--draft-window", nargs="+", type=within(0), default=[None], metavar="N",
         help="tokens that the head attends to; 0: all (default: as generate.py)")
     add("--temperature", nargs="+", type=float, default=[0.0], metavar="T")
+    add("--calibration", action="store_true", help="draw predicted and measured acceptance")
     return bench.run(p, action, argv)
 
 

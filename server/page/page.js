@@ -5,6 +5,7 @@ import { draw, percent, svg } from "./tree.js";
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "max_tokens"];
 const SETTINGS = ["system", ...NUMBERS, "seed", "speculate", "beside", "colored"];
+const STORED_TREES = 32; // of the conversation in view
 const FEWEST = 40; // tokens of answers whose speeds are compared
 // Prompts with many accepted drafts: 1.7 to 2.1 tokens per step with smollm2-135m and its EAGLE-3 head, means
 // of three seeds at temperature 0.7. The seeds are not those that the prompts were chosen by.
@@ -38,10 +39,10 @@ function sound(list) {
 }
 
 let conversations = sound(store.read("conversations", []));
-let current = null; // a conversation: {id, title, messages: [{role, content, marks, figures, finish, plain}]}
+let current = null; // a conversation: {id, title, messages: [{role, content, marks, trees, figures, finish, plain}]}
 let running = null; // the answer in progress: {stop, message}
 let edited = null; // the message in the input: {index, unsent}; unsent: words that it displaced
-let trees = [], shown = 0; // of the steps of the last answer, and which one is shown
+let trees = [], shown = 0, pinned = false; // of the steps of the last answer, the one shown, not the last one
 let method = "none"; // the server's, of --speculate
 let drafts = true; // the server has a drafter
 
@@ -158,7 +159,7 @@ function messageNode(message, index) {
         icon("edit", "Edit", () => edit(index)), icon("delete", "Delete", () => removeTurn(index)), ...again));
   }
   const { plain } = message;
-  const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : message.model || "Answer", message)];
+  const panels = [new Panel(plain ? `Speculative decoding${message.method ? ` (${message.method})` : ""}` : message.model || $("model").textContent || "Assistant", message)];
   if (plain) panels.push(new Panel("Plain decoding", plain));
   const node = element("article", { class: `message assistant${plain ? " beside" : ""}` },
     element("div", { class: "answers" }, ...panels.map((panel) => panel.node)), ...(plain ? speedup(message) : []),
@@ -189,6 +190,9 @@ function showConversation() {
   $("title").textContent = $("title").title = current.title;
   $("messages").replaceChildren(...(current.messages.length ? current.messages.map(messageNode) : [welcome()]));
   $("export").hidden = !current.messages.length;
+  trees = current.messages.at(-1)?.trees ?? [];
+  if (trees.length) showTree();
+  else $("tree").hidden ||= running?.conversation !== current;
   toEnd();
   showList();
 }
@@ -205,15 +209,18 @@ function toEnd() {
 function showList() {
   const sought = $("search").value.trim().toLowerCase();
   const has = (one) => [one.title, ...one.messages.map(({ content }) => content)].join("\n").toLowerCase().includes(sought);
-  $("conversations").replaceChildren(...conversations.filter(has).map((one) => element("li", {},
+  const found = conversations.filter(has);
+  const none = sought && !found.length ? [element("li", { class: "none" }, "No conversation has these words.")] : [];
+  $("conversations").replaceChildren(...none, ...found.map((one) => element("li", {},
     element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
     icon("edit", `Rename ${one.title}`, () => rename(one)), icon("delete", `Delete ${one.title}`, () => remove(one)))));
 }
 
-// Store all conversations. An old answer stays until a new one is complete.
+// Store all conversations, with the trees of the last answer in view. An old answer stays until a new one is complete.
 function keep() {
-  const kept = (one) => (one === running?.conversation && running.old ? { ...one, messages: running.old } : one);
-  store.write("conversations", conversations.map(kept));
+  const messages = (one) => ((one === running?.conversation && running.old) || one.messages).map((message, i, all) => ({
+    ...message, trees: one === current && i === all.length - 1 ? message.trees?.slice(-STORED_TREES) : undefined }));
+  store.write("conversations", conversations.map((one) => ({ ...one, messages: messages(one) })));
 }
 
 function put(conversation, messages) {
@@ -240,8 +247,7 @@ function open(conversation) {
   running?.stop();
   if (edited !== null) endEdit();
   current = conversation;
-  $("tree").hidden = true;
-  trees = [];
+  pinned = false;
   store.write("open", current.id);
   toggleSide(false);
   showConversation();
@@ -446,7 +452,7 @@ async function about() {
     drafts = model.speculation;
     method = model.method;
     $("drafting").hidden = !drafts;
-    if (!current.messages.length) showConversation();
+    if (!running) showConversation(); // with the model's name
   } catch { watch(); }
 }
 
@@ -473,7 +479,7 @@ async function reply({ before, words, title, edit }) {
   const system = $("system").value.trim();
   if (system) history.unshift({ role: "system", content: system });
   const body = { messages: history, stream: true, return_speculation: true, ...settings() };
-  const message = { role: "assistant", content: "", marks: [], method, model: $("model").textContent };
+  const message = { role: "assistant", content: "", marks: [], trees: [], method, model: $("model").textContent };
   if (drafts && $("beside").checked && $("speculate").checked) message.plain = { content: "", marks: [] };
   conversation.messages = [...conversation.messages, message];
   const control = new AbortController();
@@ -487,12 +493,12 @@ async function reply({ before, words, title, edit }) {
   if (!conversations.includes(conversation)) conversations.unshift(conversation);
   if (words) keep(); // the question is there after a reload; an old answer stays until the new one begins
   let kept = performance.now();
+  pinned = false;
   showConversation();
   const node = $("messages").lastElementChild;
   let due = false;
-  trees = [];
   const seen = (newest) => {
-    if (newest?.texts.length > 1) trees.push(newest); // else a step without a draft
+    if (newest?.texts.length > 1) message.trees.push(newest); // else a step without a draft
     if (performance.now() - kept > 2000 && message.content && !conversation.deleted) {
       kept = performance.now();
       keep();
@@ -504,7 +510,7 @@ async function reply({ before, words, title, edit }) {
       if (conversation !== current) return;
       const follows = atEnd();
       for (const panel of node.panels) panel.show();
-      if (trees.length) showTree(trees.length - 1);
+      if (trees.length) showTree();
       if (follows) toEnd();
     }, 100);
   };
@@ -541,9 +547,11 @@ async function reply({ before, words, title, edit }) {
   }
 }
 
-function showTree(number) {
+// Show the tree of a step: without a number, the last one, or the one that was chosen.
+function showTree(number = pinned ? Math.min(shown, trees.length - 1) : trees.length - 1) {
   const follows = atEnd(), tree = trees[number];
   shown = number;
+  pinned = number < trees.length - 1;
   $("tree").hidden = false;
   const accepted = `${tree.path.length - 1} of ${count(tree.texts.length - 1, "drafted token")} accepted`;
   $("tree").firstElementChild.textContent = `Draft tree: ${accepted}`;
@@ -629,7 +637,9 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     if ($("side").classList.contains("shown")) { toggleSide(false); $("menu").focus(); }
     else if (edited !== null) endEdit();
-    else running?.stop();
+    else if (running) running.stop();
+    else if (!watching) say(null);
+    $("tip").hidden = true;
   }
   if (event.altKey && event.key.toLowerCase() === "n") { event.preventDefault(); begin(); }
 });

@@ -51,9 +51,14 @@ def test_products():
 
 
 def test_tau():
-    how = "--max-seq-len 400 --temperature 0 1 --tree 8,2,4 2,0,1 --draft-window 0 16"
+    how = "--max-seq-len 400 --temperature 0 1 --tree 8,2,4 2,0,1 --draft-window 0 16 --calibration"
     rows = run("tau", f"{TEXTS}/q.jsonl {how}")["rows"]
     assert len(rows) == 8 and rows[0]["q"] == rows[0]["mean"] > rows[4]["q"] >= 1  # a larger tree
+    bins = rows[0]["calibration"]
+    steps = sum(one["nodes"] for one in bins) / 7  # of 8 nodes each
+    accepted = sum(one["nodes"] * one["accepted"] for one in bins)
+    assert accepted / steps == pytest.approx(rows[0]["q"] - 1, abs=0.5)  # the last step may be cut
+    assert bench.RESULTS.joinpath("tau.png").stat().st_size > 5000
 
 
 def test_floor():

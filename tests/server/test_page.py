@@ -84,6 +84,8 @@ def test_a_first_visit_an_answer_its_tree_and_an_export(page):
     expect(page.locator("#step")).to_have_text(f"Step {steps - 1} of {steps}")
     page.locator("#drawing g").nth(1).click()
     expect(page.locator("#tip")).to_contain_text(re.compile(r"likely, with its path .* %$"))
+    page.reload()
+    expect(page.locator("#step")).to_have_text(f"Step {min(steps, 32)} of {min(steps, 32)}")
     with page.expect_download() as download:
         press(page, "Export conversation")
     assert "**user**" in download.value.path().read_text()
@@ -117,6 +119,8 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     expect(names).to_have_text(["the oldest"])
     page.get_by_label("Search in conversations").fill("second")  # a message, too
     expect(names).to_have_text(["second"])
+    page.get_by_label("Search in conversations").fill("nowhere")
+    expect(page.locator("#conversations")).to_have_text("No conversation has these words.")
     page.get_by_label("Search in conversations").fill("")
     page.once("dialog", lambda dialog: dialog.accept("first"))
     press(page, "Rename the oldest")
@@ -128,6 +132,8 @@ def test_conversations_are_kept_in_every_tab_and_forgotten(page):
     page.get_by_label("Temperature").fill("1000")
     page.get_by_label("Seed").focus()
     expect(page.locator("#banner")).to_contain_text("from 0 to 100")
+    page.keyboard.press("Escape")
+    expect(page.locator("#banner")).to_be_hidden()
 
 
 def test_a_phone_in_the_dark(page):
@@ -250,6 +256,11 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     page.reload()
     expect(page.locator(".assistant .text")).to_have_text(text)
     begin_another()
+    expect(page.get_by_role("button", name="Earlier step")).to_be_enabled()
+    press(page, "Earlier step")
+    chosen = page.locator("#step").inner_text().split()[1]
+    expect(page.locator("#step")).not_to_have_text(re.compile(f"of {int(chosen) + 1}$"))  # more steps come
+    assert page.locator("#step").inner_text().split()[1] == chosen
     page.keyboard.press("Escape")
     ended(page)
     expect(page.locator(".figures")).to_contain_text("stopped")
