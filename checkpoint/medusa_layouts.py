@@ -33,27 +33,26 @@ PREFIX = "prefix_embeding_layer."
 class Form:
     """Names of stacks of blocks in a layout: patterns with the guess k and the slot, and all slots.
 
-    narrowing: the number of first blocks, with a skip connection, that no other block can equal.
+    narrows: the first block has a skip connection.
     """
 
     block: str
     lm_head: str
     slots: tuple[int, ...]
-    narrowing: int = 0
+    narrows: bool = False
 
 
 def names_of(form: Form, config: dict) -> NameTable:
     """Return the table of Medusa's or Hydra's tensors.
 
-    config: `guesses`, `repeated`, `lm_head_each`, `prefix`.
+    config: `guesses`, `lm_head_each`, `prefix`.
     """
     names: NameTable = {}
-    slots = form.slots[: form.narrowing + 1] if config["repeated"] else form.slots
     for k in range(config["guesses"]):
         for leaf in ("weight", "bias"):
-            for i, slot in enumerate(slots):
+            for i, slot in enumerate(form.slots):
                 names[f"stacks.{k}.{i}.linear.{leaf}"] = [f"{form.block.format(k, slot)}.{leaf}"]
-            if form.narrowing:
+            if form.narrows:
                 skip = form.block.format(k, form.slots[0]).replace(".linear", ".res_connection")
                 names[f"stacks.{k}.0.skip.{leaf}"] = [f"{skip}.{leaf}"]
             if config["lm_head_each"]:
@@ -83,7 +82,7 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptio
     config = {field.name: getattr(target, field.name) for field in dataclasses.fields(ModelArgs)} | {
         "kind": kind, "num_layers": 1, "tie_embeddings": False, "qkv_bias": False, "qk_norm": False,
         "target_hidden_size": target.hidden_size, "aux_layers": [target.num_layers],
-        "guesses": guesses, "blocks": len(form.slots), "repeated": _repeated(form, guesses, tensors),
+        "guesses": guesses, "blocks": len(form.slots),
         "own_lm_head": False, "lm_head_each": lm_head is not None,
         "lm_head_bias": f"{form.lm_head.format(0)}.bias" in tensors,
         "draft_vocab_size": lm_head.shape[0] if lm_head and lm_head.shape else target.vocab_size,
@@ -93,10 +92,6 @@ def read_medusa(source: Source, kind: str, target: ModelArgs, options: HeadOptio
         config |= layer_flags(tensors, f"{PREFIX}layers.0.") | {
             "intermediate_size": gate.shape[0], "num_kv_heads": key.shape[0] // config["head_dim"],
         }
-    if config["repeated"]:
-        copies = form.slots[form.narrowing + 1 :]
-        again = {form.block.format(k, slot) for k in range(guesses) for slot in copies}
-        tensors = {name: entry for name, entry in tensors.items() if name.rpartition(".")[0] not in again}
     return ReadHead(config, names_of(form, config), tensors)
 
 
@@ -121,17 +116,4 @@ def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Fo
         slots = tuple(range(1 + max(slot for _, slot in places)))
         return guesses, Form(block, "lm_heads.{}" if vllm else f"{{}}.{len(slots)}", slots)
     lm_slot = numbers("hydra_lm_head.0.{}.weight")
-    return guesses, Form(block, "hydra_lm_head.{}" + (f".{lm_slot[0][0]}" if lm_slot else ""), slots, 1)
-
-
-def _repeated(form: Form, guesses: int, tensors: dict[str, Entry]) -> bool:
-    """Return whether the later blocks of each guess are copies of one, bit for bit."""
-    first, *others = form.slots[form.narrowing :] or (0,)
-    pairs = [
-        [tensors.get(f"{form.block.format(k, slot)}.weight") for slot in (first, other)]
-        for k in range(guesses) for other in others
-    ]
-    return bool(pairs) and all(
-        one and other and one.shape == other.shape and torch.equal(one.read(), other.read())
-        for one, other in pairs
-    )
+    return guesses, Form(block, "hydra_lm_head.{}" + (f".{lm_slot[0][0]}" if lm_slot else ""), slots, True)

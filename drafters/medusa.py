@@ -38,7 +38,6 @@ class MultiTokenArgs(HeadArgs):
 
     guesses: whole(1, 64) = 4  # K, the number of heads
     blocks: whole(1, 64) = 1  # residual blocks of a head; Hydra's first one narrows to H
-    repeated: Flag = False  # blocks (Hydra: all but the first) share weights
     lm_head_each: Flag = False  # else heads share one: own (`own_lm_head`) or the target's
     lm_head_bias: Flag = False
     prefix: Flag = False  # Hydra++
@@ -61,23 +60,10 @@ class ResidualBlock(nn.Module):
         return (x if self.skip is None else self.skip(x)) + F.silu(self.linear(x))
 
 
-class Stack(nn.ModuleList):
-    """The residual blocks of one head. The first one narrows wider inputs to H."""
-
-    def __init__(self, args: MultiTokenArgs, inputs: int):
-        narrowing = int(inputs != args.hidden_size)
-        rest = args.blocks - narrowing
-        sizes = [inputs] * narrowing + [args.hidden_size] * (min(rest, 1) if args.repeated else rest)
-        super().__init__(ResidualBlock(size, args.hidden_size) for size in sizes)
-        self.repeats = rest - 1 if args.repeated else 0  # further applications of the last block
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., inputs] -> [..., H]."""
-        for block in self:
-            x = block(x)
-        for _ in range(self.repeats):
-            x = self[-1](x)
-        return x
+def stack_of(args: MultiTokenArgs, inputs: int) -> nn.Sequential:
+    """Return the residual blocks of one head, [..., inputs] -> [..., H]: the first one narrows its inputs."""
+    sizes = inputs, *[args.hidden_size] * (args.blocks - 1)
+    return nn.Sequential(*(ResidualBlock(size, args.hidden_size) for size in sizes))
 
 
 class MultiTokenHeads(Head):
@@ -118,7 +104,7 @@ class MedusaHeads(MultiTokenHeads):
 
     def __init__(self, args: MultiTokenArgs):
         super().__init__(args)
-        self.stacks = nn.ModuleList(Stack(args, args.hidden_size) for _ in range(args.guesses))
+        self.stacks = nn.ModuleList(stack_of(args, args.hidden_size) for _ in range(args.guesses))
 
     def stack_input(self, p: Tensor, paths: Tensor) -> Tensor:
         """Return the input of stack k [B, 1, H], which does not depend on drafted tokens."""
@@ -136,7 +122,7 @@ class HydraHeads(MultiTokenHeads):
         H = args.hidden_size
         self.prefix_layer = TargetBlock(args) if args.prefix else None
         self.prefix_norm = RMSNorm(H, args.norm_eps) if args.prefix else None
-        self.stacks = nn.ModuleList(Stack(args, (k + 2) * H) for k in range(args.guesses))
+        self.stacks = nn.ModuleList(stack_of(args, (k + 2) * H) for k in range(args.guesses))
 
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches

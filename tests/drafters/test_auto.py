@@ -82,7 +82,8 @@ def test_a_damaged_head_ends_no_start(folder, file):
 def test_text_of_auto_is_plain_text(folder, monkeypatch):
     """With joint trees that are limited step by step. Time grows with the nodes."""
     add = Tuner.add
-    monkeypatch.setattr(Tuner, "add", lambda tuner, *step: add(tuner, *step[:-1], 0.01 + step[2].nodes / 1000))
+    slower = lambda tuner, *step: add(tuner, *step[:-1], 0.01 + step[2].nodes / 1000)  # noqa: E731
+    monkeypatch.setattr(Tuner, "add", slower)
     prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
     sampling = Sampling(60)
     options = ("none", {}), ("auto", {"tree": "auto"})  # without our kernels trees are sized if asked for
