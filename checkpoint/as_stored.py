@@ -21,7 +21,7 @@ ROUNDED = Kind("q8", 32)  # int8 in groups of 32, for types that no kind holds e
 def as_stored(config: dict, plan: list[Planned]) -> tuple[dict, list[Planned]]:
     """Return config and planned tensors, with quantized matrices kept as stored, or rounded to `ROUNDED`."""
     module = build_module(config)
-    layers = {f"{name}.weight": name for name in [*linear_names(module, True), EMBED]}
+    layers = {f"{name}.weight": name for name in [*linear_names(module), EMBED]}
     layers |= {name: name for name, p in module.named_parameters() if p.ndim == 3}
     kinds, tensors, rounded_types = {}, [], Counter()
     for planned in plan:

@@ -200,7 +200,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
                 if p.ndim == 3 and p.is_floating_point():
                     kind = scheme.mode_of(f"layers.{i}.{name}")
                     p.data = restored(kind, round_to(kind, p, *(scales := fit(kind, p))), *scales)
-            for name in linear_names(block, lm_head=False):
+            for name in linear_names(block):
                 kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
                 layer.register_forward_pre_hook(partial(_quantize, kind=kind, put=put))

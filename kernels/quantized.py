@@ -86,14 +86,16 @@ class Scheme:
         return {name: value for name, value in asdict(self).items()
                 if value is not None or name not in ("experts", "kinds")}
 
-    def mode_of(self, name: str, is_experts: bool = False) -> tuple:
-        """Return mode and group of a quantized layer, as it is stored its `Kind`."""
+    def mode_of(self, name: str, is_experts: bool = False) -> tuple | None:
+        """Return mode and group of a layer, as it is stored its `Kind`; None if it is not quantized."""
         if self.kinds and name in self.kinds:
             return Kind.parse(self.kinds[name])
         if is_experts and self.experts:
             return self.experts, MXFP4_GROUP
-        mode = self.lm_head if name == "lm_head" else self.mode
-        return Kind("q4", self.group) if mode in FOUR_BITS else (mode, 0)  # 4 bits: of an older folder
+        mode = self.lm_head if name == "lm_head" else None if name == EMBED else self.mode
+        if mode in FOUR_BITS:  # of an older folder
+            return Kind("q4", self.group)
+        return None if mode in (None, AS_STORED) else (mode, 0)
 
     def with_kinds(self, module: nn.Module) -> Scheme:
         """Return the scheme to quantize a module with: 4-bit layers get kinds (`kernels.stored.four_bits`).
@@ -102,7 +104,8 @@ class Scheme:
         """
         inputs = {}
         if self.mode in FOUR_BITS:
-            inputs = {name: module.get_submodule(name).in_features for name in linear_names(module, False)}
+            inputs = {name: module.get_submodule(name).in_features for name in linear_names(module)
+                      if name != "lm_head"}
             stacks = {name: p.shape[-1] for name, p in module.named_parameters() if p.ndim == 3}
             inputs |= {} if self.experts else stacks
         if self.lm_head in FOUR_BITS:
@@ -341,13 +344,10 @@ class QuantizedStack(Quantized):
     """The matrices of all E experts of a mixture [E, N, K]. In fp8 only weights are rounded, not inputs."""
 
 
-def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """Return the names of linear layers to quantize: not the routers of experts; the lm_head if asked for."""
-    return [
-        name for name, child in module.named_modules()
-        if isinstance(child, nn.Linear) and not name.endswith("router")
-        and (lm_head or name.partition(".")[0] != "lm_head")
-    ]
+def linear_names(module: nn.Module) -> list[str]:
+    """Return the names of linear layers that may be quantized: not the routers of experts."""
+    return [name for name, child in module.named_modules()
+            if isinstance(child, nn.Linear) and not name.endswith("router")]
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -361,27 +361,24 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
     Raises ValueError if a group does not divide a layer's inputs.
     """
     stacks, kinds = [name for name, p in module.named_parameters() if p.ndim == 3], scheme.kinds or {}
-    found = [*linear_names(module, True), *stacks, EMBED]
+    found = [*linear_names(module), *stacks, EMBED]
     if unknown := [name for name in kinds if name not in found]:
         raise InvalidValue(f"quantization.kinds.{unknown[0]}", kinds[unknown[0]], "the name of a layer")
-    if scheme.mode == AS_STORED:
-        chosen = [*kinds, *["lm_head"] * bool(scheme.lm_head), *(stacks if scheme.experts else ())]
-    else:
-        chosen = [*(linear_names(module, scheme.lm_head is not None) if scheme.mode else ()), *stacks, *kinds]
-    for name in dict.fromkeys(chosen):
+    for name in found:
+        if not (mode := scheme.mode_of(name, name in stacks)):
+            continue
         owner, attribute = _owner(module, name)
         old = getattr(owner, attribute)
         try:
-            if isinstance(old, nn.Parameter):
-                new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.mode_of(name, is_experts=True))
+            if name in stacks:
+                new: nn.Module = QuantizedStack(tuple(old.shape), *mode)
             elif name == EMBED:
-                new = QuantizedEmbedding(module.norm, *old.weight.shape[::-1], False, *scheme.mode_of(name))
+                new = QuantizedEmbedding(module.norm, *old.weight.shape[::-1], False, *mode)
             else:
-                bias = old.bias is not None
-                new = QuantizedLinear(old.in_features, old.out_features, bias, *scheme.mode_of(name))
+                new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, *mode)
         except InvalidValue as e:
             raise InvalidValue(f"quantization.{e.key}", e.found, f"{e.expected}, of {name}") from None
-        if isinstance(old, nn.Parameter):
+        if name in stacks:
             delattr(owner, attribute)
         setattr(owner, attribute, new)
 
@@ -391,12 +388,11 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
 
     A tied lm_head is untied. Raises ValueError as `replace_linears` does.
     """
-    names, ties = linear_names(module, scheme.lm_head is not None), module.lm_head is None
-    unties, scheme = ties and scheme.lm_head, scheme.with_kinds(module)
-    if unties:
+    names, scheme = linear_names(module), scheme.with_kinds(module)
+    if module.lm_head is None and scheme.mode_of("lm_head"):
         weight = module.embed.weight.detach()
         module.lm_head = QuantizedLinear.from_weight(weight, None, *scheme.mode_of("lm_head"))
-    for name in names:
+    for name in filter(scheme.mode_of, names):
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
         quantized = QuantizedLinear.from_weight(layer.weight.detach(), bias, *scheme.mode_of(name))

@@ -30,7 +30,7 @@ from torch import Tensor
 from common.errors import InputError, first_line
 from common.torchrun import exit_with_torchrun
 from engine.sampling import number_of
-from kernels.quantized import EMBED, W8A8_GROUP, Scheme
+from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind
 from model import Block, Linear, ModelArgs, Transformer
@@ -242,9 +242,9 @@ class Shard:
             raise InputError(f"{ranks} ranks: an lm_head tied to embeddings as their source stores them"
                              " cannot be sharded; convert the source with --dtype bf16")
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
-        nk, nv, dk, dv, shared, experts, delta_layers = (getattr(args, name, 0) for name in (
+        nk, nv, dk, dv, shared, delta_layers = (getattr(args, name, 0) for name in (
             "delta_key_heads", "delta_heads", "delta_key_dim", "delta_value_dim", "shared_expert_size",
-            "num_experts", "delta_layers"))
+            "delta_layers"))
         if nkv < ranks and (ranks % nkv or nh % ranks):
             raise InputError(
                 f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be sharded over at most {nkv}"
@@ -255,10 +255,9 @@ class Shard:
             raise InputError(f"{ranks} ranks: {ordered[0]} has an order of its inputs (desc_act) and"
                              " cannot be sharded; convert the source with --dtype bf16")
         # Inputs with a common scale stay together. In 16 bits pairs do, as the kernels read pairs.
-        mode, unit, *_ = scheme.mode_of("layers") if scheme else (None, 0)
+        mode, unit = (scheme.mode, scheme.group) if scheme else (None, 0)
         unit = W8A8_GROUP if mode == "w8a8" else max([unit, *(max(kind[1:3]) for kind in kinds.values())])
-        stack_unit = scheme.mode_of("layers", is_experts=True)[1] if scheme and experts else 0
-        pieces = max(unit, stack_unit) or 2 - inner % 2
+        pieces = max(unit, MXFP4_GROUP if scheme and scheme.experts else 0) or 2 - inner % 2
         tokens = tokens or args.vocab_size
         narrow = any(n % pieces or 0 < n // pieces < ranks for n in (inner, shared))
         if narrow or tokens < ranks or 0 < nk < ranks:
