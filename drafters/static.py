@@ -234,7 +234,7 @@ class StaticHeadDrafter(HeadDrafter):
     All indices are constants on the device.
     """
 
-    grows = reads_costs = False
+    grows = applies_costs = False
 
     def __init__(self, head, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
@@ -255,7 +255,7 @@ class StaticHeadDrafter(HeadDrafter):
                 expanded, feature = tokens[-1][:, level.rows], h[:, level.parent_rows]
                 h = self._forward(expanded, feature, positions, own, visible)
                 used += count
-            level_scores, ranked = (x.flatten(1) for x in self._best(step, h, noise, i, k))
+            level_scores, ranked = (x.flatten(1) for x in self._top_k(step, h, noise, i, k))
             tokens.append(ranked[:, level.nodes])  # of [B, rows * k]
             scores.append(level_scores[:, level.nodes])
         scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # each given its parent

@@ -16,7 +16,7 @@ def causal(
     angles = rope_table(target.args, target.for_length(T).inv_freq, at[None])
 
     def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
-        heads = layer.heads(layer.project(x), *layer.layer_angles(angles))
+        heads = layer.norm_and_rotate(layer.project(x), *layer.layer_cos_sin(angles))
         q, k, v = (t.transpose(1, 2) for t in layer.split(heads))
         groups, bias = q.shape[1] // k.shape[1], None
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

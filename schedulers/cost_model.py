@@ -403,7 +403,7 @@ class CostScheduler(Scheduler):
     def add(self, request: Request) -> None:
         self.tuner.start(request)
 
-    def next(self, requests: list[Request], group: SlotRange, slots: torch.Tensor) -> Choice:
+    def next(self, requests: list[Request], group: SlotRange) -> Choice:
         tuner, runner = self.tuner, self.runner
         plan = tuner.next(requests, group.count) if self.trees else tuner.trial(requests, group.count)
         if plan and self.trees:
@@ -424,8 +424,8 @@ class CostScheduler(Scheduler):
     def timed(self, record: Record, seconds: float) -> None:
         self.tuner.add(*record.step, seconds)
 
-    def emitted(self, record: Record, row: int, request: Request, count: int) -> None:
-        expected = record.expected and record.expected[row]
+    def emitted(self, record: Record, index: int, request: Request, count: int) -> None:
+        expected = record.expected and record.expected[index]
         self.tuner.record(request, record.step[-1], count, record.relative_cost, expected)
 
     def warm_up(self, engine: Engine, sampling: Sampling) -> None:
@@ -472,7 +472,7 @@ def schedule(
     if target.ranks is not None:
         if tree == "auto":
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-        if static or drafter.indivisible or drafter.network is not None:
+        if static or not drafter.prunable or drafter.network is not None:
             return drafter, None
         shapes = drafter.shape, drafter.shape
         return drafter, CostScheduler(Tuner(shapes, costs=NOMINAL_COSTS))
@@ -483,8 +483,8 @@ def schedule(
     if tree not in (None, "auto"):
         return drafter, None
     if grown is None:
-        return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.indivisible))
-    levels = grown.max_trees[0].depth if grown.drafts is None else grown.drafts - 1
+        return drafter, CostScheduler(Tuner(fixed, cuts=drafter.prunable))
+    levels = grown.max_trees[0].depth if grown.max_levels is None else grown.max_levels - 1
     if grown.vocabulary < grown.max_trees[0].width or levels < 2:
         return drafter, None
     shapes = tuple(replace(shape, depth=min(shape.depth, levels)) for shape in grown.max_trees)
