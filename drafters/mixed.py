@@ -82,7 +82,9 @@ class Mixed(Drafter):
 
     @property
     def headless(self) -> Drafter | None:
-        """The drafter without a network, which drafts while the head is off; None if both have one."""
+        """What drafts while the head is off; None if both drafters have a network."""
+        if self.network is None:
+            return self
         return next((part for part in self.parts if part.network is None), None)
 
     def with_tree(self, shape: TreeShape) -> Mixed:

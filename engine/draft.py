@@ -57,6 +57,11 @@ class Drafter(nn.Module):
         """This drafter, or the part of a joint one, whose trees can have any size; None if there is none."""
         return self if self.grows else None
 
+    @property
+    def headless(self) -> Drafter | None:
+        """This drafter, or the part of a joint one, that has no network; None if there is none."""
+        return self if self.network is None else None
+
     def new_caches(
         self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCaches | None:

@@ -152,7 +152,7 @@ def test_others_decode_while_a_prompt_is_read(models):
 
 def scheduler_of(*shapes, choose) -> CostScheduler:
     """A scheduler that takes the tree that `choose(requests, count)` returns, whatever it costs here."""
-    scheduler = CostScheduler(Tuner(shapes, cuts=False))
+    scheduler = CostScheduler(Tuner(shapes, prunes=False))
     scheduler.tuner.next = lambda *step: (shape := choose(*step)) and Plan(shape)
     return scheduler
 
