@@ -1,6 +1,6 @@
-"""What the core can be extended by: tables from a name to the module, or "module:object", that implements it.
+"""Registry of everything outside the core: names to "module" or "module:object".
 
-The core imports nothing of it before the name is used. A new entry is a line here and a file there.
+A module is imported when it is first used (`load`). To add one, write it and add an entry here.
 """
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 class Method(NamedTuple):
     """A method of --speculate.
 
-    module: function that builds its drafter from an `engine.drafting.Setup`; "" without one of its own.
-    draft: the kind of checkpoint that --draft names; None: it takes neither --draft nor --tree. grows: its
-    head grows trees of any size, and takes --draft-window.
+    module: function that builds the drafter from an `engine.drafting.Setup`; "" for plain decoding. draft:
+    kind of the checkpoint that --draft names; None: the method takes neither --draft nor --tree. grows: it
+    drafts trees of any size and takes --draft-window.
     """
 
     module: str
@@ -23,7 +23,7 @@ class Method(NamedTuple):
 
 
 class MethodFlag(NamedTuple):
-    """An option of one method. default: None for a file, which must be given. minimum: of a number."""
+    """An option of one method. default: None for a required file. minimum: lowest value of a number."""
 
     method: str
     default: int | None
@@ -57,14 +57,13 @@ METHOD_FLAGS = {
     "guess-set": MethodFlag("lookahead", 7, "n-grams tried at a time"),
     "datastore": MethodFlag("rest", None, "file that python -m drafters.ngram made"),
 }
-# Checks of those flags; "auto"; the heads that plain decoding does not use; two drafters on one tree; static
-# trees from a file.
-CHECK_METHOD_FLAGS, CHOOSE_DRAFTER, UNUSED_HEADS = (
-    "drafters.options:check", "drafters.auto:choose", "drafters.auto:log_unused_heads")
-JOIN, TREE_FILES, STATIC_HEAD = (
-    "drafters.mixed:Mixed", "drafters.static:read_paths", "drafters.static:StaticHeadDrafter")
-# Fields of a target's config.json that a dense LLaMA or Qwen leaves out: the class of target that has them.
-# The first field that is set decides, so a family stands above those that share its fields.
+CHECK_METHOD_FLAGS = "drafters.options:check"
+CHOOSE_DRAFTER = "drafters.auto:choose"  # resolves --speculate auto
+UNUSED_HEADS = "drafters.auto:log_unused_heads"  # for plain decoding
+JOIN = "drafters.mixed:Mixed"  # two drafters on one tree
+TREE_FILES = "drafters.static:read_paths"  # reads --tree FILE
+STATIC_HEAD = "drafters.static:StaticHeadDrafter"
+# Target classes by the config field that selects them. The first field that is set wins, so order matters.
 TARGETS = {
     **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
     **dict.fromkeys(("sinks", "biases"), "families.gpt_oss:GptOss"),
@@ -75,17 +74,17 @@ TARGETS = {
          "logit_divisor", "logit_cap", "score_cap"), "families.variants:Variant"),
     "num_experts": "families.experts:Mixture",
 }
-# Of those, what no GPU runs yet.
+# Fields of TARGETS that do not run on GPUs yet, and their names in the error message.
 CPU_ONLY = {"delta_layers": "gated delta nets", "conv_layers": "short convolutions",
             "global_head_dim": "models with two sizes of heads"}
-# The network of each kind of draft head; the kind is the name of its folder in the target's.
+# Draft head classes by kind. The kind is also the name of the head's folder in the target's folder.
 HEADS = {
     "eagle": "head:Eagle1Head", "eagle3": "head:Eagle3Head",
     "p-eagle": "networks.p_eagle:PEagleHead", "medusa": "drafters.medusa:MedusaHeads",
     "hydra": "drafters.medusa:HydraHeads", "dflash": "networks.block:BlockHead",
     "dspark": "networks.block:DSparkHead", "mtp": "networks.mtp:MtpHead",
 }
-# Fields of a kind's config that the class in `HEADS` has not: the class that has them.
+# By kind: config fields that select another class than `HEADS`.
 HEAD_OPTIONS = {
     "eagle3": dict.fromkeys(
         ("feature_norm", "norm_before_residual", "recycle_normed"), "networks.eagle31:Eagle31Head"),
@@ -93,22 +92,25 @@ HEAD_OPTIONS = {
 # A target's pass without a cache, for training and scoring.
 CAUSAL = "families.mixed:causal"
 # KV caches of `--kv` for PyTorch's step; kernels have their own.
-CACHES, CHECK_KV = {"fp8": "kernels.float8:Float8Caches"}, "kernels.choose:check_kv"
-# The step of a device's kernels, the scheduler of drafts, and what quantizes a head when it is loaded.
-STEPS, SCHEDULER = "kernels.choose:choose_backend", "schedulers.cost_model:schedule"
-QUANTIZE = "kernels.quantized:quantize_at_load"
-# The instruction set of CPU kernels, and the folder of compiled code.
-ISA, COMPILED = "kernels.isa:choose", "kernels.build:compiled_folder"
-# Tensor parallelism: the checks before loading, and what loads one shard of a module.
-CHECK_RANKS, RANKS_MEMORY = "kernels.check_ranks:check_ranks", "kernels.check_ranks:shared_memory"
-SHARDED, JOIN_RANKS = "checkpoint.sharded:load_shard", "engine.ranks:join_ranks"
+CACHES = {"fp8": "kernels.float8:Float8Caches"}
+CHECK_KV = "kernels.choose:check_kv"
+STEPS = "kernels.choose:choose_backend"  # the `Step` of a device
+SCHEDULER = "schedulers.cost_model:schedule"
+QUANTIZE = "kernels.quantized:quantize_at_load"  # quantizes a 16-bit head
+ISA = "kernels.isa:choose"
+COMPILED = "kernels.build:compiled_folder"
+# Tensor parallelism.
+CHECK_RANKS = "kernels.check_ranks:check_ranks"  # before loading
+RANKS_MEMORY = "kernels.check_ranks:shared_memory"  # free memory: minimum over ranks
+SHARDED = "checkpoint.sharded:load_shard"
+JOIN_RANKS = "engine.ranks:join_ranks"
 # Types of RoPE scaling, beside default and llama3.
 ROPE = dict.fromkeys(("linear", "yarn", "divisors"), "families.rope")
 # Files of other formats that `checkpoint/source.py` opens, by suffix.
-SOURCE_FILES, FILE_KINDS = {".gguf": "checkpoint.gguf:open_file"}, "checkpoint.gguf:kind_of_file"
-# What reads a folder whose config has a `quantization_config`.
-PUBLISHED = "checkpoint.published:dequantized"
-# What keeps the matrices of a target at the precision in which its source stores them.
+SOURCE_FILES = {".gguf": "checkpoint.gguf:open_file"}
+FILE_KINDS = "checkpoint.gguf:kind_of_file"  # what such a file holds, in words
+DEQUANTIZE = "checkpoint.published:dequantized"  # for folders with a `quantization_config`
+# Keeps quantized matrices as stored.
 AS_STORED = "checkpoint.as_stored:as_stored"
 # Readers of published heads by kind: (source, kind, target, options) -> ReadHead.
 HEAD_READERS = {
@@ -116,11 +118,11 @@ HEAD_READERS = {
     **dict.fromkeys(("medusa", "hydra"), "checkpoint.medusa_layouts:read_medusa"),
     **dict.fromkeys(("dflash", "dspark"), "checkpoint.block_layouts:read_block"),
 }
-# Converts what is named as a checkpoint and is no folder of ours.
-CONVERT, HOW_TO_CONVERT = "engine.conversion:converted", "checkpoint.folder:how_to_convert"
-# What `checkpoint/convert.py` does not read: other architectures, layouts of heads.
+CONVERT = "engine.conversion:convert_if_needed"  # converts other formats before loading
+HOW_TO_CONVERT = "checkpoint.folder:how_to_convert"  # text for errors
+# Architectures and head layouts that `checkpoint/convert.py` does not read itself.
 FAMILIES, HEAD_LAYOUTS = "checkpoint.families", "checkpoint.heads"
-# Functions of gate and up projections, beside silu.
+# Functions of gate and up projections, in addition to silu.
 ACTIVATIONS = {
     "gelu_tanh": "families.activations:gelu_tanh", "clamped_swiglu": "families.activations:clamped_swiglu",
 }
@@ -130,16 +132,15 @@ TOKENIZER_FILES = {
     "vocab.json": "tokens.convert:open_vocab",
 }
 CHAT_TEMPLATES, STOP_TEXTS = "tokens.templates", "tokens.stops"
-# Logits processors; warmup of compiled passes; log-probabilities of a prompt.
-PROCESSORS, SCORES_OF = "engine.processors:Processors", "engine.processors:scores_of"
-LAUNCH_ALL, PROMPT_SCORES = "engine.warmup:launch_all", "engine.prompt_scores:score_prompt"
-# What options of `generate.py` need: --interactive, --trace, JSON or several prompts, .jsonl, --json-schema.
-INTERACTIVE, TRACE, OUTPUT = "console.chat", "console.trace", "console.output"
-PROMPT_ROWS, JSON_SCHEMA = "tokens.dataset", "tokens.grammar"
+GRAMMARS = "tokens.grammar:Grammars"
+PROCESSORS = "engine.processors:Processors"  # logits processors
+LOGPROBS_OF_ROW = "engine.processors:scores_of"
+LAUNCH_ALL = "engine.warmup:launch_all"  # warmup of all passes
+PROMPT_SCORES = "engine.prompt_scores:score_prompt"  # log-probabilities of a prompt
 
 
 def load(entry: str) -> Any:
-    """Import the module, or the object in a module, that an entry of a table names."""
+    """Import and return the module or object that a registry entry names."""
     module, _, name = entry.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found

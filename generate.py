@@ -1,4 +1,4 @@
-"""Generate text from a converted checkpoint, plainly or with speculative decoding.
+"""Generate text from a converted checkpoint, with or without speculative decoding.
 
     python generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "Why is it blue?"
 """
@@ -9,7 +9,6 @@ import contextlib
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from common.cli import Options, command, is_distributed, note, positive, seed, w
 from common.errors import InputError
 from common.files import read_text
 from engine.drafting import MAX_TREE_NODES, Drafting, add_drafting
-from extensions import INTERACTIVE, JSON_SCHEMA, OUTPUT, PROMPT_ROWS, TRACE, load
 
 if TYPE_CHECKING:
     from engine.sampling import Sampling
@@ -55,7 +53,8 @@ def add_prompts(p: Options) -> None:
     add("words", nargs="*", metavar="PROMPT", help="the same as --prompt PROMPT")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="prompt; repeat for a batch; - is standard input")
-    add("--prompt-ids", action="append", default=[], type=ids, metavar="1,2,3", help="a prompt as token ids")
+    add("--prompt-ids", action="append", default=[], type=token_ids, metavar="1,2,3",
+        help="a prompt as token ids")
     add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
     add("--raw", action="store_true", help="no chat template; parse special tokens in the prompt")
@@ -97,7 +96,7 @@ def add_sampling(p: Options) -> None:
         help="the same, once for each occurrence (-2 to 2; default 0)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X",
         help="divides positive, multiplies negative logits of prompt and output tokens; 1 is off (default)")
-    add("--logit-bias", action="append", default=[], type=bias, metavar="ID=X",
+    add("--logit-bias", action="append", default=[], type=logit_bias, metavar="ID=X",
         help="added to a token's logit (-100 to 100); may be repeated")
     add("--stop", action="append", default=[], metavar="TEXT",
         help="stop generating at this text, which is not printed; may be repeated")
@@ -126,12 +125,14 @@ def add_output(p: Options) -> None:
              lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
 
 
-def ids(text: str) -> list[int]:
+def token_ids(text: str) -> list[int]:
     """An argparse type: token ids with commas between them."""
-    return [int(i) for i in text.split(",")]
+    with contextlib.suppress(ValueError):
+        return [int(i) for i in text.split(",")]
+    raise argparse.ArgumentTypeError(f"{text!r}: expected token ids, such as 1,2,3")
 
 
-def bias(value: str) -> tuple[int, float]:
+def logit_bias(value: str) -> tuple[int, float]:
     """An argparse type: a token id and what is added to its logit, as ID=X."""
     token, _, number = value.partition("=")
     with contextlib.suppress(ValueError):
@@ -139,40 +140,57 @@ def bias(value: str) -> tuple[int, float]:
     raise argparse.ArgumentTypeError(f"{value!r} is not ID=X, a token id and a number")
 
 
-def text_of(path: str) -> str:
-    """Return the text of a file ("-": standard input) without its final newline."""
+def read_prompt_file(path: str) -> str:
+    """Read a prompt file ("-": standard input) without its final newline."""
     return read_text("/dev/stdin" if path == "-" else path, "--prompt-file").removesuffix("\n")
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
-    """Return prompts and sampling options, one pair for each output. Raises InputError or ValueError."""
+    """Read prompts and sampling options, one pair for each output, and check --trace.
+
+    Replaces --json-schema by its content. Raises InputError or ValueError.
+    """
     from engine.sampling import Sampling
 
-    prompts: Prompts = [text_of("-") if text == "-" else text for text in o.words + o.prompt] + o.prompt_ids
+    texts: Prompts = [read_prompt_file("-") if text == "-" else text for text in o.words + o.prompt]
+    prompts = texts + o.prompt_ids
     for path in o.prompt_file:
-        prompts += load(PROMPT_ROWS).read_prompts(path) if path.endswith(".jsonl") else [text_of(path)]
+        if path.endswith(".jsonl"):
+            from tokens.dataset import read_prompts
+
+            prompts += read_prompts(path)
+        else:
+            prompts.append(read_prompt_file(path))
     if "" in prompts:
         raise InputError("a prompt is empty (--prompt, --prompt-file or standard input); give a text")
     if o.trace:
-        load(TRACE).check(o.trace, len(prompts) * o.num_samples)
+        from console import trace
+
+        trace.check(o.trace, len(prompts) * o.num_samples)
     if o.json_schema or o.json_object:
-        o.json_schema = load(JSON_SCHEMA).read_schema(o.json_schema)
+        from tokens.grammar import read_schema
+
+        o.json_schema = read_schema(o.json_schema)
     sampling = Sampling(**{field.name: getattr(o, field.name, None) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
-    return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
+    if not prompts:  # --interactive
+        return [], samplings
+    return [p for p in prompts for _ in samplings], samplings * len(prompts)
 
 
 def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) -> int:
     """Load the model and decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from llm import LLM
 
-    began, batch = time.perf_counter(), min(max(1, len(prompts)), o.batch_size or 16)
+    began = time.perf_counter()
+    batch = min(max(1, len(prompts)), o.batch_size or 16)
     llm = LLM(o.checkpoint, Drafting.from_options(o), batch_size=batch, max_seq_len=o.max_seq_len, log=note,
               ranks=ranks, verify=o.verify, **vars(runtime))
     engine = llm.engine
     note(f"loaded {llm.target.checkpoint} in {time.perf_counter() - began:.1f} s; KV cache of {engine.batch}"
-         f" x {engine.runner.slots} tokens, up to {engine.runner.cache_bytes / 1e9:.2f} GB")
-    encoding, ids = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}, []
+         f" x {engine.runner.cache_slots} tokens, up to {engine.runner.cache_bytes / 1e9:.2f} GB")
+    encoding = {"raw": o.raw, "system": o.system, "parse_special": o.parse_special}
+    ids = []
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
         ids.append(llm.encode(prompt, name=name, **encoding))
@@ -182,9 +200,13 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], runtime, ranks=None) 
         note(line)
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
     if o.interactive:
-        return load(INTERACTIVE).chat(engine, samplings[0], o.system, o.stats, show)
+        from console.chat import chat
+
+        return chat(engine, samplings[0], o.system, o.stats, show)
     if len(ids) > 1 or o.compare or o.stats or o.trace:
-        return load(OUTPUT).answer(o, llm, prompts, ids, samplings, show)
+        from console.output import answer
+
+        return answer(o, llm, prompts, ids, samplings, show)
     return answer_one(o, llm, prompts[0], ids[0], samplings[0])
 
 
@@ -195,7 +217,11 @@ def answer_one(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampli
     engine, ranks, requests, status = llm.engine, llm.target.model.ranks, [], 0
     events = engine.run([ids], [sampling], requests)
     try:
-        show(events, engine.tokenizer) if not o.json else deque(events, 0)
+        if o.json:
+            for _ in events:
+                pass
+        else:
+            show(events, engine.tokenizer)
     except KeyboardInterrupt:
         status = 130
         note("\n(interrupted)")
@@ -210,22 +236,23 @@ def answer_one(o, llm, prompt: str | list[int], ids: list[int], sampling: Sampli
 
 
 def show(events: Iterable, tokenizer) -> None:
-    """Print the text of one request as it comes, accepted draft tokens colored on a terminal.
+    """Print the text of one request as it arrives, or its token ids without a tokenizer.
 
-    Without a tokenizer its token ids are printed.
+    Accepted draft tokens are colored on a terminal.
     """
     color, separator = bool(sys.stdout) and sys.stdout.isatty(), ""
-    drafted = tokenizer.stream() if tokenizer else None  # decodes the drafted part of an event alone
+    draft_stream = tokenizer.stream() if tokenizer else None  # a second decoder, for accepted draft tokens
     try:
         for event in events:
             text = event.text
             if tokenizer is None:
                 text, separator = separator + ",".join(map(str, event.ids)), ","
             elif color:
-                head = drafted.push(event.ids[: event.drafted])
-                drafted.push(event.ids[event.drafted :])
-                if head and text.startswith(head):  # False if a stop text holds back or cuts part of it
-                    text = f"{DRAFTED}{head}{RESET}{text[len(head) :]}"
+                drafted_text = draft_stream.push(event.ids[: event.drafted])
+                draft_stream.push(event.ids[event.drafted :])
+                # False if a stop text holds back or cuts part of it.
+                if drafted_text and text.startswith(drafted_text):
+                    text = f"{DRAFTED}{drafted_text}{RESET}{text[len(drafted_text) :]}"
             print(text, end="", flush=True)
     finally:  # after Ctrl-C too
         print(flush=True)

@@ -30,12 +30,12 @@ class HeadArgs(ModelArgs):
     own_lm_head: Flag = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
     draft_window: whole(0) = 0  # default attention window: its longest training sequence; 0: unknown
 
-    drafts = None  # most draft steps, that is levels of a tree, that it was trained for; None: any number
+    drafts = None  # maximum number of tree levels that it was trained for; None: any
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         ascending, ids = all(low < high for low, high in pairwise(self.aux_layers)), self.vocab_size
         return [
-            *super().relations(),
+            *super().constraints(),
             ("draft_vocab_size", self.draft_vocab_size <= ids, f"at most vocab_size, {ids}"),
             ("aux_layers", ascending, "ascending layers"),
         ]
@@ -49,9 +49,9 @@ class HeadArgs(ModelArgs):
 class Head(nn.Module):
     """The base of draft heads.
 
-    Row i takes the feature of token i and the embedding of token i+1, and predicts token i+2. The target's
-    features go through `fuse` once. From the second draft step on, the head reads its own output instead.
-    Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
+    At position i it reads the feature of token i and the embedding of token i+1, and predicts token i+2. The
+    target's features go through `fuse` once. From the second draft step on, the head reads its own output
+    instead. Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
 
     Args, Caches: the classes of its shape and KV caches. backend: what it was prepared for, or None.
     reads_normed: its features are the target's last states after the final norm.
@@ -72,14 +72,17 @@ class Head(nn.Module):
     def use_target(self, target: Transformer) -> None:
         """Share the target's embedding table and lm_head where the checkpoint has none."""
         if self.lm_head is None:
-            self.lm_head = (self.args.tie_embeddings and self.embed) or target.lm_head or target.embed
+            if self.args.tie_embeddings and self.embed is not None:
+                self.lm_head = self.embed
+            else:
+                self.lm_head = target.embed if target.lm_head is None else target.lm_head
         if self.embed is None:
             self.embed = target.embed
         if self.reads_normed:
             self.target_norm = target.norm
 
-    def attend_to(self, tokens: int) -> None:
-        """Attend to the last `tokens` tokens only, 0: all. Call it before the head is put on a backend."""
+    def set_sliding_window(self, tokens: int) -> None:
+        """Set the sliding window of all layers, in tokens; 0: none. Call it before `Step.prepare`."""
         for block in self.modules():
             if isinstance(block, Block):
                 block.window = tokens
@@ -101,10 +104,10 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def read(
+    def prefill(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> None:
-        """Write the keys and values of prompt tokens to the caches. Arguments as for `forward`."""
+        """Write keys and values of prompt tokens to the caches. Arguments as for `forward`."""
         self(tokens, feature, positions, slots, visible, caches)
 
     def logits(self, feature: Tensor) -> Tensor:
@@ -185,9 +188,9 @@ class Eagle3Head(Head):
         return x
 
     def logits(self, feature: Tensor) -> Tensor:
-        return self.score(feature)
+        return self.logits_of_residual(feature)
 
-    def score(self, x: Tensor) -> Tensor:
+    def logits_of_residual(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> float32 draft logits [..., Vd]."""
         return self.lm_head.logits(self.norm(x))
 

@@ -36,22 +36,28 @@ ARGUMENTS = {
 }
 ENDINGS = {"stop": "stop", "length": "--max-new-tokens reached", "cache": "--max-seq-len reached",
            "error": "failed", None: "interrupted"}
-CHECKED, COUNT = Schema(TypedDict("Arguments", ARGUMENTS)), Schema(whole(1))
+ARGUMENT_SCHEMA = Schema(TypedDict("Arguments", ARGUMENTS))
+COUNT_SCHEMA = Schema(whole(1))
 
 
 class LLM:
-    """A target, what drafts for it, and the engine that decodes with both.
+    """A target, its drafter and the engine.
 
-    checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
-    a method such as "eagle3", or a `Drafting`; None is "none"; "auto" takes the head in the checkpoint's
-    folder and prompt lookup, each where it reduces latency. draft: the head (default CHECKPOINT/KIND) or
-    draft model, named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together.
-    max_seq_len: most tokens of prompt and output (default: `Target.default_max_seq_len`). verify: check the
-    weights against their sha256; None: only if they have one. ranks: `kernels.tp.Ranks`, if torchrun started
-    several processes. make_engine: a variant of `Target.engine`. runtime: fields of `Runtime`, such as
-    device="cpu" or dtype=torch.bfloat16. log: called with one line when something slow starts or ends.
-    Raises ValueError, with one line, if anything is missing, damaged, wrong or does not fit. model: another
-    name of checkpoint.
+    - checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. model is
+      another name for it.
+    - speculate: a method such as "eagle3", or a `Drafting`; None is "none". "auto" takes the head in the
+      checkpoint's folder and prompt lookup, each where it reduces latency.
+    - draft: the head (default CHECKPOINT/KIND) or draft model, named like a checkpoint
+    - tree: as --tree
+    - batch_size: prompts decoded together
+    - max_seq_len: maximum number of tokens of prompt and output (default: `Target.default_max_seq_len`)
+    - verify: check the weights against their sha256; None: only if they have one
+    - ranks: `kernels.tp.Ranks`, if torchrun started several processes
+    - make_engine: a variant of `Target.engine`
+    - runtime_options: fields of `Runtime`, such as device="cpu" or dtype=torch.bfloat16
+    - log: called with one line when something slow starts or ends
+
+    Raises ValueError, with one line, if anything is missing, damaged, wrong or does not fit.
     """
 
     def __init__(
@@ -59,17 +65,22 @@ class LLM:
         model: str | Path | None = None,
         draft: str | Path | None = None, tree: str | None = None, batch_size: int = 8,
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
-        ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime,
+        ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime_options,
     ):
         if checkpoint and model:
             raise InputError(f"checkpoint {checkpoint} and model {model} are the same argument: give one")
-        speculate, checkpoint = "none" if speculate is None else speculate, checkpoint or model
-        CHECKED.check({name: value for name, value in locals().items() if name in ARGUMENTS})
+        checkpoint = checkpoint or model
+        if speculate is None:
+            speculate = "none"
+        ARGUMENT_SCHEMA.check({
+            "checkpoint": checkpoint, "speculate": speculate, "draft": draft, "tree": tree,
+            "batch_size": batch_size, "max_seq_len": max_seq_len, "log": log,
+        })
         if isinstance(speculate, Drafting) and (draft or tree):
             raise InputError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        where = with_options(Runtime, runtime, ARGUMENTS)
-        where.prepare()  # mistakes are refused before anything is converted
+        runtime = with_options(Runtime, runtime_options, ARGUMENTS)
+        runtime.prepare()  # raises on invalid options before a long conversion
         folder = Path(checkpoint)
         if not all(is_converted(one) for one in filter(None, (checkpoint, drafting.draft))):
             folder, drafting = extensions.load(extensions.CONVERT)(checkpoint, drafting, log)
@@ -80,20 +91,20 @@ class LLM:
             verify_weights(folder, drafting.draft, bool(verify), log)
         if drafting.method == "none":
             extensions.load(extensions.UNUSED_HEADS)(folder, log)
-        self.target: Target = load_target(folder, where, log, ranks)
+        self.target: Target = load_target(folder, runtime, log, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = make_engine(self.target, drafting, batch=batch_size, max_seq_len=max_seq_len)
-        self._warm: set[bool] = set()  # kinds already warmed up: False greedy, True sampled
+        self._warmed_up: set[bool] = set()  # by whether requests sample
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
-        """Turn a prompt into token ids; options: of `engine.request.encode`."""
+        """Encode a prompt as token ids. options: arguments of `engine.request.encode`."""
         return encode(self.tokenizer, as_python(prompt), max_lengths=self.engine.max_lengths, **options)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None,
         variables: dict | None = None, parse_special: bool = True, n: int = 1, **sampling
     ) -> Request | list[Request]:
-        """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
+        """Decode one prompt, or a list of prompts `batch_size` at a time, to the end.
 
         A prompt is a text, which goes through the chat template unless `raw`; token ids, in a list or an
         array; or a list of chat messages. variables: for the chat template, such as {"enable_thinking":
@@ -103,15 +114,16 @@ class LLM:
         and more. Raises ValueError, before anything is decoded, on an invalid prompt or option.
         """
         prompts = as_python(prompts)
-        alone, first, count = is_one(prompts), with_options(Sampling, sampling), COUNT.check(n, "n")
+        single = is_single_prompt(prompts)
+        first, count = with_options(Sampling, sampling), COUNT_SCHEMA.check(n, "n")
         encoding = {"raw": raw, "system": system, "variables": variables, "parse_special": parse_special}
-        encoded = (self.encode(prompt, **encoding) for prompt in ([prompts] if alone else prompts))
+        encoded = (self.encode(prompt, **encoding) for prompt in ([prompts] if single else prompts))
         ids = [each for each in encoded for _ in range(count)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         continues = "continue_final_message" in (variables or ())
         requests = self.engine.generate(ids, samplings, continues=continues)
-        return requests[0] if alone and n == 1 else requests
+        return requests[0] if single and n == 1 else requests
 
     def stream(
         self, prompt: Prompt, *, raw: bool = False, system: str | None = None, variables: dict | None = None,
@@ -136,12 +148,12 @@ class LLM:
     def _warm_up(self, sampling: Sampling) -> None:
         """Compile, capture and time trees before the first greedy and the first sampled request."""
         noisy = sampling.temperature > 0
-        if noisy not in self._warm and not self.engine.busy:
-            self._warm.add(noisy)
+        if noisy not in self._warmed_up and not self.engine.busy:
+            self._warmed_up.add(noisy)
             self.engine.warm_up(Sampling(temperature=sampling.temperature))
 
 
-def together(requests: list[Request]) -> tuple[float, float]:
+def joint_speed(requests: list[Request]) -> tuple[float, float]:
     """Return the seconds from the first token of all requests to the last one, and tokens per second."""
     times = [(r.first, r.last) for r in requests if r.first]
     seconds = max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
@@ -149,8 +161,8 @@ def together(requests: list[Request]) -> tuple[float, float]:
 
 
 def summary(requests: list[Request], drafts: bool) -> str:
-    """Return a line about requests that were decoded together. drafts: whether they were drafted."""
-    _, speed = together(requests)
+    """Return a line about requests that were decoded together. drafts: they have a drafter."""
+    _, speed = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
     plain = requests[0].step_times["plain"] if requests[0].step_times["drafted"] and not requests[1:] else []
     return (
@@ -177,7 +189,7 @@ def as_json(request: Request, prompt: str | list[int], ranks: int = 1) -> dict:
     return row
 
 
-def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
+def is_single_prompt(prompts: Prompt | Iterable[Prompt]) -> bool:
     """Return whether this is one prompt, valid or not, rather than a list of prompts."""
     listed = isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))
     return listed or isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable)

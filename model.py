@@ -18,7 +18,6 @@ import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from operator import attrgetter
 
 import torch
 import torch.nn as nn
@@ -30,7 +29,7 @@ import extensions
 from common.schema import Flag, Ids, Layers, Many, Text, Width, number, whole
 
 Factor, Length = number(1e-3, 1e6), number(1, 2**31)
-LLAMA3 = {  # fields of `rope_scaling`
+LLAMA3_ROPE_FIELDS = {
     "factor": Factor, "low_freq_factor": Factor, "high_freq_factor": Factor,
     "original_max_position_embeddings": Length,
 }
@@ -40,9 +39,9 @@ LLAMA3 = {  # fields of `rope_scaling`
 class ModelArgs:
     """The shape of a target, as its `config.json` has it.
 
-    The types say what a file may hold, `relations` how fields depend on each other.
+    Types give the valid range of each field, `constraints` those between fields.
     rope_factor: factor of cos and sin.
-    short_length: longest sequence that `inverse_frequencies()` is for (longrope has others beyond).
+    short_length: longest sequence of the default `inverse_frequencies()`; longrope uses others beyond.
     """
 
     vocab_size: Ids
@@ -70,17 +69,17 @@ class ModelArgs:
 
     @classmethod
     def from_config(cls, config: dict):
-        """Take the fields of this class out of a config.json that was checked (`checkpoint.load`)."""
+        """Build from a checked config.json (`checkpoint.load`); other keys are ignored."""
         names = {f.name for f in fields(cls)}
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
 
-    def relations(self) -> list[tuple[str, bool, str]]:
-        """Return conditions on several fields: (key, whether it holds, the value that is expected)."""
+    def constraints(self) -> list[tuple[str, bool, str]]:
+        """Return constraints on several fields: (field, whether it holds, expected value)."""
         heads, pairs = self.num_heads, self.head_dim // 2
         divisors = [value for key, value in (self.rope_scaling or {}).items() if key.endswith("divisors")]
         known = "silu", *extensions.ACTIVATIONS
         return [
-            ("activation", self.activation in known, f"{str(known[:-1])[1:-1]} or {known[-1]!r}"),
+            ("activation", self.activation in known, f"one of {', '.join(known)}"),
             ("num_kv_heads", heads % self.num_kv_heads == 0, f"a divisor of num_heads, {heads}"),
             ("head_dim", self.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
             ("rope_scaling", all(len(each) == pairs for each in divisors),
@@ -89,7 +88,7 @@ class ModelArgs:
 
     @property
     def rope_type(self) -> str:
-        """The type of `rope_scaling`."""
+        """The RoPE scaling type, "default" without scaling."""
         scaling = self.rope_scaling or {}
         return scaling.get("rope_type", scaling.get("type", "default"))
 
@@ -99,24 +98,26 @@ class ModelArgs:
         return extensions.load(entry) if entry else None
 
     def inverse_frequencies(self, length: int = 0) -> Tensor:
-        """Return RoPE's inverse frequencies [hd/2], float32, on the CPU. length: of the longest sequence.
+        """Return RoPE's inverse frequencies [hd/2], float32, on the CPU.
+
+        length: of the longest sequence, for longrope.
 
         `llama3`: Llama-3.1's rescaling by wavelength, applied at all lengths.
         """
-        # On the CPU, whatever device modules are being made on: see `meta_modules`.
+        # Explicitly on the CPU: `meta_modules` sets the meta device.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu").float() / self.head_dim
         freq = 1.0 / (self.rope_base**exponents)
         if rope := self._scaled_rope:
             return rope.frequencies(self, freq, length)
         if self.rope_type != "llama3":
             return freq
-        factor, low, high, original = (float(self.rope_scaling[key]) for key in LLAMA3)
-        turns = original * freq / (2 * math.pi)  # of each pair within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
+        factor, low, high, original = (float(self.rope_scaling[key]) for key in LLAMA3_ROPE_FIELDS)
+        rotations = original * freq / (2 * math.pi)  # of each pair within the original context
+        blend = ((rotations - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
         return (1 - blend) * freq / factor + blend * freq
 
     def embedding_scale(self, dtype: torch.dtype) -> float:
-        """Return the factor of embeddings, rounded to their dtype."""
+        """Return the factor by which embeddings are multiplied, rounded to `dtype`."""
         return 1.0
 
 
@@ -140,16 +141,17 @@ def meta_modules() -> Iterator[None]:
 
 
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of `positions` [B, T]: two of [B, T, hd/2], float32.
+    """Return cos and sin of `positions` [B, T], each [B, T, hd/2] float32.
 
-    Computed once per pass and used by every layer. inv_freq [hd/2]; with [2, hd/2] they are [2, B, T, hd/2].
+    inv_freq [hd/2]; or [2, hd/2] for two kinds of RoPE, then each is [2, B, T, hd/2].
     """
     angles = positions[..., None].float() * (inv_freq if inv_freq.ndim == 1 else inv_freq[:, None, None])
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + hd/2) of x [B, T, heads, hd]: the "NeoX" halves, as Hugging Face stores LLaMA."""
+    """Rotate pairs (j, j + hd/2) of x [B, T, heads, hd], as Hugging Face stores LLaMA. cos, sin [B, T, hd/2].
+    """
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -198,24 +200,28 @@ class KVCache(nn.Module):
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k, v [B, T, nkv, hd] at slots [B, T] (each sequence has its own)."""
-        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        self.k.index_put_((rows, slots), k)
-        self.v.index_put_((rows, slots), v)
+        batch = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        self.k.index_put_((batch, slots), k)
+        self.v.index_put_((batch, slots), v)
 
     def live(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first `count` slots, [B, nkv, count, hd] each, in this dtype."""
+        """Return keys and values of the first `count` slots, [B, nkv, count, hd] each.
+
+        dtype: for subclasses that store another one.
+        """
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
 
     def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         """Store a layer's keys and values, then attend over the live prefix.
 
-        qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a
-        key/value head become G*T rows of it: keys and values are never repeated in memory.
+        qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads of a key/value head
+        are folded into the token dimension (G*T queries), so keys and values are not repeated.
         """
-        q, k, v = block.split(_rotated(block, qkv, *block.layer_angles(shared.angles())))
+        q, k, v = block.split(_rotated(block, qkv, *block.layer_cos_sin(shared.cos_sin())))
         self.write(k, v, shared.slots)
         B, T, nh, hd = q.shape
-        nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype, block.window)
+        nkv = k.shape[2]
+        bias = shared.bias(nh // nkv, q.dtype, block.window)
         q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
         k, v = self.live(bias.shape[-1], q.dtype)
         out = block.attention(q, k, v, bias)
@@ -223,10 +229,7 @@ class KVCache(nn.Module):
 
 
 class KVCaches(nn.ModuleList):
-    """The caches of all layers of a model, a `Layer` each.
-
-    Every backend may have a class of its own, which fits its attention (`engine.step`).
-    """
+    """The KV caches of a model, one `Layer` per layer. A backend may replace the class (`Step.caches`)."""
 
     Layer = KVCache
     dtype = None  # of the buffers; None: the model's
@@ -242,31 +245,31 @@ class KVCaches(nn.ModuleList):
         """Return the caches of the sequences first ... first + count - 1: views."""
         return type(self)(rows_of(cache, first, count) for cache in self)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the entries at slots `source` [B, W] of every layer to slots `target` [B, W].
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy the entries at slots `source` [B, W] of every layer to slots `destination` [B, W].
 
         All entries are read before any is written.
         """
-        rows = torch.arange(source.shape[0], device=source.device)[:, None]
+        batch = torch.arange(source.shape[0], device=source.device)[:, None]
         for cache in self:
-            k, v = cache.k[rows, source], cache.v[rows, source]
-            cache.k.index_put_((rows, target), k)
-            cache.v.index_put_((rows, target), v)
+            k, v = cache.k[batch, source], cache.v[batch, source]
+            cache.k.index_put_((batch, destination), k)
+            cache.v.index_put_((batch, destination), v)
 
-    def sequence(self, slot: int, slots: int) -> list[Tensor]:
-        """Return views of the first `slots` slots of one sequence."""
-        entries = self.entries(slots)
+    def sequence(self, slot: int, length: int) -> list[Tensor]:
+        """Return views of the first `length` cache slots of a batch slot."""
+        entries = self.entries(length)
         return [x[slot, :entries] for x in self.buffers()]
 
     def reusable_prefix(self, slot: int, length: int) -> int:
-        """Return how many of the first `length` tokens that a slot holds a new request can reuse."""
+        """Return how many of the `length` cached tokens of a slot a new request can reuse."""
         return length
 
     def start_request(self, slot: int, length: int) -> None:
-        """Prepare a slot for a request whose first `length` tokens it holds."""
+        """Prepare a slot for a request. length: its tokens that are cached already."""
 
     def save_prefix(self, slot: int) -> None:
-        """Save what a later request with the same prefix needs: the slot holds that prefix now."""
+        """Save the state that a request with the same prefix needs later. Called when the prompt is read."""
 
     def entries(self, slots: int) -> int:
         """Return how many entries of a buffer's second dimension hold `slots` slots."""
@@ -284,15 +287,14 @@ def rows_of(module: nn.Module, first: int, count: int, shared: tuple[str, ...] =
 
 
 def buffer_bytes(module: nn.Module) -> int:
-    """Return the bytes of all buffers, on the meta device those that they would take elsewhere."""
+    """Return the bytes of all buffers; of meta tensors, the bytes on a real device."""
     return sum(buffer.nbytes for buffer in module.buffers())
 
 
 def last_seen(visible: Tensor, window: int) -> Tensor:
-    """Return visible [B, T, n] bool, with only the last `window` slots that each token sees.
+    """Limit a mask [B, T, n] to the last `window` visible slots of each token.
 
-    A token sees one slot for each position up to its own, in ascending order: committed ones, then those of
-    its ancestors in the tree.
+    Visible slots are in order of position: committed tokens, then ancestors.
     """
     rank = visible.cumsum(-1)
     return visible & (rank > rank[..., -1:] - window)
@@ -302,14 +304,13 @@ class PassInputs:
     """The inputs that all layers of one forward pass share.
 
     positions, slots [B, T]: for RoPE, and the cache slots to write. visible [B, T, n] bool: the slots that
-    each token attends to; a backend may pass an object with `dense()`, which returns that, and
-    `within(window)`.
+    each token attends to; a backend may pass its own mask with `dense()` and `within(window)`.
     """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
         self._rope = args, inv_freq, positions
         self.slots, self.positions, self.visible = slots, positions, visible
-        self._cached: dict[object, object] = {("seen", 0): visible}
+        self._cached: dict[object, object] = {("mask", 0): visible}
 
     def cached(self, key: object, compute: Callable, *arguments):
         """Return compute(*arguments), computed once per key."""
@@ -317,24 +318,27 @@ class PassInputs:
             self._cached[key] = compute(*arguments)
         return self._cached[key]
 
-    def angles(self, table: Callable = rope_table) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of all positions, by `rope_table` or a backend's function like it."""
-        return self.cached("angles", table, *self._rope)
+    def cos_sin(self, table: Callable = rope_table) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of all positions. table: `rope_table` or a backend's version."""
+        return self.cached("cos_sin", table, *self._rope)
 
-    def seen(self, window: int):
-        """Return `visible` of layers with this sliding window, 0: none."""
+    def mask(self, window: int):
+        """Return the mask of a layer. window: its sliding window, 0: none."""
         within = partial(last_seen, self.visible) if isinstance(self.visible, Tensor) else self.visible.within
-        return self.cached(("seen", window), within, window)
+        return self.cached(("mask", window), within, window)
 
     def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """Return the mask of this window as an additive one [B, 1, groups*T, n]: 0 or -inf."""
+        """Return `mask` as an additive one [B, 1, groups*T, n], 0 or -inf.
+
+        groups: query heads per key/value head.
+        """
         def compute() -> Tensor:
-            seen = self.seen(window)
-            visible = seen if isinstance(seen, Tensor) else seen.dense()
+            mask = self.mask(window)
+            visible = mask if isinstance(mask, Tensor) else mask.dense()
             zero = torch.zeros((), dtype=dtype, device=visible.device)
             return torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
 
-        return self.cached(("bias", window), compute)
+        return self.cached(("bias", groups, dtype, window), compute)
 
 
 class Linear(nn.Linear):
@@ -345,14 +349,23 @@ class Linear(nn.Linear):
         return y if residual is None else residual + y
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the same in float32, for an lm_head."""
+        """Return the output in float32, for an lm_head."""
         return matmul_float32(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
     """An embedding table [V, H], which is the lm_head too if the two are tied."""
 
-    bias, dtype, device = None, property(attrgetter("weight.dtype")), property(attrgetter("weight.device"))
+    bias = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, as `device`."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
 
     def logits(self, x: Tensor) -> Tensor:
         """Normed states x [..., H] -> float32 logits [..., V]."""
@@ -405,7 +418,7 @@ def _project(block: Block, x: Tensor) -> Tensor:
 
 @torch.compiler.nested_compile_region
 def _rotated(block: Block, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return block.heads(qkv, cos, sin)
+    return block.norm_and_rotate(qkv, cos, sin)
 
 
 @torch.compiler.nested_compile_region
@@ -416,9 +429,10 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 class Block(nn.Module):
     """One decoder layer. A target's layer norms its input (`TargetBlock`); a head's first layer does not.
 
-    standard: no subclass changes what it computes: a kernel may replace it. fused: a backend's kernel for
-    `forward`, called with this block and the arguments. sinks: attention sinks, an extra softmax logit for
-    each query head [nh], or None. score_cap: see `families.variants`.
+    - standard: False if a subclass changes the computation, so that no kernel may replace it
+    - fused: a backend's kernel for `forward`, called with this block and the arguments
+    - sinks: attention sinks, an extra softmax logit for each query head [nh], or None
+    - score_cap: see `families.variants`
     """
 
     Norm, Cache = RMSNorm, KVCache
@@ -478,11 +492,11 @@ class Block(nn.Module):
             return None, None, 0.0
         return self.q_norm.scale, self.k_norm.scale, self.q_norm.eps
 
-    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return this layer's cosines and sines [B, T, hd/2], from those of `rope_table`."""
+    def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return this layer's cos and sin [B, T, hd/2], from those of `rope_table`."""
         return angles
 
-    def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def norm_and_rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Output of `wqkv` -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
         sizes = self.num_heads + self.num_kv_heads, self.num_kv_heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, dim=2)
@@ -492,7 +506,7 @@ class Block(nn.Module):
         return torch.cat((rotate(qk, cos, sin), v), dim=2)
 
     def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Output of `heads` -> q [B, T, nh, hd] and k, v [B, T, nkv, hd], as views."""
+        """Output of `norm_and_rotate` -> q [B, T, nh, hd] and k, v [B, T, nkv, hd], as views."""
         return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
 
 
@@ -514,12 +528,13 @@ class Transformer(nn.Module):
     - backend: the `engine.step.Step` that it was prepared for, or None; runs_on_backend: all of its layers
     run there
     - fused: a backend's kernel for `forward`, called with this model and the arguments
-    - ranks: the tensor-parallel group, or None; sharded(step, model): makes the step of a sharded model
-    - is_recurrent: its cache holds a state beside keys and values, so a sequence must be read in order
+    - ranks: the tensor-parallel group, or None
+    - make_sharded_step(step, model): makes the step of a sharded model; None without ranks
+    - is_recurrent: its cache holds a state, too, so a sequence must be read in order
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
-    backend, runs_on_backend, fused, ranks, sharded = None, False, None, None, None
+    backend, runs_on_backend, fused, ranks, make_sharded_step = None, False, None, None, None
     is_recurrent = False
 
     def __init__(self, args: ModelArgs):
@@ -532,19 +547,19 @@ class Transformer(nn.Module):
         self.register_buffer("inv_freq", args.inverse_frequencies(), persistent=False)
 
     def make_layer(self, layer: int) -> TargetBlock:
-        """Make the layer of this number."""
+        """Build layer number `layer`."""
         return self.Layer(self.args, layer)
 
     def check_tree(self, shape) -> None:
         """Raise ValueError if this target cannot verify trees of a `TreeShape`."""
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> KVCaches:
-        """Allocate a cache for every layer. device: of the weights if left out."""
+        """Allocate a cache for every layer. device: default: that of the weights."""
         device = device or self.embed.device
         return self.Caches.allocate(self.args, batch, slots, self.embed.dtype, device, self.backend)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """Return the size of `caches`."""
+        """Return the bytes that `caches` would allocate."""
         return buffer_bytes(self.caches(batch, slots, "meta"))
 
     def forward(
@@ -564,7 +579,7 @@ class Transformer(nn.Module):
             return self.fused(self, tokens, positions, slots, visible, caches, aux_layers)
         shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
 
-        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # `layer(...)`, in compile regions
+        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # layer(...), as nested compile regions
             return _finish(layer, x, layer.attend(caches[i], _project(layer, x), shared))
 
         return self.run_layers(tokens, aux_layers, apply)

@@ -113,7 +113,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
     batch = engine.batch
     if llm.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
-    note(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.slots} tokens,"
+    note(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.cache_slots} tokens,"
          f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
     engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):

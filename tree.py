@@ -1,9 +1,9 @@
 """The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked.
 
-Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1
-nodes are drafted. Everything is batched over B sequences, and the loops of a step run over levels, not over
-nodes. Every shape depends on `TreeShape` alone and nothing reads a value back to the host, unless a scheduler
-limits the tree by `costs` (`engine.scheduler.Choice`).
+Node 0 is the root: the last token the target chose. Its keys and values are not in the cache yet. The other
+T-1 nodes are drafted. Everything is batched over B sequences, and the loops of a step run over levels, not
+over nodes. Every shape depends on `TreeShape` alone and nothing reads a value back to the host, unless a
+scheduler limits the tree by `costs` (`engine.scheduler.Choice`).
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TreeShape:
         if self.nodes == 1 and not (self.depth or self.width):
             return
         if self.nodes == 1:
-            raise ValueError("tree: 1 node is the root alone; give at least 2, or decode without drafts")
+            raise ValueError("tree: 1 node is only the root; give at least 2, or decode without drafts")
         if self.nodes < 2 or self.depth < 0 or self.width < 1:
             raise ValueError(
                 f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive"
@@ -62,7 +62,7 @@ class TreeShape:
 
     @property
     def max_commit(self) -> int:
-        """W, the most tokens one step can commit: the root and a full path."""
+        """W, the maximum number of tokens that one step commits: the root and a full path."""
         return 1 if self.nodes == 1 else self.depth + 2
 
     @property
@@ -75,45 +75,45 @@ PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 
 class Tree(NamedTuple):
-    """A batch of pruned trees, in ascending order of candidates: the root first, parents before children."""
+    """A batch of trees, root first, parents before children."""
 
     tokens: Tensor  # [B, T] target token ids
     parent: Tensor  # [B, T] index of each node's parent; the root's is 0, itself
     depth: Tensor  # [B, T] root 0
-    ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
+    ancestors: Tensor  # [B, T, T] bool: node i attends to node j: i itself or an ancestor
     # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
     scores: Tensor | None = None
     levels: int = 0  # expansions after the first level, of a tree that a network grew
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [B, T, ...] at index [B, K] -> [B, K, ...]."""
+    """Gather x [B, T, ...] along dimension 1 at index [B, K] -> [B, K, ...]."""
     if x.shape[0] == 1:  # one operation instead of four
         return x.index_select(1, index[0])
-    rows = torch.arange(x.shape[0], device=x.device)[:, None]
-    return x[rows, index]
+    batch = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[batch, index]
 
 
 def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """The depth [B, T] and ancestors [B, T, T] bool (itself included) of nodes with these parents [B, T].
+    """Return depth [B, T] and ancestors [B, T, T] bool (a node is its own ancestor) from parent [B, T].
 
-    levels: the most levels below the root.
+    levels: the maximum number of levels below the root.
     """
     nodes = torch.arange(parent.shape[1], device=parent.device)
-    step = nodes.expand_as(parent)
-    ancestors = step[..., None] == nodes
+    ancestor = nodes.expand_as(parent)
+    ancestors = ancestor[..., None] == nodes
     for _ in range(levels):
-        step = parent.gather(1, step)
-        ancestors = ancestors | (step[..., None] == nodes)
+        ancestor = parent.gather(1, ancestor)
+        ancestors = ancestors | (ancestor[..., None] == nodes)
     return ancestors.sum(-1) - 1, ancestors
 
 
 class Growth:
-    """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): k nodes, each with k children.
+    """A tree while it grows (EAGLE-2, arXiv 2406.16858, section 4.1).
 
-    Candidates are kept in flat order: the k children of the root, then those of each level, beam row by beam
-    row: k*k, or fewer after `narrow`. `beam_*` describe the k nodes to expand next: token, cumulative
-    log-probability, and which drafted rows each sees.
+    Each level expands the k best nodes, the beam, into k children each. Candidates are stored flat: level by
+    level, grouped by parent. `beam_*`: tokens, cumulative log-probabilities, candidate indices and visible
+    drafted tokens of the beam.
     """
 
     def __init__(self, shape: TreeShape, scores: Tensor, tokens: Tensor):
@@ -128,7 +128,7 @@ class Growth:
         self.size = k
 
     def extend(self, scores: Tensor, tokens: Tensor) -> None:
-        """Record the beam's children: log-probabilities given their parent and token ids, both [B, R, k]."""
+        """Record the children of the R beam nodes: log-probabilities given the parent and ids, [B, R, k]."""
         self.tokens.append(tokens.flatten(1))
         self.scores.append((self.beam_scores[..., None] + scores).flatten(1))  # [B, R*k]
         self.parents.append(self.beam_flat[..., None].expand_as(tokens).flatten(1))
@@ -140,48 +140,51 @@ class Growth:
 
     @property
     def candidates(self) -> tuple[Tensor, ...]:
-        """Scores, tokens and parents of all candidates [B, C]; a parent's place is below 0 for the root."""
+        """Scores, tokens, parents of all candidates [B, C]. Parents are candidate indices, -1: the root."""
         levels = self.scores, self.tokens, self.parents
         return tuple(torch.cat(x, dim=1) if len(x) > 1 else x[0] for x in levels)
 
-    def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor, row: Tensor) -> Tensor:
-        """Take a beam of the newest children, and return the beam row each came from [B, k]."""
+    def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor) -> None:
+        """Replace the beam by some of the newest children."""
         self.beam_scores, self.beam_tokens, self.beam_flat, self.beam_sees = scores, tokens, flat, sees
         self.size += self.tokens[-1].shape[1]
-        return row
 
     def advance(self) -> Tensor:
-        """Make the k best of the newest children the beam. Returns the beam row each came from [B, k]."""
+        """Make the k best of the newest children the beam.
+
+        Returns their parents' indices in the old beam [B, k].
+        """
         B, k = self.beam_tokens.shape[0], self.shape.width
         scores, index = self.scores[-1].topk(k, dim=-1)
         row, tokens = index // k, self.tokens[-1].gather(1, index)
         itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
         sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
-        return self.set_beam(scores, tokens, self.size + index, sees, row)
+        self.set_beam(scores, tokens, self.size + index, sees)
+        return row
 
-    def narrow(self, rows: int) -> None:
-        """Keep the first `rows` nodes of the beam."""
-        seen = self.beam_sees.shape[-1] - self.beam_tokens.shape[1] + rows
-        self.beam_tokens, self.beam_scores = self.beam_tokens[:, :rows], self.beam_scores[:, :rows]
-        self.beam_flat, self.beam_sees = self.beam_flat[:, :rows], self.beam_sees[:, :rows, :seen]
+    def limit_beam(self, count: int) -> None:
+        """Keep the first `count` nodes of the beam."""
+        drafted = self.beam_sees.shape[-1] - self.beam_tokens.shape[1] + count
+        self.beam_tokens, self.beam_scores = self.beam_tokens[:, :count], self.beam_scores[:, :count]
+        self.beam_flat, self.beam_sees = self.beam_flat[:, :count], self.beam_sees[:, :count, :drafted]
 
     def prune(self, step: Step, root: Tensor, costs=None) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B].
 
         costs: keep fewer, those whose expected gain exceeds their cost. step: an `engine.step.Step`.
         """
-        below = root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs
-        return step.dispatch(best_below, *below)
+        return step.dispatch(
+            prune_candidates, root, *self.candidates, self.shape.nodes, self.shape.depth + 1, costs)
 
 
-def best_below(
+def prune_candidates(
     root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
     costs=None,
 ) -> Tree:
     """Return the tree of the nodes - 1 most probable of C candidates below root [B], fewer with `costs`.
 
     scores, tokens, parents [B, C]: see `Growth.candidates`; parents come before their children. levels: the
-    most levels below the root.
+    maximum number of levels below the root.
     """
     # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps
     # the smaller index, the parent, first: the kept set always contains the ancestors of its members.
@@ -189,10 +192,10 @@ def best_below(
         nodes = min(nodes, costs.keep(scores) + 1)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
     keep = best.sort(dim=-1).values
-    above = parents.gather(1, keep).contiguous()
-    place = torch.searchsorted(keep, above).clamp(max=max(keep.shape[1] - 1, 0))
+    parent_candidate = parents.gather(1, keep).contiguous()
+    parent_rank = torch.searchsorted(keep, parent_candidate).clamp(max=max(keep.shape[1] - 1, 0))
     # Candidates of score -inf are padding. One whose parent is not kept becomes a child of the root.
-    parent = torch.where(keep.gather(1, place) == above, place + 1, 0)
+    parent = torch.where(keep.gather(1, parent_rank) == parent_candidate, parent_rank + 1, 0)
     parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
     tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
     scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), dim=1)
@@ -200,11 +203,10 @@ def best_below(
 
 
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
-    """Which cache slots each row of a pass attends to -> [B, T, n] bool.
+    """Return which cache slots each token of a pass attends to [B, T, n] bool.
 
-    slots [n] is 0..n-1; each sequence's first `length` [B] slots hold its committed prefix, which every row
-    sees; the M slots after them are seen as `local` [B, T, M] says; the rest, stale or another's, are not
-    seen.
+    slots [n]: 0..n-1. length [B]: slots of the committed prefix, visible to all tokens. local [B, T, M]: mask
+    of the M slots after it. Later slots are masked.
     """
     offset = slots - length[:, None]  # [B, n]
     inside = (offset >= 0) & (offset < local.shape[-1])
@@ -219,9 +221,9 @@ def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]
     chosen [B, T]: the one token that the target draws at every node. A node is accepted if it carries the
     token drawn at its parent and its parent is accepted. Siblings with distinct tokens give one path. If
     siblings repeat a token, paths may tie: the one to the first deepest node is taken. The
-    step emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root.
-    Because proposals are a deterministic set, this is exactly sampling from the target (the reference's
-    try-reject-renormalize loop with q=1).
+    step emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root. Every
+    emitted token is the target's own draw at its position, so the tree does not change the distribution, and
+    no rejection sampling is needed.
     """
     nodes = torch.arange(tree.tokens.shape[1], device=chosen.device)
     agrees = (tree.tokens == chosen.gather(1, tree.parent)) | (nodes == 0)

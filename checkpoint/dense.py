@@ -13,7 +13,7 @@ from checkpoint.writer import Planned
 from common.errors import InputError
 from common.schema import ABSENT, InvalidValue
 from head import eagle3_aux_layers
-from model import LLAMA3, ModelArgs
+from model import LLAMA3_ROPE_FIELDS, ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
 # names {i} is the layer and {e} the expert; all experts follow each other.
@@ -96,7 +96,7 @@ def dense_fields(where: Path, config: dict) -> dict:
             raise InputError(f"{where}: {InvalidValue(KEYS[name][0], ABSENT, 'a whole number')}")
     fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
     rope = rope_of(config)
-    scaling = {"rope_type": "llama3"} | {k: v for k, v in rope.items() if k in LLAMA3}
+    scaling = {"rope_type": "llama3"} | {k: v for k, v in rope.items() if k in LLAMA3_ROPE_FIELDS}
     return fields | {
         "num_kv_heads": config.get("num_key_value_heads", fields["num_heads"]),
         "head_dim": config.get("head_dim", fields["hidden_size"] // fields["num_heads"]),

@@ -27,7 +27,7 @@ from common.errors import InputError, first_line
 from common.files import check_file, read_json
 from common.schema import ABSENT, InvalidValue, Schema, Sha256, Text, named, schema_of, whole
 from head import Head, HeadArgs
-from model import LLAMA3, Linear, ModelArgs, Transformer, meta_modules
+from model import LLAMA3_ROPE_FIELDS, Linear, ModelArgs, Transformer, meta_modules
 
 Shapes = dict[str, tuple[int, ...]]
 FORMAT = 2
@@ -42,31 +42,29 @@ FOLDER = Schema(TypedDict("Folder", {
     "quantization": NotRequired[dict],
 }))
 
-ROPE = "default", "linear", "llama3", "yarn", "divisors"  # RoPE scaling; divisors: longrope or GGUF's llama3
+ROPE_TYPES = "default", "linear", "llama3", "yarn", "divisors"  # divisors: longrope, or llama3 of a GGUF
 
 
 def rope_fields(kind: str) -> dict:
-    """Return the fields of `rope_scaling` of this type, one of `ROPE`."""
+    """Return the fields of `rope_scaling` of this type, one of `ROPE_TYPES`."""
     if entry := extensions.ROPE.get(kind):
         return extensions.load(entry).FIELDS[kind]
-    return LLAMA3 if kind == "llama3" else {}
+    return LLAMA3_ROPE_FIELDS if kind == "llama3" else {}
 
 
 def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
-    """Raise InvalidValue unless these are the parameters of a rope scaling that we compute."""
-    place = "rope_type" if "rope_type" in scaling else "type"
-    kind = scaling.get(place, ABSENT)
-    if not isinstance(kind, str) or kind not in ROPE:
-        raise InvalidValue(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
+    """Raise InvalidValue unless these are the parameters of a supported RoPE scaling."""
+    type_key = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.get(type_key, ABSENT)
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise InvalidValue(f"{key}.{type_key}", kind, f"one that is supported: {', '.join(ROPE_TYPES)}")
     Schema(TypedDict(f"Rope_{kind}", rope_fields(kind))).check(scaling, key)
 
 
 def check_args(args: ModelArgs) -> None:
-    """Raise InvalidValue if a field of a model's shape is out of its range, or if fields contradict each
-    other.
-    """
+    """Raise InvalidValue if a field of a model's shape is out of range or contradicts another one."""
     schema_of(type(args)).check(asdict(args))
-    for key, fits, expected in args.relations():
+    for key, fits, expected in args.constraints():
         if not fits:
             raise InvalidValue(key, getattr(args, key), expected)
 
@@ -80,7 +78,7 @@ def class_of(config: dict) -> type[Transformer | Head]:
 
 
 def check_config(config: dict) -> ModelArgs:
-    """Return the model's shape in a config.json. Raises InvalidValue on the first key that is not right."""
+    """Check a config.json and return its `ModelArgs`. Raises InvalidValue for the first invalid key."""
     FOLDER.check(config)
     shape = class_of(config).Args
     if isinstance(scaling := config.get("rope_scaling"), dict):
@@ -135,10 +133,10 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
     return config
 
 
-def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:
+def read_config_if_converted(checkpoint: str, max_seq_len: int | None = None) -> dict:
     """Return the config.json of a converted target that --checkpoint names; {} if it is not converted yet.
 
-    max_seq_len: of the texts, checked against the model's maximum. Raises InputError.
+    max_seq_len: checked against the model's maximum. Raises InputError.
     """
     if not is_converted(checkpoint):
         return {}
@@ -149,24 +147,24 @@ def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:
 
 
 def check_length(max_seq_len: int, longest: int) -> None:
-    """Raise InputError unless texts may have this length. longest: the model's maximum."""
+    """Raise InputError unless sequences may have this length. longest: the model's maximum."""
     if not 2 <= max_seq_len <= longest:
         raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
 
 
 def build_module(
-    config: dict, args: ModelArgs | None = None, lm_head: int | None = None
+    config: dict, args: ModelArgs | None = None, lm_head_size: int | None = None
 ) -> Transformer | Head:
     """Return the module that a config.json describes, on the meta device, where it takes no memory.
 
-    args, lm_head: override the shape and the lm_head's outputs. Raises InvalidValue, a ValueError, on a bad
-    config.
+    args, lm_head_size: override the shape and the number of the lm_head's outputs. Raises InvalidValue, a
+    ValueError, on a bad config.
     """
     args = args or check_config(config)
     with meta_modules():
         module = class_of(config)(args)
-        if lm_head and module.lm_head is not None:
-            module.lm_head = Linear(args.hidden_size, lm_head, bias=False)
+        if lm_head_size and module.lm_head is not None:
+            module.lm_head = Linear(args.hidden_size, lm_head_size, bias=False)
         if "quantization" in config:
             from kernels.quantized import Scheme, replace_linears
 
@@ -187,7 +185,7 @@ def load_model(
 
 
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
-    """Load a converted head in its target's dtype and on its device, and tie it to that target.
+    """Load a converted head in its target's dtype and on its device; share the weights that it lacks.
 
     Raises InputError if it is missing, damaged, not of the kind `kind`, or does not fit the target.
     """
@@ -195,14 +193,14 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     if config["kind"] not in extensions.HEADS:
         raise InputError(f"{folder}: is of kind {config['kind']}, expected a draft head; name another folder")
     check_head_fits(check_config(config), target.args, str(folder))
-    table, ranks = target.embed, target.ranks and target.ranks.for_heads
-    head = _load(Path(folder), config, table.device, table.dtype, ranks)
+    ranks = target.ranks and target.ranks.for_heads
+    head = _load(Path(folder), config, target.embed.device, target.embed.dtype, ranks)
     head.use_target(target)
     return head
 
 
 def _load(folder: Path, config: dict, device, dtype: torch.dtype | None, ranks) -> Transformer | Head:
-    module = described(folder, config, stored_tensors(folder / WEIGHTS, ADVICE))
+    module = build_checked_module(folder, config, stored_tensors(folder / WEIGHTS, ADVICE))
     if ranks:
         return extensions.load(extensions.SHARDED)(folder, config, device, dtype, ranks)
     return load_weights(module, folder / WEIGHTS, device, dtype)
@@ -210,33 +208,33 @@ def _load(folder: Path, config: dict, device, dtype: torch.dtype | None, ranks) 
 
 def load_weights(
     module: Transformer | Head, path: Path, device: torch.device | str, dtype: torch.dtype | None,
-    read: Callable[[str, Any], Tensor] = lambda name, file: file.get_tensor(name),
+    read_tensor: Callable[[str, Any], Tensor] = lambda name, file: file.get_tensor(name),
 ) -> Transformer | Head:
     """Fill a module of the meta device with the weights in a safetensors file, for inference.
 
-    read: returns the tensor of a name from the open file. Raises InputError if one does not fit.
+    read_tensor: returns the tensor of a name from the open file. Raises InputError if one does not fit.
     """
     state = {}
     for name, meta in module.state_dict().items():
         # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
         # as soon as it has been packed, not when all have.
         with open_safetensors(path, ADVICE, device) as file:
-            tensor = read(name, file)
+            tensor = read_tensor(name, file)
         # Quantized weights and their scales are never cast; older folders of 4 bits have bfloat16 scales.
         castable = {tensor.dtype, meta.dtype} <= CASTABLE
         if not castable and tensor.dtype != meta.dtype:
             raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantize"
                              " again")
         state[name] = tensor.to(dtype) if dtype and castable and not name.endswith(".scale") else tensor
-    ids, ours = state.get("draft_ids"), range(module.args.vocab_size)
-    if ids is not None and not (int(ids.min()) in ours and int(ids.max()) in ours):
+    ids, valid = state.get("draft_ids"), range(module.args.vocab_size)
+    if ids is not None and not (int(ids.min()) in valid and int(ids.max()) in valid):
         raise InputError(f"{path}: draft_ids are not those of this vocabulary; {ADVICE}")
     module.load_state_dict(state, assign=True)
     module.inv_freq = module.args.inverse_frequencies().to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
 
 
-def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
+def build_checked_module(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
     """Build a config's module on the meta device and compare it with the stored tensors, by name and shape.
 
     Raises InputError if the weights are not those of the config.

@@ -21,8 +21,8 @@ from checkpoint.load import (
     ADVICE,
     CONFIG,
     WEIGHTS,
+    build_checked_module,
     build_module,
-    described,
     load_model,
     open_safetensors,
     read_config,
@@ -62,7 +62,7 @@ class QuantizationPlan:
         """
         before = read_config(source, kind)
         check_exact(source, before)
-        exact = described(source, before, stored_tensors(source / WEIGHTS, ADVICE))
+        exact = build_checked_module(source, before, stored_tensors(source / WEIGHTS, ADVICE))
         experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
         after = dict(before)
         if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:

@@ -189,7 +189,7 @@ def _open_folder(path: Path) -> Source:
     if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
         config = text | {key: value for key, value in config.items() if value is not None}
     if any(map(config.get, QUANTIZATION)):
-        config, tensors = extensions.load(extensions.PUBLISHED)(path, config, tensors)
+        config, tensors = extensions.load(extensions.DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"
     generation = {k: v for k, v in read_json(file).items() if v is not None} if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))

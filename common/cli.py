@@ -1,4 +1,4 @@
-"""The frame of every command: options and their rules, lines on stderr, one-line errors, exit statuses."""
+"""Command-line helpers: options and their rules, logging to stderr, one-line errors, exit statuses."""
 from __future__ import annotations
 
 import argparse
@@ -56,18 +56,17 @@ def run_command(
 ) -> int:
     """Run a command and return its exit status.
 
-    The status is the value of `action` (None is 0); 1 after an InputError or one of `expected`, and where
-    memory runs out, printed to `errors` (None: stderr) as one line; 130 after Ctrl-C, where `interrupted` is
-    printed; 141 when the reader of the output has left.
+    The value of `action` (None: 0). 1 after InputError, `expected` or out of memory: the message goes to
+    `errors` (default stderr), on one line. 130 after Ctrl-C, with `interrupted`. 141 if stdout is closed.
     """
     InputError.in_command = True
     try:
         status = action() or 0
         if sys.stdout:
-            sys.stdout.flush()  # a reader that has left is noticed here, not at exit
+            sys.stdout.flush()  # raise BrokenPipeError here, not at exit
         return status
     except KeyboardInterrupt:
-        if is_distributed():  # the terminal and torchrun both send it
+        if is_distributed():  # the terminal and torchrun both send SIGINT
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         note(interrupted)
         return 130
@@ -75,12 +74,12 @@ def run_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as e:
-        words = one_line(e)
+        message = one_line(e)
         if no_memory(e):
-            words = f"not enough memory ({words}); give it less at a time, or a smaller model"
+            message = f"not enough memory ({message}); use a smaller batch, context or model"
         elif not isinstance(e, (InputError, *expected)):
             raise
-        print(f"error: {words}", file=errors or sys.stderr, flush=True)
+        print(f"error: {message}", file=errors or sys.stderr, flush=True)
         return 1
 
 
@@ -108,7 +107,7 @@ def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 class Options(argparse.ArgumentParser):
-    """A parser that also holds the rules of its options, and the groups that several commands share."""
+    """An argument parser with rules, and option groups that several commands share."""
 
     def __init__(self, about: str | None = None, **more):
         super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **more)
@@ -159,7 +158,8 @@ class Options(argparse.ArgumentParser):
             help="maximum context length, prompt and output (default: the model's, as far as memory allows)")
         add("-t", "--threads", type=within(1, MAX_THREADS),
             help="CPU threads (default: PyTorch's), at most the usable processors")
-        add("--compile", action=on_off, default=True, help="our kernels or torch.compile (default)")
+        add("--compile", action=on_off, default=True,
+            help="use our kernels or torch.compile (default); --no-compile: plain PyTorch")
         add("--kernels", action=on_off, default=True,
             help="use our C++ and Triton kernels (default); else torch.compile")
         add("--isa", metavar="NAME",

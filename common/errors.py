@@ -1,4 +1,4 @@
-"""The error that a user sees, and texts of others in its message."""
+"""InputError, and helpers for messages."""
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +12,7 @@ FLAG = re.compile(r"(\S+\.py .*)|--([a-z][a-z0-9-]*)")  # a command is left as i
 class InputError(ValueError):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do.
 
-    It names flags. Unless a command runs, they become parameters: --max-seq-len is max_seq_len.
+    Messages name flags. In the Python API they are shown as parameters: --max-seq-len as max_seq_len.
     """
 
     in_command = False
@@ -32,13 +32,13 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def printable(text: str, most: int = 120) -> str:
-    """Return a text of others, cut after `most` characters.
+def printable(text: str, max_length: int = 120) -> str:
+    """Return untrusted text, cut after `max_length` characters.
 
     Control characters are escaped: they could move a cursor or change color.
     """
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text if len(text) <= most else text[:most] + "..."
+    return text if len(text) <= max_length else text[:max_length] + "..."
 
 
 def one_line(error: object) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-_is_set = False  # whether `use_threads` was called
+_threads_set = False
 
 
 CGROUP_ROOT, CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -28,8 +28,9 @@ def processors(mounted: Path = CGROUP_ROOT, own: Path = CGROUP_FILE) -> int:
     That is its CPU affinity (taskset, a container's cpuset), limited by the CPU quota of its cgroups, rounded
     up. mounted, own: as for `cgroups`.
     """
-    on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min([on, *(_cpu_quota(folder / "cpu.max") for folder in cgroups(mounted, own))])))
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (_cpu_quota(folder / "cpu.max") for folder in cgroups(mounted, own))
+    return max(1, math.ceil(min([affinity, *quotas])))
 
 
 def _cpu_quota(file: Path) -> float:
@@ -49,17 +50,18 @@ def use_threads(count: int | None = None, log: Callable[[str], None] = lambda li
     """
     import torch
 
-    global _is_set
-    if count is None and _is_set:
+    global _threads_set
+    if count is None and _threads_set:
         return
-    requested, limit, _is_set = count or torch.get_num_threads(), processors(), True
+    requested, limit = count or torch.get_num_threads(), processors()
+    _threads_set = True
     torch.set_num_threads(min(requested, limit))
     if count is not None and count > limit:
         log(f"--threads {count}: this process may use fewer processors; it runs with {limit}")
 
 
 def free_memory(device) -> int | None:
-    """Bytes that can still be allocated, from torch's own reserve too; None where the system does not say.
+    """Return the bytes that can still be allocated, torch's reserve included; None if unknown.
 
     On a CPU no more than this process's cgroups allow (a container's limit).
     """
@@ -73,14 +75,14 @@ def free_memory(device) -> int | None:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
-    return min([free, *(left for folder in cgroups() if (left := left_in(folder)) is not None)])
+    return min([free, *(left for folder in cgroups() if (left := cgroup_free_memory(folder)) is not None)])
 
 
-def left_in(cgroup: Path) -> int | None:
-    """Bytes that a cgroup may still use, where pages of files give way; None without a limit."""
+def cgroup_free_memory(cgroup: Path) -> int | None:
+    """Return the bytes a cgroup may still use, reclaimable page cache included; None without a limit."""
     try:
-        most, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # "max"
         return None
-    return max(0, most - used + int(stat["inactive_file"]))
+    return max(0, limit - used + int(stat["inactive_file"]))

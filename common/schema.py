@@ -1,7 +1,6 @@
-"""Types of the content of files, checked with pydantic, and the one line about a value that does not fit.
+"""Validate file contents with pydantic; report an invalid value in one line.
 
-Types are strict: 1.0, "1" and true are no whole numbers. Keys that a type does not name are ignored, as they
-belong to others.
+Types are strict: 1.0, "1" and true are no whole numbers. Unknown keys are ignored.
 """
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from common.errors import InputError, did_you_mean
 
 ABSENT = object()
-TYPES = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names the members of a union
+UNION_MEMBER = re.compile(r"\[|^constrained-|^(str|int|dict)$")  # as pydantic names the members of a union
 EXPECTED = re.compile(r"^\w+ should (be|have) ")  # how pydantic's messages begin
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
@@ -37,9 +36,9 @@ def number(low: float = -1e300, high: float = 1e300, above: float | None = None)
     return Annotated[float, Strict(), bounds]
 
 
-def text(most: int = 1 << 20, pattern: str | None = None) -> Any:
-    """A text of at most `most` characters that matches the pattern."""
-    return Annotated[str, Strict(), Field(max_length=most, pattern=pattern)]
+def text(max_length: int = 1 << 20, pattern: str | None = None) -> Any:
+    """A text of at most `max_length` characters that matches the pattern."""
+    return Annotated[str, Strict(), Field(max_length=max_length, pattern=pattern)]
 
 
 Flag = Annotated[bool, Strict()]
@@ -50,7 +49,7 @@ Layers = whole(1, 10_000)
 
 
 class InvalidValue(ValueError):
-    """A key holds something else than is expected. The message names all three."""
+    """A key has an invalid value. The message names key, value and what is expected."""
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
@@ -60,7 +59,7 @@ class InvalidValue(ValueError):
 
 @contextlib.contextmanager
 def named(where: str | Path, advice: str = "") -> Iterator[None]:
-    """Turn Wrong in this context into an InputError that names the file and ends in the advice."""
+    """Turn InvalidValue in this context into an InputError that names the file and ends in the advice."""
     try:
         yield
     except InvalidValue as e:
@@ -74,22 +73,20 @@ class Schema:
         self.adapter = TypeAdapter(kind)
 
     def check(self, value: Any, key: str = "") -> Any:
-        """Return a value as its type has it. Raise InvalidValue if it is of another. key: its name in its
-        file.
-        """
+        """Validate and convert a value. Raises InvalidValue. key: its name in the file."""
         try:
             return self.adapter.validate_python(value)
         except ValidationError as e:
-            # The alternative of a union that fits furthest was meant.
+            # In a union, report the alternative whose error is deepest.
             error = max(e.errors(), key=lambda error: len(error["loc"]))
-            keys = (str(part) for part in (key, *error["loc"]) if not TYPES.search(str(part)))
+            keys = (str(part) for part in (key, *error["loc"]) if not UNION_MEMBER.search(str(part)))
             name = ".".join(filter(None, keys)) or "the file"
             if error["type"] == "missing":
                 raise InvalidValue(name, ABSENT, "a value") from None
             raise InvalidValue(name, error["input"], EXPECTED.sub("", error["msg"])) from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
-        """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""
+        """Check a value and return it unchanged. Raises InputError with the file's name and the advice."""
         with named(where, advice):
             self.check(value)
         return value
@@ -106,8 +103,8 @@ def with_options(kind: type, options: dict, more: Iterable[str] = ()) -> Any:
     known = [*more, *(field.name for field in fields(kind))]
     for name in options:
         if name not in known:
-            guess = did_you_mean(name, known)
-            raise InputError(f"{name}: no such option{guess}; choose from {', '.join(known)}")
+            suggestion = did_you_mean(name, known)
+            raise InputError(f"{name}: no such option{suggestion}; choose from {', '.join(known)}")
     return kind(**{name: value for name, value in options.items() if value is not None})
 
 

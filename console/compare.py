@@ -7,7 +7,7 @@ from collections.abc import Callable
 from common.cli import note
 from engine.request import Request
 from engine.sampling import Sampling
-from llm import LLM, together
+from llm import LLM, joint_speed
 
 RUNS = 3
 MIN_GAIN = 1.1  # speedup below which `line` adds acceptance length and costs
@@ -51,7 +51,7 @@ class Comparison:
         equal = sum(a.ids == b.ids for a, b in pairs)
         docs = "see docs/how-it-works.md#exactness"
         texts = "yes" if equal == len(pairs) else f"{equal} of {len(pairs)}, {docs}"
-        speeds = [(together(requests)[1], together(plain)[1]) for requests, plain in self.runs]
+        speeds = [(joint_speed(requests)[1], joint_speed(plain)[1]) for requests, plain in self.runs]
         if not all(fast and slow for fast, slow in speeds):
             return f"the answer is too short to compare speeds; identical output: {texts}"
         costs = self.engine.scheduler.describe(self.samplings[0].temperature > 0) or "costs were not timed"

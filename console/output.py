@@ -16,7 +16,7 @@ from common.errors import counted
 from engine.engine import Engine
 from engine.request import Request
 from engine.sampling import Sampling
-from llm import LLM, as_json, summary, together
+from llm import LLM, as_json, joint_speed, summary
 from tokens.tokenizer import Tokenizer
 
 MAX_TREES = 5  # kinds of trees that are named
@@ -79,7 +79,7 @@ def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
 
 def figures(requests: list[Request], engine: Engine, full: bool) -> str:
     """Return a line about requests that were decoded together, or several if `full`."""
-    seconds, _ = together(requests)
+    seconds, _ = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
     drafts = bool(lengths) and engine.drafter.shape.nodes > 1
     line = summary(requests, drafts)

@@ -85,7 +85,7 @@ class OnePassDrafter(NetworkDrafter):
         rows = last[:, :levels]
         logits = head.logits(rows)  # of all levels, to read the lm_head once
         if not markov:
-            scores, ids = step.rank(logits, noise, k, self._ids)  # [B, L, k]
+            scores, ids = step.rank(logits, noise, k, self._draft_ids)  # [B, L, k]
             if confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(rows))[..., None]
             ranked = scores, ids
@@ -98,7 +98,7 @@ class OnePassDrafter(NetworkDrafter):
             row = rows[:, level, None].expand(-1, count, -1)
             after = logits[:, level, None] + head.markov_logits(row, tokens)
             shift = None if noise is None else noise[:, level, None]
-            scores, ids = step.rank(after, shift, k, self._ids)
+            scores, ids = step.rank(after, shift, k, self._draft_ids)
             if confidence:
                 scores = scores + F.logsigmoid(head.confidence_logit(row, tokens))[..., None]
             return scores, ids

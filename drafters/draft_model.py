@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint.load import load_model, read_config
 from common.errors import InputError
-from engine.draft import NetworkDrafter, catch_up_tokens, last_unread
+from engine.draft import NetworkDrafter, catch_up_inputs, last_unread
 from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
@@ -50,7 +50,7 @@ class DraftModel(NetworkDrafter):
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
         """Read up to W tokens that end with the root; the last n_new are new."""
-        positions, visible = catch_up_tokens(step, state, slots, ahead=1)
+        positions, visible = catch_up_inputs(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, last_unread(state, h.shape[1]))
 

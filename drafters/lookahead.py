@@ -32,7 +32,7 @@ class Lookahead(StaticDrafter):
     The tree has G*(N-1) + (N-1)*W nodes.
     """
 
-    indivisible = True  # `observe` reads the target's predictions at all nodes
+    prunable = False  # `observe` reads the target's predictions at all nodes
     buffers_by_slot = ("window", "pool")
 
     def __init__(self, vocab_size: int, columns: int = 7, level: int = 5, guesses: int = 7):

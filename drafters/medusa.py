@@ -150,7 +150,7 @@ class MultiToken(StaticHeadDrafter):
             if i:  # expand nodes of the previous level
                 paths = torch.cat((paths[:, level.parent_rows], tokens[-1][:, level.rows, None]), -1)
             shift = None if noise is None else noise[:, i, None]
-            ranked = step.rank(head.head_logits(p, paths), shift, self.shape.width, self._ids)
+            ranked = step.rank(head.head_logits(p, paths), shift, self.shape.width, self._draft_ids)
             for levels, x in zip((scores, tokens), ranked):
                 levels.append(x.expand(-1, paths.shape[1], -1).flatten(1)[:, level.nodes])
         return self.static.with_tokens(torch.cat(tokens, 1), torch.cat(scores, 1))

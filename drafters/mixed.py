@@ -15,7 +15,7 @@ from drafters.static import TreeSize
 from engine.draft import Drafter
 from engine.state import State
 from engine.step import Step
-from tree import Tree, TreeShape, best_below
+from tree import Tree, TreeShape, prune_candidates
 
 MIN_SCORE = math.log(0.2)  # a tree without a network below it is not joined on a CPU
 
@@ -43,7 +43,7 @@ def join(one: Tree, other: Tree, nodes: int, levels: int, costs=None) -> Tree:
     joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
     parents = one.parent - 1, joined.gather(1, other.parent) - 1
     below = (torch.cat([x[:, 1:] for x in both], 1) for both in (scores, (one.tokens, other.tokens), parents))
-    return best_below(one.tokens[:, 0], *below, nodes, levels, costs)
+    return prune_candidates(one.tokens[:, 0], *below, nodes, levels, costs)
 
 
 def has_likely_node(tree: Tree) -> bool:
@@ -58,7 +58,7 @@ class Mixed(Drafter):
     size it as that of the head.
     """
 
-    reads_costs = True
+    applies_costs = True
 
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
@@ -74,7 +74,7 @@ class Mixed(Drafter):
         for part in parts:
             part.all_layers = self.aux_layers
         self.fingerprint = " ".join(part.fingerprint for part in parts)
-        self.reads = any(part.reads for part in parts)
+        self.defers_head = all(part.defers_head for part in parts)
 
     @property
     def resizable_part(self) -> Drafter | None:
@@ -82,7 +82,9 @@ class Mixed(Drafter):
 
     @property
     def headless(self) -> Drafter | None:
-        """The drafter without a network, which drafts while the head is off; None if both have one."""
+        """What drafts while the head is off; None if both drafters have a network."""
+        if self.network is None:
+            return self
         return next((part for part in self.parts if part.network is None), None)
 
     def with_tree(self, shape: TreeShape) -> Mixed:
@@ -137,7 +139,8 @@ class Mixed(Drafter):
             tree = step.draft(part, state, slots, noise, costs if resizable else None)
             if trees and costs is not None and part.network is None and not has_likely_node(tree):
                 continue  # joining would cost more than it gains
-            trees.append(tree._replace(scores=tree.scores * (1 + (part.sampled - 1) * temperature)))
+            factor = 1 + (part.sampled_score_factor - 1) * temperature
+            trees.append(tree._replace(scores=tree.scores * factor))
             levels = tree.levels if resizable else levels
         if len(trees) < 2:
             return trees[0] if self.resizable_part else costs.limit(step, trees[0])

@@ -110,7 +110,7 @@ class NGram(StaticDrafter):
     lengths: tokens of each chain of the tree. history: number of tokens of finished requests to keep.
     """
 
-    sampled = SAMPLED_SCORE_FACTOR
+    sampled_score_factor = SAMPLED_SCORE_FACTOR
 
     def __init__(
         self, lengths: tuple[int, ...] = CHAIN_LENGTHS, min_match: int = 2,

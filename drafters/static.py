@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-import engine.draft
 from common.errors import InputError
 from common.files import parse_json, read_text
 from engine.draft import Drafter, HeadDrafter
+from engine.draft import build as build_head_drafter
 from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
@@ -22,7 +22,7 @@ from tree import Tree, link
 
 @dataclass(frozen=True)
 class TreeSize:
-    """Size of trees without a fixed form, such as joined ones.
+    """A shape known only by its nodes and levels, such as that of a joint tree.
 
     They have `nodes` T, root included, on at most `levels` levels below the root.
     """
@@ -150,7 +150,7 @@ def expected_tree(nodes: int, levels: int) -> PathTree:
     """Return the static tree of the nodes with the highest acceptance, root included.
 
     Assumed acceptance of the top-1 child: 60 % at the first level, 10 % less at each further level. That of
-    the child of rank n: 0.25/n of it. Raises ValueError if there is nothing to draft.
+    a child of rank n: 0.25/n of that. Raises ValueError if there is nothing to draft.
     """
     if nodes < 2 or levels < 1:
         raise ValueError(f"tree: {nodes} nodes on {levels} levels draft nothing")
@@ -234,7 +234,7 @@ class StaticHeadDrafter(HeadDrafter):
     All indices are constants on the device.
     """
 
-    grows = reads_costs = False
+    grows = applies_costs = False
 
     def __init__(self, head, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
@@ -255,10 +255,10 @@ class StaticHeadDrafter(HeadDrafter):
                 expanded, feature = tokens[-1][:, level.rows], h[:, level.parent_rows]
                 h = self._forward(expanded, feature, positions, own, visible)
                 used += count
-            level_scores, ranked = (x.flatten(1) for x in self._best(step, h, noise, i, k))
+            level_scores, ranked = (x.flatten(1) for x in self._top_k(step, h, noise, i, k))
             tokens.append(ranked[:, level.nodes])  # of [B, rows * k]
             scores.append(level_scores[:, level.nodes])
-        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # each given its parent
+        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent
         return self.static.with_tokens(torch.cat(tokens, dim=1), scores)
 
 
@@ -272,7 +272,10 @@ def read_paths(file: str) -> PathTree:
 
 
 def build(setup: Setup) -> HeadDrafter:
-    """Build the EAGLE-1 drafter. Raises InputError for an unfit head, ValueError for an unfit tree."""
-    if setup.drafting.tree is not None:
-        return engine.draft.build(setup)
+    """Build the EAGLE-1 drafter.
+
+    Raises InputError if the head does not fit, ValueError if the tree does not.
+    """
+    if setup.drafting.tree is not None:  # --tree: dynamic, or another static tree
+        return build_head_drafter(setup)
     return StaticHeadDrafter(setup.load_head(), EAGLE1_TREE, setup.drafting.coupled)

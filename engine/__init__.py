@@ -1,1 +1,1 @@
-"""Decoding: the static state, the step, the loop that replays it, compilation, the Python API."""
+"""Decoding: engine, scheduler, model runner, steps, sampling, options."""

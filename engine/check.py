@@ -65,7 +65,7 @@ def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     """Fill the batch with random requests in this context. Yields a function that resets them."""
     state, B, generator = runner.state, runner.batch, torch.Generator(runner.device).manual_seed(0)
     before = {name: x.clone() for name, x in state.named_buffers()}
-    longest = min(MAX_CONTEXT, runner.slots - runner.extra - state.max_commit - 2)
+    longest = min(MAX_CONTEXT, runner.cache_slots - runner.extra_slots - state.max_commit - 2)
     state.length.copy_(torch.linspace(longest, min(63, longest), B).long())
     state.tokens.random_(runner.target.args.vocab_size, generator=generator)
     state.root.copy_(state.tokens.gather(1, state.length[:, None]))
@@ -73,7 +73,8 @@ def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     state.limit.copy_(state.length + state.max_commit + 1)
     for name, value in {"n_new": 1, "done": False, "temperature": 1, "top_k": 50, "top_p": 0.9}.items():
         state.get_buffer(name).fill_(value)
-    slots = torch.arange(min(longest + runner.extra + 64, runner.slots), device=runner.device).expand(B, -1)
+    count = min(longest + runner.extra_slots + 64, runner.cache_slots)
+    slots = torch.arange(count, device=runner.device).expand(B, -1)
     stale = (slots >= state.length[:, None])[..., None, None]
     for cache in (*runner.caches, *(runner.drafter.caches or ())):
         kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=runner.device, generator=generator)
@@ -117,7 +118,7 @@ def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
 
 
 def step_difference(
-    runner: ModelRunner, step: Callable, reset: Callable, span: Tensor, modes: Modes, max_error: float
+    runner: ModelRunner, step: Callable, reset: Callable, live_slots: Tensor, modes: Modes, max_error: float
 ) -> Difference:
     """Run a step, then its definition on the drafted tree. Return the largest difference."""
     state, target, drafter, W = runner.state, runner.target, runner.drafter, runner.drafter.shape.max_commit
@@ -135,14 +136,15 @@ def step_difference(
     with patch.object(fallback, "disabled", {*fallback.KERNELS}):
         device_step = runner.device_step
         noise = device_step.noise(state, W, target.args.vocab_size) if modes.noisy else None
-        defined = device_step.draft(drafter, state, span, noise)
-        logits, new = device_step.verify(target, drafted, state, span, runner.caches, drafter.aux_layers)
+        defined = device_step.draft(drafter, state, live_slots, noise)
+        logits, new = device_step.verify(
+            target, drafted, state, live_slots, runner.caches, drafter.aux_layers)
         KVCaches.move(runner.caches, length[:, None] + path, length[:, None] + window)
     found = [difference(f"layer {i}", x, entries(cache, slots), max_error)
              for i, (x, cache) in enumerate(zip(written, runner.caches))]
     if defined.scores is not None:
         found.append(difference("draft", *(x.scores.sort().values for x in (drafted, defined)), max_error))
-    if new is not None and drafter.reads:
+    if new is not None and not drafter.defers_head:
         found.append(difference("features", features[emitted], pick(new, path)[emitted], max_error))
     if target.ranks is None:  # emitted tokens have the largest defined logits, except for near ties
         scale = pick(logits, path).square().mean(-1).sqrt()
@@ -171,18 +173,19 @@ def check(runner: ModelRunner, modes: Modes, log: Callable[[str], None]) -> None
     of_kernel, of_step = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
     try:
         with runner.device_context(), random_requests(runner) as reset:
-            span = runner.slot_ids[: round_up(int(runner.state.length.max()) + runner.extra + 1, 64)]
+            longest = int(runner.state.length.max())
+            live_slots = runner.slot_ids[: round_up(longest + runner.extra_slots + 1, 64)]
             with compare_kernels(of_kernel) as failed:
                 arguments = runner.device_step, runner.target, runner.caches, runner.drafter, runner.state
-                verified = draft_and_verify(*arguments, span, True)
+                verified = draft_and_verify(*arguments, live_slots, True)
                 accept_and_commit(*arguments, verified, *Modes(noisy=True, restricted=True))
             for name in failed_on_any_rank(runner, failed):
                 reason = failed.get(name, "it fails on another rank")
                 fallback.disabled.add(name)
                 runner.fell_back(f"kernel {name!r} falls back to PyTorch, which is slower: {reason}")
-            live = runner.slot_range(0, runner.batch), runner.span(len(span))
+            live = runner.slot_range(0, runner.batch), runner.live_slots(len(live_slots))
             step = partial(runner.step, *live, runner.drafter, modes)
-            found = step_difference(runner, step, reset, span, modes, of_step)
+            found = step_difference(runner, step, reset, live_slots, modes, of_step)
             if failed_on_any_rank(runner, {"step": ""} if found.ratio > 1 else {}, ("step",)):
                 runner.run_eagerly()
                 runner.fell_back("the captured step is wrong and runs uncompiled:"

@@ -1,4 +1,4 @@
-"""Converting what is no folder of ours before it is loaded: a Hugging Face folder, hub id or .gguf file."""
+"""Convert a Hugging Face folder, hub id or .gguf file before it is loaded."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from engine.drafting import AUTO, Drafting, methods_of
 
 
 def check_draft(checkpoint: str | Path, drafting: Drafting) -> None:
-    """Raise InputError if what drafts for a checkpoint, converted or not, is not there.
+    """Raise InputError if the head or draft model is missing. Called before a large target is converted.
 
-    For before a large target is converted. Its own MTP layer comes with it.
+    An MTP layer is part of the target's checkpoint and is not checked.
     """
     if is_converted(drafting.draft or checkpoint):
         return
     if drafting.draft:
         resolve_source(drafting.draft)
     elif not {AUTO, "mtp"} & {*methods_of(drafting.method)}:
-        if Path(checkpoint).parent.is_dir():  # a name on the hub has nothing here yet
+        if Path(checkpoint).parent.is_dir():  # not a hub id, which has no local folder
             resolve_source(checkpoint)
         drafting.folders(default_folder(checkpoint))
 
 
-def converted(
+def convert_if_needed(
     checkpoint: str | Path, drafting: Drafting, log: Callable[[str], None]
 ) -> tuple[Path, Drafting]:
-    """Return the folder of a target, and what drafts for it, after converting what is no folder of ours.
+    """Convert target and draft checkpoint if needed. Return the target's folder and the drafting options.
 
     log: called with one line when something slow starts or ends. Raises InputError if one of them is missing
     or of another kind.

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 class Drafter(nn.Module):
     """Proposes a tree for each step. This base class proposes the root alone: plain decoding.
 
-    shape: of its trees; the largest one where a scheduler limits them.
+    shape: the tree it drafts; the largest one if a scheduler limits it.
     """
 
     method = "none"  # name in --speculate
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it reads as features
     all_layers: tuple[int, ...] = ()  # layers in `State.features`; (): exactly `aux_layers`
     fingerprint = ""  # of a drafter without weights, for evaluation records
-    reads = True  # `propose` runs the head over new tokens; if False, they wait for `prefill_unread`
+    defers_head = False  # it does not run the head over new tokens: they wait for `prefill_unread`
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
-    sampled = 1.0  # factor of its scores at temperature 1
+    sampled_score_factor = 1.0  # of its scores, at temperature 1
     grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
-    indivisible = False  # its tree must be verified whole: `costs` cannot prune it
-    reads_costs = False  # `propose` follows `costs`; if not, they limit the tree that it proposes
+    prunable = True  # `costs` may remove nodes of its tree
+    applies_costs = False  # `propose` limits the tree by `costs`; if False, `Step.draft` does
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
@@ -56,6 +56,11 @@ class Drafter(nn.Module):
     def resizable_part(self) -> Drafter | None:
         """This drafter, or the part of a joint one, whose trees can have any size; None if there is none."""
         return self if self.grows else None
+
+    @property
+    def headless(self) -> Drafter | None:
+        """This drafter, or the part of a joint one, that has no network; None if there is none."""
+        return self if self.network is None else None
 
     def new_caches(
         self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str
@@ -82,8 +87,7 @@ class Drafter(nn.Module):
         return self.extra_slots - self.shape.max_commit + max_commit
 
     def rows(self, first: int, count: int) -> Drafter:
-        """Return this drafter for batch slots first ... first + count - 1: same weights, views of the rest.
-        """
+        """Return this drafter for slots first ... first + count - 1: same weights, views of the rest."""
         some = copy.copy(self)
         some._buffers, some._modules = dict(self._buffers), dict(self._modules)
         for name in self.buffers_by_slot:
@@ -93,7 +97,7 @@ class Drafter(nn.Module):
         return some
 
     def sequence(self, slot: int, length: int) -> list[Tensor]:
-        """Return views of all state of a batch slot, in the first `length` cache slots."""
+        """Return views of the state of a batch slot: its buffers and first `length` cache slots."""
         own = [self._buffers[name][slot] for name in self.buffers_by_slot]
         return own if self.caches is None else own + self.caches.sequence(slot, length)
 
@@ -106,8 +110,8 @@ class Drafter(nn.Module):
     def prefill(self, state: State, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Run over a chunk of the prompt: tokens of `state` at positions [B, C], their features [B, C, F].
 
-        The token after the prompt's last one is not known yet: a drafter that needs it runs over that row
-        again in its first `propose`.
+        The token after the prompt's last one is not known yet: a drafter that needs it runs over the last
+        token again in its first `propose`.
         """
 
     def propose(
@@ -122,7 +126,7 @@ class Drafter(nn.Module):
         return Tree(state.root.clone(), state.zero, state.zero, state.one)
 
     def observe(self, step: Step, state: State, logits: Tensor) -> None:
-        """Learn from the target's logits at the nodes that were proposed [B, T, V], see `Step.logits`."""
+        """Learn from the target's logits [B, T, V] at the proposed nodes, after `shape_logits`."""
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -135,59 +139,59 @@ def materialize(x: Tensor) -> Tensor:
 
 
 def catch_up_count(step: Step, state: State) -> int:
-    """Return R, the rows of a catch-up pass: W with static shapes, else the largest `n_new` of the batch."""
+    """Return R, the number of tokens of a catch-up pass: W with static shapes, else the largest `n_new`."""
     return state.max_commit if step.static_shapes else min(max(int(state.n_new.max()), 1), state.max_commit)
 
 
-def catch_up_tokens(step: Step, state: State, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
+def catch_up_inputs(step: Step, state: State, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
     """Return the positions [B, R] of a catch-up's tokens and their attention mask.
 
-    The first n_new tokens are those that the last step committed. ahead: tokens that the last pass has read
-    already.
+    The first n_new tokens are those that the last step committed. ahead: `NetworkDrafter.read_ahead`.
     """
     rows, start = catch_up_count(step, state), state.length - state.n_new + ahead
     positions = start[:, None] + torch.arange(rows, device=slots.device)
     return positions, step.causal_mask(slots, start, rows)
 
 
-def last_unread(state: State, rows: int) -> Tensor:
-    """Return the row of the last unread token [B, 1], at most `rows` - 1."""
-    # A sequence that this step leaves out may have more unread tokens than rows.
-    return (state.n_new - 1).clamp(0, rows - 1)[:, None]
+def last_unread(state: State, count: int) -> Tensor:
+    """Return the index [B, 1] of the last unread token in a pass of `count` tokens."""
+    # A paused sequence may have more unread tokens than the pass.
+    return (state.n_new - 1).clamp(0, count - 1)[:, None]
 
 
 class NetworkDrafter(Drafter):
     """A drafter whose network grows a tree level by level.
 
     coupled: rank candidates by draft logits plus the noise that the target is sampled with, so that the
-    network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never changes
-    the output. vocabulary: size of the network's. drafts: most levels that it can draft, None: any number.
-    Raises ValueError on a tree that is wider or deeper.
+    network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). Coupling never
+    changes the output. vocabulary: size of the network's vocabulary. max_levels: of a tree that it can draft,
+    None: any number. Raises ValueError on a tree that is wider or deeper.
     """
 
-    reads_costs = True
+    applies_costs = True
     # Largest tree of a greedy step and of a sampled one, which draws the noise of every level in advance.
     max_trees = TreeShape(32, 7, 4), TreeShape(32, 3, 4)
-    _ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
+    _draft_ids: Tensor | None = None  # target id of each of its own ids [Vd]; None: they are the same
     read_ahead = 0  # tokens in its cache beyond those of the target's: 1 if it has read the root
 
     def __init__(
-        self, shape: TreeShape, vocabulary: int, coupled: bool = True, drafts: int | None = None
+        self, shape: TreeShape, vocabulary: int, coupled: bool = True, max_levels: int | None = None
     ):
         super().__init__(shape)
-        self.coupled, self.vocabulary, self.drafts = coupled, vocabulary, drafts
+        self.coupled, self.vocabulary, self.max_levels = coupled, vocabulary, max_levels
         self._check_shape()
 
     def _check_shape(self) -> None:
-        levels, drafts = self.shape.max_commit - 1, self.drafts
+        levels, max_levels = self.shape.max_commit - 1, self.max_levels
         if self.shape.width > self.vocabulary:
             raise ValueError(f"tree: width {self.shape.width} exceeds the head's vocabulary of"
                              f" {self.vocabulary}")
-        if drafts is not None and levels > drafts:
-            raise ValueError(f"tree: {levels} levels below its root, the head drafts {drafts} tokens ahead")
+        if max_levels is not None and levels > max_levels:
+            raise ValueError(
+                f"tree: {levels} levels below its root, the head drafts {max_levels} tokens ahead")
 
     def with_tree(self, shape: TreeShape) -> NetworkDrafter:
-        """Return a drafter of other trees with the same network and, if allocated, the same caches."""
+        """Return a copy for another tree shape that shares network and caches."""
         other = copy.copy(self)
         other.shape = shape
         other._check_shape()
@@ -208,23 +212,24 @@ class NetworkDrafter(Drafter):
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
         """
         shape, k, base = self.shape, self.shape.width, state.length + self.read_ahead
-        scores, tokens = self._best(step, last, noise, 0, k)
+        scores, tokens = self._top_k(step, last, noise, 0, k)
         growth = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
-        row_slots, rows, drafted = base[:, None] + torch.arange(k, device=slots.device), k, 0
+        first_slots = base[:, None] + torch.arange(k, device=slots.device)
+        count, drafted = k, 0  # nodes to expand; nodes of earlier levels
         for level in range(shape.depth):
             if costs is not None:
-                rows = self.expand(costs, growth.beam_scores, level)
-                if not rows:
+                count = self.expand(costs, growth.beam_scores, level)
+                if not count:
                     break
-                growth.narrow(rows)
-                feature = feature[:, :rows]
-            positions = (base + level)[:, None].expand(-1, rows)
+                growth.limit_beam(count)
+                feature = feature[:, :count]
+            positions = (base + level)[:, None].expand(-1, count)
             visible = step.mask(slots, base, growth.beam_sees)
-            own_slots = row_slots[:, :rows] + drafted
+            own_slots = first_slots[:, :count] + drafted
             feature = self._forward(growth.beam_tokens, feature, positions, own_slots, visible)
-            drafted += rows
-            growth.extend(*self._best(step, feature, noise, level + 1, k))
+            drafted += count
+            growth.extend(*self._top_k(step, feature, noise, level + 1, k))
             if level + 1 < shape.depth:
                 feature = pick(feature, step.dispatch(Growth.advance, growth))
         return growth
@@ -233,22 +238,22 @@ class NetworkDrafter(Drafter):
         """Return how many nodes of a level to expand. scores [B, k]: of its best nodes."""
         return costs.expand(scores, self.shape.width)
 
-    def _best(
+    def _top_k(
         self, step, h: Tensor, noise: Tensor | None, level: int, k: int
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and target ids [B, R, k] of the top k tokens after outputs h [B, R, H]."""
         logits = self.network.logits(h)
-        return step.rank(logits, None if noise is None else noise[:, level, None], k, self._ids)
+        return step.rank(logits, None if noise is None else noise[:, level, None], k, self._draft_ids)
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """Return the target's noise [B, W, V] at the network's ids [B, levels, Vd]; None if not coupled."""
         if noise is None or not self.coupled:
             return None
         noise = noise[:, : self.shape.max_commit - 1]  # a joint tree may have more levels
-        return noise if self._ids is None else noise[..., self._ids]
+        return noise if self._draft_ids is None else noise[..., self._draft_ids]
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Run over what the last step committed. Returns the output [B, 1, H] for the first level."""
+        """Run the network over the tokens that the last step committed. Returns the last output [B, 1, H]."""
         raise NotImplementedError
 
     def _forward(
@@ -282,30 +287,30 @@ class HeadDrafter(NetworkDrafter):
         """Select the features of its own layers from those of all layers in the state [..., F]."""
         if not self.all_layers or self.all_layers == self.aux_layers:
             return features
-        each = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)
-        return torch.cat([each[self.all_layers.index(layer)] for layer in self.aux_layers], -1)
+        by_layer = features.unflatten(-1, (len(self.all_layers), -1)).unbind(-2)
+        return torch.cat([by_layer[self.all_layers.index(layer)] for layer in self.aux_layers], -1)
 
     def prefill(self, state: State, features: Tensor, positions: Tensor, visible: Tensor) -> None:
-        if self.caches is None:
+        if self.caches is None:  # heads without a KV cache
             return
-        # Row i holds feature i and token i+1, at position i: RoPE depends on position differences only.
+        # Entry i combines feature i and token i+1, at position i: RoPE depends on position differences only.
         next_tokens = state.tokens.gather(1, positions + 1)
         features = self.head.fuse(self.own_features(features))
-        self.head.read(next_tokens, features, positions, positions, visible, self.caches)
+        self.head.prefill(next_tokens, features, positions, positions, visible, self.caches)
 
     def catch_up(self, step: Step, state: State, slots: Tensor) -> Tensor:
-        """Run over up to W tokens with the target's true features, the first n_new of them real.
+        """Run the head over up to W tokens with the target's features. The first n_new are committed.
 
-        Cache entries of the others are overwritten or never seen.
+        The others are padding: their cache entries are overwritten or never attended to.
         """
-        head, (positions, visible) = self.head, catch_up_tokens(step, state, slots)
+        head, (positions, visible) = self.head, catch_up_inputs(step, state, slots)
         next_tokens = state.tokens.gather(1, positions + 1)
         features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
         h = head(next_tokens, features, positions, positions, visible, self.caches)
         return pick(h, last_unread(state, h.shape[1]))
 
     @property
-    def _ids(self) -> Tensor:
+    def _draft_ids(self) -> Tensor:
         return self.head.draft_ids
 
 

@@ -17,12 +17,15 @@ from common.errors import InputError, did_you_mean
 from extensions import METHODS, Method, load
 
 MAX_TREE_NODES = 1024  # masks and caches grow with the tree
-METHOD_OWNERS = {flag.method for flag in extensions.METHOD_FLAGS.values()}
-TARGET, AUTO = "target", "auto"  # checkpoint kind of a draft model; the method that picks another method
+METHODS_WITH_FLAGS = {flag.method for flag in extensions.METHOD_FLAGS.values()}
+TARGET = "target"  # checkpoint kind of a draft model
+AUTO = "auto"  # the method that picks another method
 
 
 def methods_of(name: str) -> dict[str, Method]:
-    """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
+    """Return the methods that a value of --speculate joins: none, one, or two with a plus.
+
+    Raises InputError.
     """
     parts = name.split("+")
     if unknown := [part for part in parts if part not in METHODS]:
@@ -34,7 +37,7 @@ def methods_of(name: str) -> dict[str, Method]:
 
 
 def add_method_flags(group) -> None:
-    """Add the flags that only some methods take, None where they are not given."""
+    """Add the flags that only some methods take, None by default."""
     for flag, (name, default, what, _) in extensions.METHOD_FLAGS.items():
         kind, suffix = (str, "") if default is None else (int, f" (default {default})")
         help = f"{name}: {what}{suffix}"
@@ -45,7 +48,7 @@ def add_method_flags(group) -> None:
 
 
 def given_flags(o: argparse.Namespace) -> dict:
-    """Return the flags of methods that a command line gives."""
+    """Return the method flags given on the command line."""
     found = {flag: getattr(o, flag.replace("-", "_")) for flag in extensions.METHOD_FLAGS}
     return {flag: value for flag, value in found.items() if value is not None}
 
@@ -71,7 +74,12 @@ def add_drafting(p: Options, default: str = "none"):
     p.refuse(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
              lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"
                        " torchrun")
-    p.judge(lambda o: o.draft and o.speculate == "none" and setattr(o, "speculate", AUTO))
+
+    def draft_implies_auto(o: argparse.Namespace) -> None:
+        if o.draft and o.speculate == "none":
+            o.speculate = AUTO
+
+    p.judge(draft_implies_auto)
     p.judge(Drafting.from_options)
     return group
 
@@ -85,10 +93,10 @@ def read_tree(text: str) -> Any:
         return text
     if not re.fullmatch(r"[0-9]{1,9},[0-9]{1,9},[0-9]{1,9}", text):
         return check_size(load(extensions.TREE_FILES)(text))
-    return tree_of([*map(int, text.split(","))])
+    return tree_from_sizes([*map(int, text.split(","))])
 
 
-def tree_of(numbers: list[int]):
+def tree_from_sizes(numbers: list[int]):
     """Return the tree [T, D, K]. Raises InputError if it is impossible or too large."""
     from tree import TreeShape  # imports torch
 
@@ -135,13 +143,13 @@ class Drafting:
         if isinstance(self.tree, str):
             object.__setattr__(self, "tree", read_tree(self.tree))
         elif isinstance(self.tree, list) and None not in self.tree:
-            object.__setattr__(self, "tree", tree_of(self.tree))
+            object.__setattr__(self, "tree", tree_from_sizes(self.tree))
         if not any(method.draft for method in methods.values()):
             for option, value in (("draft", self.draft), ("tree", self.tree)):
                 if value:
                     raise InputError(f"--speculate {self.method}: does not take --{option}; leave it out or"
                                      " choose another method")
-        if self.flags or self.window is not None or METHOD_OWNERS & {*methods}:
+        if self.flags or self.window is not None or METHODS_WITH_FLAGS & {*methods}:
             object.__setattr__(self, "flags", load(extensions.CHECK_METHOD_FLAGS)(self, methods))
 
     @classmethod
@@ -190,10 +198,10 @@ class Drafting:
             if method.draft:
                 folder = found[name] = Path(self.draft) if named else checkpoint / method.draft
                 if method.draft != TARGET and not folder.is_dir():
-                    there = [m for m, x in METHODS.items() if x.draft and (checkpoint / x.draft).is_dir()]
+                    available = [m for m, x in METHODS.items() if x.draft and (checkpoint / x.draft).is_dir()]
                     advice = "convert one into it, name it with --draft, or use another --speculate"
-                    if there:
-                        advice = f"use the head in {checkpoint} with --speculate {' or '.join(there)}"
+                    if available:
+                        advice = f"use the head in {checkpoint} with --speculate {' or '.join(available)}"
                     raise InputError(f"{folder}: no {method.draft} head there; {advice}")
                 read_config(folder, method.draft)
         return found
@@ -203,9 +211,9 @@ class Drafting:
 class Setup:
     """What a drafter is built from: a target, and the method that drafts for it.
 
-    method: a name in `extensions.METHODS`. drafting: its options. kind: of the checkpoint in `folder`, the
-    head or draft model. max_seq_len: most tokens of a sequence. prepare(*models): puts models on the kernels,
-    where there are any.
+    method: a name in `extensions.METHODS`. drafting: its options. kind, folder: of the checkpoint of the
+    head or draft model; None without one. max_seq_len: maximum number of tokens of a sequence.
+    prepare(*models): puts models on the kernels, where there are any.
     """
 
     method: str
@@ -226,7 +234,7 @@ class Setup:
         tree, default = self.drafting.tree, self.default_tree
         if isinstance(tree, list):
             defaults = default.nodes, default.depth, default.width
-            return tree_of([b if a is None else a for a, b in zip(tree, defaults)])
+            return tree_from_sizes([b if a is None else a for a, b in zip(tree, defaults)])
         return PAPER_TREE if tree == "paper" else default if tree in (None, AUTO) else tree
 
     def load_head(self):
@@ -246,21 +254,21 @@ class Setup:
         else:
             if window is None:
                 window = head.args.draft_window or head.args.max_seq_len
-            head.attend_to(window if window < self.max_seq_len else 0)
+            head.set_sliding_window(window if window < self.max_seq_len else 0)
         self.prepare(head)
         return head
 
 
-def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shared):
+def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **setup):
     """Build the `engine.draft.Drafter` of a target in `checkpoint`, None for plain decoding.
 
-    shared: further fields of `Setup`. Raises InputError if it cannot be built.
+    setup: further fields of `Setup`. Raises InputError if it cannot be built.
     """
     parts = []
     for name, folder in drafting.folders(checkpoint).items():
-        setup = Setup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **shared)
+        given = Setup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **setup)
         try:
-            part = load(METHODS[name].module)(setup)
+            part = load(METHODS[name].module)(given)
         except ValueError as e:  # impossible sizes
             raise InputError(str(e)) from None
         part.method = name

@@ -1,4 +1,4 @@
-"""The engine: requests are admitted, stepped and leave. Everything that decodes uses it.
+"""The engine: admit requests, run steps, remove finished requests.
 
     request = engine.admit([1, 9690, 198], Sampling(max_new_tokens=64))
     while engine.busy:
@@ -26,19 +26,19 @@ import torch
 import extensions
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
-from engine.runner import Emission, Emitted, ModelRunner, SlotRange, arrived, batch_sizes
+from engine.runner import Emission, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
 from engine.sampling import Modes, Sampling
 from engine.scheduler import Choice, Scheduler
 from engine.slots import Slots
 from model import Transformer
 from tokens.tokenizer import Tokenizer
-from tree import TreeShape
+from tree import Tree, TreeShape
 
 
 class Pending(NamedTuple):
-    """A pass whose emission has not been read."""
+    """A launched pass whose output the host has not read."""
 
-    requests: list[Request | None]  # by row; None: not in this pass
+    requests: list[Request | None]  # by batch slot of the pass; None: not in it
     emission: Emission
     shape: TreeShape | None = None  # None: a pass over prompts
     drafts: list[Draft] | None = None
@@ -49,7 +49,7 @@ class Pending(NamedTuple):
 class Engine:
     """Decodes up to `batch` requests at a time with one target and one drafter (None: plain decoding).
 
-    - max_seq_len: most tokens of prompt and output
+    - max_seq_len: maximum number of tokens of prompt and output
     - stop_ids: any of them ends a sequence
     - compile: run prefill and step through torch.compile, unless the target is on our CPU kernels. On CUDA
       they are also captured as graphs.
@@ -57,7 +57,7 @@ class Engine:
     - chunks: prompt tokens per prefill pass
     - lag: how many steps the host trails the device when it reads outputs; None is 1 on CUDA, 0 elsewhere
     - scheduler: chooses the drafter and tree of each step; None: always the drafter's own tree
-    - counts: batch sizes that steps are compiled or captured for, ascending; `batch` is the last
+    - batch_sizes: sizes that steps are compiled or captured for, ascending; `batch` is the last
     - tokenizer: gives requests their text
     - guide: makes the `Guide` of sampling options that need one
     - self_check: called once, at the start of the first warmup (`engine.check`)
@@ -71,7 +71,7 @@ class Engine:
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
         stop_ids: Iterable[int] = (), compile: bool = True, log: Callable[[str], None] = lambda line: None,
         chunks: tuple[int, ...] | None = None, lag: int | None = None, scheduler: Scheduler | None = None,
-        counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
+        batch_sizes: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
         guide: Callable[[Sampling], Guide] | None = None,
     ):
         self.target = target = target.for_length(max_seq_len)
@@ -86,12 +86,13 @@ class Engine:
         on_cuda = self.device.type == "cuda"
         self.lag = int(on_cuda) if lag is None else lag
         # A step of a recurrent target must leave out sequences in prefill: it needs smaller batches too.
-        self.batch_sizes = (not target.is_recurrent and counts) or batch_sizes(batch, on_cuda)
+        given = None if target.is_recurrent else batch_sizes
+        self.batch_sizes = given or default_batch_sizes(batch, on_cuda)
         self.scheduler.attach(self)
         self.slots = Slots(self.runner, self.drafter, batch, self.lag)
         self._pending: deque[Pending] = deque()
-        self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
-        self._modes: Modes | None = None  # of the requests that decode; None when some come or go
+        self._undelivered: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
+        self._modes: Modes | None = None  # of the decoding requests; None: recompute
         self.prompt_seconds = 0.0  # host time spent on prefill; on a GPU only the launches
 
     @property
@@ -101,7 +102,7 @@ class Engine:
 
     @property
     def max_lengths(self) -> tuple[int, int]:
-        """Most tokens of prompt and output, here and in the model."""
+        """Maximum number of tokens of prompt and output, here and in the model."""
         return self.max_seq_len, self.target.args.max_seq_len
 
     @property
@@ -135,9 +136,9 @@ class Engine:
     ) -> Request:
         """Give a request a free slot.
 
-        guide: of its sampling options, if that has been made already. watch: its events carry the drafted
+        guide: its `Guide`; None: built if its options need one. watch: its events carry the drafted
         trees. plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole
-        prompt is read for that. shown, continues: of its `TextStream`. Raises ValueError, with the numbers,
+        prompt is read for that. shown, continues: see `TextStream`. Raises ValueError, with the numbers,
         if the request cannot be decoded; RuntimeError if no slot is free.
         """
         if not self.free:
@@ -149,14 +150,14 @@ class Engine:
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         shared = self.slots.assign(request)
         # Recompute the last shared token: its entry in the head's cache also encodes the old next token.
-        request.cached = request.read = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
+        request.cached = request.prefilled = 0 if score_prompt else max(0, min(shared, len(prompt)) - 1)
         self.runner.caches.start_request(request.slot, request.cached)
         try:
             self.state.start_request(request.slot, prompt, sampling, self.max_seq_len)
             self.state.done[request.slot] = True  # frozen until its prompt is read
             self.drafter.reset(request.slot, prompt)
             self.scheduler.add(request)
-            if guide:
+            if guide:  # for the first token: the tree is only the root
                 self.state.processors.mask(request.slot, guide, [0], [0])
         except BaseException:
             self.remove(request)
@@ -166,7 +167,7 @@ class Engine:
     def remove(self, request: Request) -> None:
         """Free the slot of a request, whether it has finished or not. The caches keep its tokens."""
         if request.active:
-            self.state.done[request.slot], self.state.reading[request.slot] = True, False
+            self.state.done[request.slot], self.state.prefilling[request.slot] = True, False
             self._modes = None
             self.slots.release(request)
 
@@ -174,25 +175,25 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Read a chunk of prompts, if there are any to read, and run one step of all that decode.
+        """Prefill one chunk of waiting prompts, then run one step of all decoding requests.
 
-        Returns what has been emitted; a request whose event has a `finish` has left.
+        Returns their events. A request has left if its event has a `finish`.
         """
-        events, unread = [], 0
-        if self.slots.reading:
+        events, in_flight = [], 0
+        if self.slots.prefilling:
             began = time.perf_counter()
-            last = self._prefill_chunk()
+            prompt_ended = self._prefill_chunk()
             self.prompt_seconds += time.perf_counter() - began
-            if last:
+            if prompt_ended:
                 events += self._collect(0)
         if decoding := self.slots.requests[: self.slots.decoding]:
             began = time.perf_counter()
             record = self._launch(decoding)
-            unread = 0 if any(r.guide for r in decoding) else self.lag
-            events += self._collect(unread)
+            in_flight = 0 if any(r.guide for r in decoding) else self.lag
+            events += self._collect(in_flight)
             if record is not None and self.lag == 0:  # with lag, the step may still be running
                 self.scheduler.timed(record, time.perf_counter() - began)
-        return events if unread else events + self._collect(0)
+        return events if in_flight else events + self._collect(0)
 
     def run(
         self, prompts: list[list[int]], samplings: list[Sampling], requests: list[Request], **options
@@ -204,30 +205,30 @@ class Engine:
         """
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
-        here: list[Request] = []
+        active: list[Request] = []
         try:
-            while here or len(requests) < len(prompts):
+            while active or len(requests) < len(prompts):
                 while self.free and len(requests) < len(prompts):
                     request = self.admit(prompts[len(requests)], samplings[len(requests)], **options)
                     requests.append(request)
-                    here.append(request)
-                    self._inbox[request] = deque()
-                if not any(self._inbox[request] for request in here):
+                    active.append(request)
+                    self._undelivered[request] = deque()
+                if not any(self._undelivered[request] for request in active):
                     for event in self.step():
-                        if event.request in self._inbox:  # maybe of another run: both get theirs
-                            self._inbox[event.request].append(event)
-                for request in [*here]:
-                    while self._inbox[request]:
-                        event = self._inbox[request].popleft()
+                        if event.request in self._undelivered:  # another `run` may own the request
+                            self._undelivered[event.request].append(event)
+                for request in [*active]:
+                    while self._undelivered[request]:
+                        event = self._undelivered[request].popleft()
                         if event.finish:
-                            here.remove(request)
+                            active.remove(request)
                         yield event
-                    if request not in here:
-                        del self._inbox[request]
+                    if request not in active:
+                        del self._undelivered[request]
         finally:
             for request in requests:
-                self._inbox.pop(request, None)
-            for request in here:
+                self._undelivered.pop(request, None)
+            for request in active:
                 self.remove(request)
 
     def generate(
@@ -246,7 +247,7 @@ class Engine:
 
     def finish_prompts(self) -> None:
         """Prefill all prompts without decoding."""
-        while self.slots.reading:
+        while self.slots.prefilling:
             self._prefill_chunk()
             self._collect(0)
 
@@ -256,28 +257,28 @@ class Engine:
         Returns whether a prompt is now complete; its request decodes from now on.
         """
         slots, runner = self.slots, self.runner
-        reading = slots.requests[slots.decoding : slots.decoding + slots.reading]
-        if slots.decoding or any(r.prompt_scores is not None for r in reading):
-            reading = [min(reading, key=lambda r: slots.used_at[r.slot])]
-        group = runner.slot_range(reading[0].slot, len(reading))
-        if runner.prepared and len(reading) > 1:  # prefill is compiled for one sequence and for all
+        prefilling = slots.requests[slots.decoding : slots.decoding + slots.prefilling]
+        if slots.decoding or any(r.prompt_scores is not None for r in prefilling):
+            prefilling = [min(prefilling, key=lambda r: slots.used_at[r.slot])]
+        group = runner.slot_range(prefilling[0].slot, len(prefilling))
+        if runner.prepared and len(prefilling) > 1:  # prefill is compiled for one sequence and for all
             group = runner.slot_range(0, self.batch)
-        size = runner.chunk_size(max(len(r.prompt) - r.read for r in reading))
+        size = runner.chunk_size(max(len(r.prompt) - r.prefilled for r in prefilling))
         starts = [len(tokens) for tokens in slots.cached]  # do not overwrite the prefix in a free slot
         ending: list[Request | None] = [None] * group.count
-        for r in reading:
-            starts[r.slot] = r.read
-            if len(r.prompt) - r.read <= size:
+        for r in prefilling:
+            starts[r.slot] = r.prefilled
+            if len(r.prompt) - r.prefilled <= size:
                 ending[r.slot - group.first] = r
                 self.state.done[r.slot] = False
         starts = starts[group.first : group.first + group.count]
         group.chunk_start.copy_(torch.tensor(starts))
         modes = Modes.of_requests([r.sampling for r in ending if r]) if any(ending) else None
-        x = runner.prefill(group, runner.span(max(starts) + size), size, modes)
-        if reading[0].prompt_scores is not None:
-            extensions.load(extensions.PROMPT_SCORES)(runner, reading[0], x)
-        for r in reading:
-            r.read = min(r.read + size, len(r.prompt))
+        x = runner.prefill(group, runner.live_slots(max(starts) + size), size, modes)
+        if prefilling[0].prompt_scores is not None:
+            extensions.load(extensions.PROMPT_SCORES)(runner, prefilling[0], x)
+        for r in prefilling:
+            r.prefilled = min(r.prefilled + size, len(r.prompt))
         if modes is None:
             return False
         self._pending.append(Pending(ending, runner.to_host(group.state, modes.scored)))
@@ -294,20 +295,16 @@ class Engine:
         runner, plain = self.runner, any(r.plain for r in requests)
         group = runner.slot_range(0, next(count for count in self.batch_sizes if count >= len(requests)))
         context = max(r.length for r in requests)
-        span = runner.span(context + len(self._pending) * runner.max_commit + runner.extra)
+        live_slots = runner.live_slots(context + len(self._pending) * runner.max_commit + runner.extra_slots)
         if self._modes is None:
             self._modes = Modes.of_requests([r.sampling for r in requests], compiled=runner.compiled)
         modes = self._modes
-        choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group, span)
-        if runner.unread:
-            self._catch_up(group, span, choice.drafter, requests)
+        choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group)
+        if runner.max_unread:
+            self._run_deferred_head(group, live_slots, choice.drafter, requests)
         guides = {r.slot: r.guide for r in requests if r.guide} or None
-        tree, path = runner.step(group, span, choice.drafter, modes, guides, choice.costs)
-        drafts = None
-        if any(r.watch for r in requests):
-            parts = [x.tolist() for x in (tree.tokens, tree.parent, path)]
-            scores = [None] * len(parts[0]) if tree.scores is None else tree.scores.tolist()
-            drafts = [Draft(*x) for x in zip(*parts, scores)]
+        tree, path = runner.step(group, live_slots, choice.drafter, modes, guides, choice.costs)
+        drafts = _drafts(tree, path) if any(r.watch for r in requests) else None
         shape, record = choice.drafter.shape, None
         if choice.costs:
             shape = shape.limited(tree.tokens.shape[1], tree.levels)
@@ -317,20 +314,24 @@ class Engine:
         self._pending.append(Pending(requests, emission, shape, drafts, choice.head, record))
         return record
 
-    def _catch_up(
-        self, group: SlotRange, span: torch.Tensor, drafter: Drafter, requests: list[Request]
+    def _run_deferred_head(
+        self, group: SlotRange, live_slots: torch.Tensor, drafter: Drafter, requests: list[Request]
     ) -> None:
-        """Run the head on committed tokens that it has not seen, as far as a step with `drafter` needs: on a
-        CPU one call per request, on a GPU one for all.
+        """Run the head over committed tokens that it has not read, if a step with `drafter` needs that.
+
+        On a CPU one call per request, on a GPU one for all.
         """
-        runner, alone, committed = self.runner, self.device.type == "cpu", drafter.shape.max_commit
-        for some in [[r.slot] for r in requests] if alone else [[r.slot for r in requests]]:
-            unread = max(self.slots.unread[slot] for slot in some)
-            if unread > (runner.max_commit if drafter.reads else runner.unread - committed):
-                runner.prefill_unread(runner.slot_range(some[0], 1) if alone else group, span, unread)
+        runner, max_commit = self.runner, drafter.shape.max_commit
+        on_cpu, slots = self.device.type == "cpu", [r.slot for r in requests]
+        # A step with the head reads at most W unread tokens; one without it adds up to `max_commit`.
+        limit = runner.max_unread - max_commit if drafter.defers_head else runner.max_commit
+        for batch in [[slot] for slot in slots] if on_cpu else [slots]:
+            unread = max(self.slots.unread[slot] for slot in batch)
+            if unread > limit:
+                runner.prefill_unread(runner.slot_range(batch[0], 1) if on_cpu else group, live_slots, unread)
                 unread = 1
-            for slot in some:
-                self.slots.unread[slot] = runner.max_commit if drafter.reads else unread + committed
+            for slot in batch:
+                self.slots.unread[slot] = unread + max_commit if drafter.defers_head else runner.max_commit
 
     def _collect(self, in_flight: int) -> list[Event]:
         """Return the events of finished passes, oldest first, until only `in_flight` passes are left."""
@@ -338,22 +339,22 @@ class Engine:
         while len(self._pending) > in_flight:
             done = self._pending.popleft()
             logprobs = [r.sampling.logprobs if r else None for r in done.requests]
-            for i, (request, emitted) in enumerate(zip(done.requests, arrived(done.emission, logprobs))):
+            for i, (request, emitted) in enumerate(zip(done.requests, read_outputs(done.emission, logprobs))):
                 if request and request.active:
                     draft = done.drafts[i] if done.drafts and request.watch else None
-                    events.append(self._event(request, emitted, done, i, draft))
+                    events.append(self._emit(request, emitted, done, i, draft))
         return events
 
-    def _event(
-        self, request: Request, emitted: Emitted, done: Pending, row: int, draft: Draft | None
+    def _emit(
+        self, request: Request, emitted: Emitted, done: Pending, index: int, draft: Draft | None
     ) -> Event:
         """Append a pass's output to a request and return its event; remove the request if it has finished.
 
-        row: its row in the pass.
+        index: of the request in the pass.
         """
         now, shape, before = time.perf_counter(), done.shape, request.last
         if done.record is not None:
-            self.scheduler.emitted(done.record, row, request, len(emitted.ids))
+            self.scheduler.emitted(done.record, index, request, len(emitted.ids))
         if request.guide:
             request.guide.advance(emitted.ids)
             request.error = request.guide.error
@@ -396,10 +397,10 @@ class Engine:
         compiled or captured later.
         """
         if check := self.self_check:
-            self.self_check = None  # it overwrites the caches of all slots
+            self.self_check = None  # once, before any request: it overwrites the caches
             check(self.runner, Modes.of_requests((samplings or (Sampling(),))[:1]), self.runner.fell_back)
         stop_ids = self.state.stop_ids.clone()
-        self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
+        self.state.stop_ids.fill_(-1)  # else the first token might end the request before a step runs
         try:
             for sampling in samplings or (Sampling(),):
                 sampling = replace(sampling, stop=(), json_schema=None, limits=None)
@@ -409,3 +410,10 @@ class Engine:
                     extensions.load(extensions.LAUNCH_ALL)(self, Modes.of_requests([sampling]), every_length)
         finally:
             self.state.stop_ids.copy_(stop_ids)
+
+
+def _drafts(tree: Tree, path: torch.Tensor) -> list[Draft]:
+    """Return tree and accepted path of each sequence."""
+    parts = [x.tolist() for x in (tree.tokens, tree.parent, path)]
+    scores = [None] * len(path) if tree.scores is None else tree.scores.tolist()
+    return [Draft(*fields) for fields in zip(*parts, scores)]

@@ -58,7 +58,7 @@ class CompiledFunction:
         began = time.perf_counter()
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         graph = compile_graph(self.function, options=no_guards)
-        # Torch 2.11 prints all that an operator of ours is computed from, for its log: minutes for a tree.
+        # Torch 2.11 formats all that a custom operator is computed from, for a log: minutes for a tree.
         brief = patch.object(OperatorIssue, "operator_str", staticmethod(lambda target, *_: str(target)))
         try:
             with brief:
@@ -118,9 +118,9 @@ class CapturedCalls:
             return self.graphs[key][0]()
 
     def _capture(self, call: Callable, what: str) -> tuple[Callable, Callable]:
-        """Return what replays a call, and the call, which keeps the tensors that a replay reads.
+        """Return (replay, call). Keeping `call` keeps the tensors that a replay reads.
 
-        It is called twice before, for whatever is compiled, tuned or allocated the first time.
+        `call` runs twice before: compilation, autotuning, allocation.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -132,7 +132,7 @@ class CapturedCalls:
             with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 result = call()
         except RuntimeError as e:
-            # If it cannot be ended, its stream stays current, and its pool records for ever.
+            # A failed capture leaves its stream current and its pool recording.
             torch.cuda.set_stream(before)
             self.pool = torch.cuda.graph_pool_handle()
             if isinstance(e, torch.OutOfMemoryError):

@@ -21,8 +21,8 @@ from model import rows_of
 class Processors(nn.Module):
     """Buffers of the requests of a batch, a row for each slot.
 
-    counts, prompted [B, V]: how often the output holds each token, the root included; which the prompt holds.
-    bias [B, V], presence, frequency, repetition [B]: what is added, and the penalties of `Sampling`.
+    counts [B, V]: occurrences of each token in the output, root included. prompted [B, V] bool: tokens of the
+    prompt. bias [B, V]; presence, frequency, repetition [B]: see `Sampling`.
     allowed [B, T, V/32]: int32, a bit for each token that a grammar allows after each node.
     logprob [B, W], top_logprobs, top_ids [B, W, 20]: of what the last step emitted.
     """
@@ -71,7 +71,7 @@ class Processors(nn.Module):
         if not modes.adjusted:
             return logits
         above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
-        return adjust(logits, self, tokens, above)
+        return apply_penalties(logits, self, tokens, above)
 
     def count(self, tokens: Tensor, appended: Tensor) -> None:
         """Count the first `appended` [B] of tokens [B, W] as part of the output."""
@@ -96,46 +96,44 @@ class Processors(nn.Module):
         self.allowed[slot, : len(tokens)] = rows.to(self.allowed.device)
 
 
-def scores_of(scores: list[list], row: int, count: int, most: int | None) -> list[Score]:
-    """Return the scores of the first `count` tokens of a row of `Processors.scores`, `most` alternatives
-    each.
+def scores_of(scores: list[list], slot: int, count: int, num_logprobs: int | None) -> list[Score]:
+    """Return the scores of the first `count` tokens of a slot of `Processors.scores`.
 
-    None: none were asked for.
+    num_logprobs: alternatives of each; None: return [].
     """
-    if most is None:
+    if num_logprobs is None:
         return []
-    found = zip(*(x[row][:count] for x in scores))
-    return [Score(own, list(zip(ids, top))[:most]) for own, top, ids in found]
+    found = zip(*(x[slot][:count] for x in scores))
+    return [Score(own, list(zip(ids, top))[:num_logprobs]) for own, top, ids in found]
 
 
-def adjust(logits: Tensor, processors: Processors, tokens: Tensor, ancestors: Tensor) -> Tensor:
+def apply_penalties(logits: Tensor, processors: Processors, tokens: Tensor, ancestors: Tensor) -> Tensor:
     """Return the logits [B, T, V] at the nodes of a tree after biases and penalties.
 
-    tokens [B, T]: the tree's, root first; ancestors
-    [B, T, T]: row i marks node j if j is i or an ancestor of i. At a node the output also holds the tokens on
-    its path.
+    tokens [B, T]: of the tree, root first. ancestors [B, T, T]: row i marks node i and its ancestors. At a
+    node, the tokens on its path count as output.
     """
     penalties = processors.presence, processors.frequency, processors.repetition
     presence, frequency, repetition = (x[:, None, None] for x in penalties)
 
-    def move(logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
-        """Move logits [B, T, N] of tokens that the output holds `times` times."""
-        x, there = logits + bias, times > 0
-        x = torch.where(there | prompted, torch.where(x > 0, x / repetition, x * repetition), x)
-        return x - frequency * times - presence * there
+    def penalize(logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
+        """Apply bias and penalties to logits [B, T, N] of tokens that occur `times` times in the output."""
+        x, in_output = logits + bias, times > 0
+        x = torch.where(in_output | prompted, torch.where(x > 0, x / repetition, x * repetition), x)
+        return x - frequency * times - presence * in_output
 
-    held = processors.counts, processors.prompted, processors.bias
-    moved, T = move(logits, *(x[:, None] for x in held)), tokens.shape[1]
+    by_token = processors.counts, processors.prompted, processors.bias
+    penalized, T = penalize(logits, *(x[:, None] for x in by_token)), tokens.shape[1]
     if T == 1:
-        return moved
+        return penalized
     # Count every token of the tree on the path to each node; the root is counted already.
     same = (tokens[:, :, None] == tokens[:, None]).float()
     path = torch.cat((torch.zeros_like(ancestors[..., :1]), ancestors[..., 1:]), -1).float()
     on_path = (path @ same).to(processors.counts.dtype)  # [B, T, T]: at a node, the tree's token
     ids = tokens[:, None].expand(-1, T, -1)
-    counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in held)
-    # Nodes that carry one token write the same number.
-    return moved.scatter(-1, ids, move(logits.gather(-1, ids), counts + on_path, prompted, bias))
+    counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in by_token)
+    # Nodes with equal tokens write equal values.
+    return penalized.scatter(-1, ids, penalize(logits.gather(-1, ids), counts + on_path, prompted, bias))
 
 
 def allow(logits: Tensor, allowed: Tensor) -> Tensor:
@@ -148,6 +146,6 @@ def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tenso
     """Return log-probabilities [B, W] of tokens [B, W] under logits [B, W, V]; of the `count` most probable
     tokens, the log-probabilities and the ids, both [B, W, count].
     """
-    every = logits.logsumexp(-1, keepdim=True)
+    log_sum = logits.logsumexp(-1, keepdim=True)
     top, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return logits.gather(-1, tokens[..., None])[..., 0] - every[..., 0], top - every, ids
+    return logits.gather(-1, tokens[..., None])[..., 0] - log_sum[..., 0], top - log_sum, ids

@@ -9,11 +9,11 @@ from engine.sampling import MAX_LOGPROBS
 
 
 def score_prompt(runner, request: Request, x: torch.Tensor) -> None:
-    """Score the prompt tokens after those of a chunk, whose last states are x [1, C, H].
+    """Append log-probabilities of the prompt tokens that follow those of a chunk.
 
-    runner: the `engine.runner.ModelRunner` that computed them.
+    x [1, C, H]: its residual stream. runner: the `engine.runner.ModelRunner` that computed them.
     """
-    after = request.prompt[request.read + 1 : request.read + 1 + x.shape[1]]
+    after = request.prompt[request.prefilled + 1 : request.prefilled + 1 + x.shape[1]]
     if not after:
         return
     logits = runner.logits(x)[:, : len(after)]

@@ -14,8 +14,8 @@ from tokens.tokenizer import PromptTooLong, TextStream, Tokenizer
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
-MAX_TOKEN_CHARACTERS = 128  # mean of a text's tokens, with a wide margin
-FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
+MAX_CHARACTERS_PER_TOKEN = 128  # upper bound of a prompt's mean
+PROMPT_FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
 # "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
 # cache is full. "error": see `Request.error`.
 Finish = Literal["stop", "length", "cache", "error"]
@@ -24,13 +24,13 @@ Finish = Literal["stop", "length", "cache", "error"]
 class Guide(Protocol):
     """A grammar matcher that follows one output, such as `tokens.grammar.Guide`."""
 
-    error: str | None  # why the text cannot follow the grammar any more
+    error: str | None  # why the output cannot follow the grammar
 
     def advance(self, ids: list[int]) -> None:
         """Append these ids to the text."""
 
     def mask(self, tokens: list[int], parent: list[int], into) -> None:
-        """Fill numpy's `into` [T, words] int32: one bit for each token id that may follow each node."""
+        """Fill the numpy array `into` [T, words] int32: one bit for each token id that may follow a node."""
 
 
 class Score(NamedTuple):
@@ -102,8 +102,8 @@ class Request:
     first: float | None = None
     last: float | None = None
     # Bookkeeping of the engine.
-    slot: int = -1  # its row of the batch
-    read: int = 0  # prompt tokens in the caches
+    slot: int = -1  # batch slot; -1: none
+    prefilled: int = 0  # prompt tokens in the caches
     acceptance: object = None  # the scheduler's statistics of this request
     active: bool = True  # it holds a batch slot
 
@@ -188,13 +188,13 @@ def encode(
     """Turn a prompt into token ids.
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay unchanged.
-    parse_special: encode special tokens in raw text as such. max_lengths: of the cache, and the model.
-    name: of the prompt, for errors. Raises InvalidValue for a prompt of another type; InputError for text
-    without a tokenizer, or a system message without a chat template; PromptTooLong, before the work, if its
-    characters cannot fit.
+    parse_special: encode special tokens in raw text as such. max_lengths: maximum sequence length of the KV
+    cache and of the model. name: the prompt's name in errors. Raises InvalidValue for a prompt of another
+    type; InputError for text without a tokenizer, or a system message without a chat template; PromptTooLong,
+    before encoding, if it has more characters than can fit.
     """
     if not is_prompt(prompt):
-        raise InvalidValue("prompt", prompt, FORMS)
+        raise InvalidValue("prompt", prompt, PROMPT_FORMS)
     for key, value, kind in ("system", system, str), ("variables", variables, dict):
         if not isinstance(value, kind | None):
             raise InvalidValue(key, value, f"a {kind.__name__}")
@@ -204,15 +204,15 @@ def encode(
         return prompt
     if tokenizer is None:
         raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
-    plain, turns = raw or not tokenizer.has_template, prompt
-    if max_lengths and (size := len(str(prompt))) > MAX_TOKEN_CHARACTERS * max_lengths[0]:
+    no_template, turns = raw or not tokenizer.has_template, prompt
+    if max_lengths and (size := len(str(prompt))) > MAX_CHARACTERS_PER_TOKEN * max_lengths[0]:
         raise too_long(name, f"has {size:,} characters", *max_lengths)
-    if system is not None and plain:
+    if system is not None and no_template:
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
         )
     if isinstance(prompt, str):
-        if plain:
+        if no_template:
             return tokenizer.encode(prompt, parse_special=parse_special)
         turns = [{"role": "user", "content": prompt}]
     if system is not None:
@@ -225,7 +225,7 @@ def too_long(name: str, what: object, size: int, longest: int) -> PromptTooLong:
     more = ", the model's maximum: shorten it"
     if size < longest:
         more = f": shorten it or raise --max-seq-len (at most {longest:,})"
-    return PromptTooLong(f"{name} {what} and needs one for the answer, the context length is {size:,}{more}")
+    return PromptTooLong(f"{name} {what}; prompt and output together can have at most {size:,} tokens{more}")
 
 
 def check_prompt(prompt: list[int], name: str, max_lengths: tuple[int, int], vocab_size: int) -> None:

@@ -1,7 +1,6 @@
-"""The passes of decoding and all that they touch: allocated once, compiled or captured where that pays.
+"""The model runner: it allocates all buffers once and runs passes eagerly, compiled or as CUDA graphs.
 
-Every buffer keeps its address. A pass works on all sequences of the batch, or on some that lie side by side
-through views of the same buffers.
+Buffers never move. A pass runs on a contiguous range of batch slots, through views.
 """
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from model import Transformer
 from tree import Tree
 
 SLOT_STEP = 64  # attention reads the live prefix rounded up to this many slots
-GPU_CHUNKS = 64, 512  # prompt rows of a pass
+GPU_CHUNKS = 64, 512  # prompt tokens of a pass
 GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, Triton's autotuner 256 MB
-UNREAD = 512  # most tokens decoded without the head before it must process them
+MAX_UNREAD_TOKENS = 512  # maximum number of tokens decoded without the head before it reads them
 
 
 class CachesTooLarge(ValueError):
@@ -59,7 +58,7 @@ class Emitted(NamedTuple):
     scores: list[Score]
 
 
-def batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
+def default_batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
     """Return the batch sizes that steps run with, ascending. compiled: powers of two and `batch` only."""
     below = (1 << i for i in range(16)) if compiled else range(1, batch)
     return *(count for count in below if count < batch), batch
@@ -68,7 +67,7 @@ def batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
 class SlotRange(NamedTuple):
     """The sequences first ... first + count - 1 of the batch: views of the state and of all caches.
 
-    drafter(drafter): the view of one.
+    drafter_view(drafter): its view for these slots.
     """
 
     first: int
@@ -76,14 +75,14 @@ class SlotRange(NamedTuple):
     chunk_start: Tensor
     state: State
     caches: nn.ModuleList
-    drafter: Callable[[Drafter], Drafter]
+    drafter_view: Callable[[Drafter], Drafter]
 
 
 class ModelRunner:
     """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
 
-    variants: the other drafters that steps may run; only their sizes count. fallbacks: a line about each
-    part that runs in a slower way because a faster one failed.
+    variants: the other drafters that steps may run; only their sizes count. fallbacks: log lines about
+    kernels and graphs that failed and were replaced by slower code.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ModelRunner:
         self.target, self.drafter, self.batch = target, drafter, batch
         self.device_step = step_of(target)
         self._compile(compile, log)
-        # A chunk is padded to the smallest size that holds it. Each size is compiled or captured of its own.
+        # A chunk is padded to the smallest size that holds it. Each size is compiled or captured separately.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
 
@@ -110,28 +109,30 @@ class ModelRunner:
         # deeper than the tree of the head in it.
         self._drafters = drafters
         self.max_commit = max(one.shape.max_commit for one in drafters)
-        self.extra = max(one.extra_slots_after(self.max_commit) for one in drafters)
-        self.slots = round_up(max_seq_len + max(self.extra, self.chunks[-1]) + 1, SLOT_STEP)
+        self.extra_slots = max(one.extra_slots_after(self.max_commit) for one in drafters)
+        self.cache_slots = round_up(max_seq_len + max(self.extra_slots, self.chunks[-1]) + 1, SLOT_STEP)
         width = len(drafter.aux_layers) * target.args.hidden_size
-        self.unread = max(min(UNREAD, self.slots), self.max_commit) if self.has_head else 0
+        unread = max(min(MAX_UNREAD_TOKENS, self.cache_slots), self.max_commit)
+        self.max_unread = unread if self.has_head else 0
         # Compiled attention slices the live slots. A slice of the whole cache would make dynamo recompile:
         # a cache is longer than any slice.
-        allocated = self.slots + (SLOT_STEP if self.compiled else 0)
-        unread_bytes = batch * self.unread * width * dtype.itemsize
+        allocated = self.cache_slots + (SLOT_STEP if self.compiled else 0)
+        unread_bytes = batch * self.max_unread * width * dtype.itemsize
         self.cache_bytes = self._check_memory(allocated, unread_bytes)
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, dtype, self.device)
         self.state = State(
-            batch, self.slots + self.chunks[-1] + 2, self.max_commit, feature_width=width, stop_ids=stop_ids,
-            dtype=dtype, device=self.device, unread=self.unread, vocabulary=target.args.vocab_size,
+            batch, self.cache_slots + self.chunks[-1] + 2, self.max_commit, feature_width=width,
+            stop_ids=stop_ids, dtype=dtype, device=self.device, unread=self.max_unread,
+            vocabulary=target.args.vocab_size,
             nodes=max(one.shape.nodes for one in drafters), aligned=not self.device_step.batch_invariant,
         )
-        self.slot_ids = torch.arange(self.slots, device=self.device)
+        self.slot_ids = torch.arange(self.cache_slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
         # No reference back to this runner, so that its memory is freed as soon as its owner drops it.
         self._ranges: dict[tuple[int, int], SlotRange] = {}
-        self._spans: dict[int, Tensor] = {}
+        self._live_slots: dict[int, Tensor] = {}
 
     def _compile(self, compile: bool, log: Callable[[str], None]) -> None:
         """Choose whether passes are compiled, and captured."""
@@ -149,8 +150,9 @@ class ModelRunner:
             from engine.graphs import CompiledFunction
 
             compiling = partial(CompiledFunction, log=log, failed=fell_back)
-            self._read, self._verify = compiling(prefill, "prefill"), compiling(draft_and_verify, "step")
-            self._commit = compiling(accept_and_commit, "commit")
+            self._prefill = compiling(prefill, "prefill")
+            self._draft_and_verify = compiling(draft_and_verify, "step")
+            self._accept_and_commit = compiling(accept_and_commit, "commit")
         if compile and self.on_cuda:
             from engine.graphs import CapturedCalls
 
@@ -161,8 +163,9 @@ class ModelRunner:
         def uncompiled(function: Callable) -> Callable:
             return lambda key, *args: function(*args)  # `CompiledFunction` has a graph for each key
 
-        steps = prefill, draft_and_verify, accept_and_commit
-        self._read, self._verify, self._commit = map(uncompiled, steps)
+        self._prefill = uncompiled(prefill)
+        self._draft_and_verify = uncompiled(draft_and_verify)
+        self._accept_and_commit = uncompiled(accept_and_commit)
         self.captured = None
 
     def slot_range(self, first: int, count: int) -> SlotRange:
@@ -185,16 +188,17 @@ class ModelRunner:
 
     def defer_head(self, drafter: Drafter) -> Drafter:
         """Set a drafter, in place, to store features for a later run of the head instead of running it."""
-        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if self.has_head else (), False
+        drafter.aux_layers = self.drafter.aux_layers if self.has_head else ()
+        drafter.defers_head = True
         return drafter
 
     def _check_memory(self, slots: int, unread_bytes: int) -> int:
         """Return the bytes of all KV caches and unread features. Raises CachesTooLarge."""
         dtype, size = self.target.embed.dtype, (self.batch, slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, dtype) + unread_bytes
-        free, beside = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
-        if free is not None and need + beside > free:
-            passes = f" and passes {beside / 1e9:.1f} GB" if beside else ""
+        free, pass_bytes = free_memory(self.device), self._pass_bytes() if self.on_cuda else 0
+        if free is not None and need + pass_bytes > free:
+            passes = f" and passes {pass_bytes / 1e9:.1f} GB" if pass_bytes else ""
             raise CachesTooLarge(
                 f"the caches of {self.batch} x {slots} slots need {need / 1e9:.1f} GB{passes},"
                 f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
@@ -203,21 +207,22 @@ class ModelRunner:
         return need
 
     def _pass_bytes(self) -> int:
-        """Return what passes hold at most beside the caches on a GPU.
+        """Return an upper bound of the GPU memory that passes take besides the caches, in bytes.
 
         For each logit of a tree 24 bytes: raw, penalized and restricted logits, sort order, probability mass.
         Captured graphs keep logits and noise per batch size. Then activations of the longest chunk.
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
         logits = 24 * self.batch * max(shape.nodes for shape in shapes)
-        kept = sum(batch_sizes(self.batch, compiled=True)) * sum(2 * s.nodes + s.max_commit for s in shapes)
+        per_slot = sum(2 * s.nodes + s.max_commit for s in shapes)
+        graph_values = sum(default_batch_sizes(self.batch, compiled=True)) * per_slot
         activations = self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
-        return (logits + 4 * kept) * args.vocab_size + 4 * activations + GPU_WORKSPACE
+        return (logits + 4 * graph_values) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 
     # -- passes -------------------------------------------------------------------------------
 
     def step(
-        self, group: SlotRange, span: Tensor, drafter: Drafter, modes: Modes,
+        self, group: SlotRange, live_slots: Tensor, drafter: Drafter, modes: Modes,
         guides: dict[int, Guide] | None = None, costs=None,
     ) -> tuple[Tree, Tensor]:
         """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
@@ -225,56 +230,60 @@ class ModelRunner:
         drafter: `self.drafter`, `plain`, or another one with the same caches. guides: by slot; None: no
         sequence has one. costs: see `Drafter.propose`.
         """
-        _ = modes.processed and group.state.processors  # created lazily; must exist before compilation
-        key, graph, committing = (drafter, span.shape[0]), (drafter, group.count), self._commit
-        arguments = self.device_step, self.target, group.caches, group.drafter(drafter), group.state
-        verifying = partial(self._verify, (*graph, modes.noisy), *arguments, span, modes.noisy, costs)
+        if modes.needs_processors:
+            _ = group.state.processors  # created lazily; must exist before compilation
+        capture_key, graph_key = (drafter, live_slots.shape[0]), (drafter, group.count)
+        arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
+        verify = partial(
+            self._draft_and_verify, (*graph_key, modes.noisy), *arguments, live_slots, modes.noisy, costs)
+        commit = partial(self._accept_and_commit, (*graph_key, *modes), *arguments)
         if guides is None:
             return self.run(
-                group, ("step", *key, *modes),
-                lambda: committing((*graph, *modes), *arguments, verifying(), *modes),
+                group, ("step", *capture_key, *modes), lambda: commit(verify(), *modes),
             )
         with self.device_context():
-            verified = self.run(group, ("verify", *key, modes.noisy), verifying)
+            verified = self.run(group, ("verify", *capture_key, modes.noisy), verify)
             # The host says what may follow each node.
             tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
             for i, guide in guides.items():
                 group.state.processors.mask(i, guide, tokens[i], parent[i])
-            return committing((*graph, *modes), *arguments, verified, *modes)
+            return commit(verified, *modes)
 
-    def prefill(self, group: SlotRange, span: Tensor, size: int, modes: Modes | None) -> Tensor:
-        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on.
+    def prefill(self, group: SlotRange, live_slots: Tensor, size: int, modes: Modes | None) -> Tensor:
+        """Prefill `size` tokens of the prompts of some sequences, from `chunk_start` on.
 
-        modes: of the requests whose prompts end in this chunk; None: no prompt does. Returns the last states
-        [B, size, H].
+        modes: of the requests whose prompts end in this chunk; None: no prompt does. Returns the residual
+        stream [B, size, H].
         """
         chunk = self.chunk_ids[size]
         if self.compiled and len(self.chunks) > 1:
             torch._dynamo.mark_dynamic(chunk, 0)
-        drafter, start = group.drafter(self.drafter), group.chunk_start
-        arguments = self.device_step, self.target, group.caches, drafter, group.state, span, start
-        reading = partial(self._read, (group.count,), *arguments, chunk)  # one graph for all sizes
-        x, features = self.run(group, ("prefill", size, span.shape[0]), reading)
+        drafter, start = group.drafter_view(self.drafter), group.chunk_start
+        arguments = self.device_step, self.target, group.caches, drafter, group.state, live_slots, start
+        read_chunk = partial(self._prefill, (group.count,), *arguments, chunk)  # one graph for all sizes
+        x, features = self.run(group, ("prefill", size, live_slots.shape[0]), read_chunk)
         if modes is not None:
             with self.device_context():
                 first_token(self.device_step, self.target, group.state, group.chunk_start, x, features, modes)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the target's logits of a whole chunk, padding included: compiled kernels take full chunks
-        only.
-        """
+        """Return the target's logits of a chunk, padding included: compiled kernels need full chunks."""
         with self.device_context():
             return self.target.logits(x)
 
-    def prefill_unread(self, group: SlotRange, span: Tensor, unread: int) -> None:
-        """Run the head over tokens that steps without it committed: at most `unread`, all but the last."""
+    def prefill_unread(self, group: SlotRange, live_slots: Tensor, unread: int) -> None:
+        """Run the head over up to `unread` tokens committed by steps without it.
+
+        The last one still counts as unread then, for `catch_up`.
+        """
         first = 0
         while first < unread:
             size = self.chunk_size(unread - first)
-            drafter, own = group.drafter(self.drafter), self.slot_ids[:size]
-            call = partial(prefill_unread, self.device_step, drafter, group.state, span, first, own)
-            self.run(group, ("prefill_unread", first, size, span.shape[0]), call)
+            drafter, offsets = group.drafter_view(self.drafter), self.slot_ids[:size]
+            arguments = self.device_step, drafter, group.state, live_slots, first, offsets
+            call = partial(prefill_features, *arguments)
+            self.run(group, ("prefill_unread", first, size, live_slots.shape[0]), call)
             first += size
         self.run(group, ("keep_last_unread",), group.state.keep_last_unread)
 
@@ -295,11 +304,11 @@ class ModelRunner:
         return torch.cuda.device(self.device) if self.on_cuda else self.device_step.threads()
 
     def chunk_size(self, remaining: int) -> int:
-        """Rows of the next prefill pass, with `remaining` tokens to read."""
+        """Return the size of the next prefill chunk, with `remaining` tokens to read."""
         return next((c for c in self.chunks if c >= remaining), self.chunks[-1])
 
-    def span(self, needed: int) -> Tensor:
-        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
+    def live_slots(self, needed: int) -> Tensor:
+        """Return the live slots 0..n-1, n >= needed; few different n. n is the one dynamic dimension.
 
         All slots if attention reads the lengths itself: one graph serves every context.
         """
@@ -307,66 +316,68 @@ class ModelRunner:
         if self.device_step.reads_length and self.target.layers[0].sinks is None:
             return self.slot_ids
         size = round_up(needed, SLOT_STEP)
-        if self.on_cuda:  # a captured graph is of one size: powers of two keep them few
+        if self.on_cuda:  # each size is captured separately: powers of two
             size = max(256, 1 << (size - 1).bit_length())
-        size = min(size, self.slots)
-        if size not in self._spans:
-            self._spans[size] = self.slot_ids[:size]
+        size = min(size, self.cache_slots)
+        if size not in self._live_slots:
+            self._live_slots[size] = self.slot_ids[:size]
             if self.compiled:
-                torch._dynamo.mark_dynamic(self._spans[size], 0)
-        return self._spans[size]
+                torch._dynamo.mark_dynamic(self._live_slots[size], 0)
+        return self._live_slots[size]
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Mark every sequence as done, so that passes in this context change none (warmup, graph capture)."""
         state = self.state
-        done, reading = state.done.clone(), state.reading.clone()
+        done, prefilling = state.done.clone(), state.prefilling.clone()
         state.done.fill_(True)
-        state.reading.fill_(False)
+        state.prefilling.fill_(False)
         try:
             yield
         finally:
             state.done.copy_(done)
-            state.reading.copy_(reading)
+            state.prefilling.copy_(prefilling)
 
     # -- what comes out -----------------------------------------------------------------------
 
     def to_host(self, state: State, scored: bool) -> Emission:
-        """Start copying what a pass emitted; `arrived` waits for it. scored: the scores of tokens too."""
+        """Start copying what a pass emitted; `read_outputs` waits for it. scored: also the scores."""
         parts = (state.out,)
         if scored:
             parts += state.processors.scores
         if not self.on_cuda:
             return Emission(tuple(x.tolist() for x in parts), None)
         host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
-        for x, there in zip(parts, host):
-            there.copy_(x, non_blocking=True)
+        for x, pinned in zip(parts, host):
+            pinned.copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return Emission(host, copied)
 
 
-def prefill_unread(step: Step, drafter: Drafter, state: State, span: Tensor, first: int, own: Tensor) -> None:
-    """Run a drafter over `size` unread tokens from number `first` on. own [size]: 0, 1, ..., size - 1."""
-    size = own.shape[0]
+def prefill_features(
+    step: Step, drafter: Drafter, state: State, live_slots: Tensor, first: int, offsets: Tensor
+) -> None:
+    """Run a drafter over unread tokens from number `first` on. offsets [size]: 0, 1, ..., size - 1."""
+    size = offsets.shape[0]
     # A sequence with fewer unread tokens writes past its committed ones, where nothing is kept.
     start = torch.minimum(state.length - state.n_new + first, state.length)
     features = state.features[:, first : first + size]
     if short := size - features.shape[1]:
         features = F.pad(features, (0, 0, 0, short))
-    visible = step.causal_mask(span, start, size)
-    drafter.prefill(state, features, start[:, None] + own, visible)
+    visible = step.causal_mask(live_slots, start, size)
+    drafter.prefill(state, features, start[:, None] + offsets, visible)
 
 
-def arrived(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:
+def read_outputs(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:
     """Yield what each of the first sequences emitted; waits until that is known.
 
     logprobs: `Sampling.logprobs` of each.
     """
     emission.wait()
     out, *scores = (x if isinstance(x, list) else x.tolist() for x in emission.parts)
-    for i, ((*tokens, count, drafted, done), most) in enumerate(zip(out, logprobs)):
-        scored = extensions.load(extensions.SCORES_OF)(scores, i, count, most) if scores else []
+    for i, ((*tokens, count, drafted, done), num_logprobs) in enumerate(zip(out, logprobs)):
+        scored = extensions.load(extensions.LOGPROBS_OF_ROW)(scores, i, count, num_logprobs) if scores else []
         yield Emitted(tokens[:count], drafted, bool(done), scored)
 
 

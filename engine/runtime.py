@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 
 import extensions
-from checkpoint.load import known_config
+from checkpoint.load import read_config_if_converted
 from common.cli import DTYPES, is_distributed, note, short_dtype
 from common.errors import InputError, first_line
 from common.machine import use_threads
@@ -20,10 +20,10 @@ DEVICE = re.compile(r"cpu(:0)?|cuda(:\d{1,3})?")
 
 @dataclass(frozen=True)
 class Runtime:
-    """Runtime of a target and of all that drafts for it.
+    """Runtime of a target and its drafter.
 
-    Without `compile` no C++ compiler is needed. In 16 bits, only our CPU kernels guarantee that speculative
-    text equals plain text.
+    Without `compile` no C++ compiler is needed. In 16 bits, only our CPU kernels guarantee that output with
+    drafting equals output without it.
     """
 
     device: str | None = None  # None: cuda if there is one, else cpu
@@ -31,7 +31,7 @@ class Runtime:
     compile: Flag = True  # run through torch.compile
     kernels: Flag = True  # when compiling: our own kernels, see kernels/
     autotune: Flag = False  # torch.compile times several kernels for every product; for the whole process
-    isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
+    isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: EAGLE_ISA, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
 
@@ -101,19 +101,19 @@ class Runtime:
             raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
 
 
-def started(o, *read: object) -> contextlib.AbstractContextManager[tuple]:
+def started(o, *contents: object) -> contextlib.AbstractContextManager[tuple]:
     """Return a context with the runtime that a command's options ask for, and the `kernels.tp.Ranks` that
     torchrun has started, or None.
 
-    read: contents of files that must be equal on all ranks, like the options. Raises InputError, before a
+    contents: of files that must be equal on all ranks, like the options. Raises InputError, before a
     checkpoint is converted, on invalid options.
     """
     use_threads(o.threads, note)
     if is_distributed():
-        return extensions.load(extensions.JOIN_RANKS)(o, *read)
+        return extensions.load(extensions.JOIN_RANKS)(o, *contents)
     runtime = Runtime.from_options(o)
     runtime.prepare()
-    known_config(o.checkpoint, o.max_seq_len)
+    read_config_if_converted(o.checkpoint, o.max_seq_len)
     return contextlib.nullcontext((runtime, None))
 
 

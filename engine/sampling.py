@@ -36,7 +36,6 @@ _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 _GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
 
 
-
 @dataclass(frozen=True)
 class Sampling:
     """The sampling options of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
@@ -65,8 +64,8 @@ class Sampling:
     presence_penalty: number(-2, 2) = 0.0
     frequency_penalty: number(-2, 2) = 0.0
     repetition_penalty: number(0.01, 100) = 1.0
-    logit_bias: tuple[tuple[TokenId, number(-MAX_BIAS, MAX_BIAS)], ...] = ()  # a mapping is taken too
-    stop: Stop | Stops = ()  # one text is taken too
+    logit_bias: tuple[tuple[TokenId, number(-MAX_BIAS, MAX_BIAS)], ...] = ()  # or a mapping
+    stop: Stop | Stops = ()  # or one text
     logprobs: whole(0, MAX_LOGPROBS) | None = None
     json_schema: Text | dict | None = None
     limits: object = None
@@ -92,7 +91,7 @@ class Sampling:
         return bool(penalties or self.logit_bias)
 
     @property
-    def processed(self) -> bool:
+    def needs_processors(self) -> bool:
         """True if it needs `engine.state.State.processors`."""
         return self.adjusts or self.logprobs is not None or self.is_guided
 
@@ -110,13 +109,13 @@ class Modes(NamedTuple):
 
     noisy: bool = False  # some temperature is above 0
     restricted: bool = False  # some top-k or top-p
-    cuts_min_p: bool = False  # some min_p
+    has_min_p: bool = False  # some min_p
     adjusted: bool = False  # some penalty or logit bias
     scored: bool = False  # some log-probabilities are asked for
     guided: bool = False  # some grammar, whose masks the host computes
 
     @property
-    def processed(self) -> bool:
+    def needs_processors(self) -> bool:
         """True if a step needs `engine.state.State.processors`."""
         return self.adjusted or self.scored or self.guided
 
@@ -137,21 +136,21 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.is_guided for s in samplings),
         )
-        return cls.every(noisy) if compiled and modes.shapes_logits else modes
+        return cls.all_modes(noisy) if compiled and modes.shapes_logits else modes
 
     @classmethod
-    def every(cls, noisy: bool) -> Modes:
+    def all_modes(cls, noisy: bool) -> Modes:
         """Return all modes. noisy: with temperature, top-k, top-p and min-p too."""
         return cls(noisy, noisy, noisy, True, True, True)
 
 
 def seed_of(*what) -> int:
     """A seed of 56 bits, from a hash of the arguments."""
-    return number_of(repr(what))
+    return hash56(repr(what))
 
 
-def number_of(text: str) -> int:
-    """A number of 56 bits, from a hash of a text."""
+def hash56(text: str) -> int:
+    """Return a 56-bit hash of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
@@ -199,13 +198,13 @@ def apply_min_p(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
     """Set logits [B, T, V] of tokens that are less than min_p [B] times as probable as the top-1 token to
     -inf.
 
-    Probabilities are softmax(logits / temperature [B]). Sequences at temperature 0 or with min_p 0 are left
-    alone.
+    Probabilities are softmax(logits / temperature [B]). Sequences at temperature 0 or with min_p 0 stay
+    unchanged.
     """
-    on = ((min_p > 0) & (temperature > 0))[:, None, None]
+    applies = ((min_p > 0) & (temperature > 0))[:, None, None]
     below = temperature * torch.where(min_p > 0, min_p, 1.0).log()  # at most 0
     lowest = logits.amax(-1, keepdim=True) + below[:, None, None]
-    return torch.where((logits < lowest) & on, float("-inf"), logits)
+    return torch.where((logits < lowest) & applies, float("-inf"), logits)
 
 
 def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -213,20 +212,21 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
 
     temperature, top_k (0: off), top_p (1: off) are [B]. Probabilities are softmax(logits / temperature); the
     token that crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature
-    0 are left alone. Backends have kernels that do the same without sorting.
+    0 stay unchanged. Backends have kernels that do the same without sorting.
     """
     V = logits.shape[-1]
     per_row = (-1, 1, 1)
     ordered = logits.sort(dim=-1, descending=True).values
-    wanted = torch.where(top_k > 0, top_k, V).clamp(max=V).view(per_row)
-    by_rank = ordered.gather(-1, (wanted - 1).expand(*logits.shape[:2], 1))  # the last one kept
-    warm = torch.where(temperature > 0, temperature, 1.0).view(per_row)
-    below = torch.where(ordered >= by_rank, ordered, float("-inf")) - ordered[..., :1]  # at most 0
+    k = torch.where(top_k > 0, top_k, V).clamp(max=V).view(per_row)
+    min_top_k_logit = ordered.gather(-1, (k - 1).expand(*logits.shape[:2], 1))
+    safe_temperature = torch.where(temperature > 0, temperature, 1.0).view(per_row)
+    below = torch.where(ordered >= min_top_k_logit, ordered, float("-inf")) - ordered[..., :1]  # at most 0
     # Integer masses, in units of 2^-32 of the top-1 token's: integer sums do not depend on their order, so
     # all devices cut at the same token. Logits divided by a tiny temperature would overflow.
-    mass = ((below / warm).exp().double() * 2.0**32).long().cumsum(-1)
+    mass = ((below / safe_temperature).exp().double() * 2.0**32).long().cumsum(-1)
     need = (mass[..., -1:].double() * top_p.view(per_row).double()).ceil().long()
-    by_mass = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
-    by_mass = torch.where(top_p.view(per_row) < 1, by_mass, float("-inf"))  # top_p 1 keeps zero mass too
-    keep = (logits >= by_rank) & (logits >= by_mass) | (temperature == 0).view(per_row)
+    min_top_p_logit = ordered.gather(-1, (mass < need).sum(-1, keepdim=True).clamp(max=V - 1))
+    # top_p 1 keeps tokens of zero mass, too.
+    min_top_p_logit = torch.where(top_p.view(per_row) < 1, min_top_p_logit, float("-inf"))
+    keep = (logits >= min_top_k_logit) & (logits >= min_top_p_logit) | (temperature == 0).view(per_row)
     return torch.where(keep, logits, float("-inf"))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-
 from engine.draft import Drafter
 from engine.request import Request
 from engine.sampling import Sampling
@@ -38,7 +36,7 @@ class Scheduler:
         return []
 
     def attach(self, engine) -> None:
-        """Start to schedule for an `engine.engine.Engine`."""
+        """Attach to an `engine.engine.Engine`. Called once, before its first step."""
         self.runner = engine.runner
 
     @property
@@ -49,8 +47,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Prepare for a new request."""
 
-    def next(self, requests: list[Request], group: SlotRange, slots: Tensor) -> Choice:
-        """Choose what to draft for these requests, the slots of `group`. slots [n]: the live cache slots."""
+    def next(self, requests: list[Request], group: SlotRange) -> Choice:
+        """Choose what to draft for these requests, the slots of `group`."""
         return Choice(self.runner.drafter)
 
     def launched(self, choice: Choice, group: SlotRange, tree: Tree, noisy: bool) -> Any:
@@ -59,8 +57,8 @@ class Scheduler:
     def timed(self, record: Any, seconds: float) -> None:
         """Learn how long a step took. Not called where the host reads steps late."""
 
-    def emitted(self, record: Any, row: int, request: Request, count: int) -> None:
-        """Learn how many tokens a step emitted for the request of a row."""
+    def emitted(self, record: Any, index: int, request: Request, count: int) -> None:
+        """Learn how many tokens a step emitted for request number `index` of the step."""
 
     def warm_up(self, engine, sampling: Sampling) -> None:
         """Time steps of the engine before requests come."""

@@ -17,14 +17,15 @@ MIN_COPIED_PREFIX = 32  # copy a prefix from another slot only if it is this man
 
 
 class Slots:
-    """The slots of an engine. decoding, reading: numbers of requests; their slots come first, in this order.
+    """The slots of an engine.
 
-    runner: its passes run over the slots. lag: steps that the host reads late.
+    decoding, prefilling: numbers of requests; their slots come first, in this order. runner: its passes run
+    over the slots. lag: see `Engine`.
     """
 
     def __init__(self, runner: ModelRunner, drafter: Drafter, batch: int, lag: int):
         self.runner, self.drafter, self.batch, self.lag = runner, drafter, batch, lag
-        self.decoding = self.reading = 0
+        self.decoding = self.prefilling = 0
         self.requests: list[Request | None] = [None] * batch  # by slot, as the next three
         self.cached: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free slot
         self.unread = [1] * batch  # the drafter's cache lacks at most this many of a slot's last tokens
@@ -34,7 +35,7 @@ class Slots:
     @property
     def free(self) -> int:
         """Number of free slots."""
-        return self.batch - self.decoding - self.reading
+        return self.batch - self.decoding - self.prefilling
 
     def assign(self, request: Request) -> int:
         """Give a request the first free slot, with the longest cached prefix of its prompt in it. Returns
@@ -42,7 +43,7 @@ class Slots:
 
         The prefix is copied if its slot is in use, or if that slot's cache holds much more than the prefix.
         """
-        first = self.decoding + self.reading
+        first = self.decoding + self.prefilling
         free = range(first, self.batch)
         held = {slot: self.cached[slot] for slot in free}
         held |= {one.slot: self._held(one) for one in self.requests if one}
@@ -53,6 +54,7 @@ class Slots:
         source = max(shared, key=shared.__getitem__)
         taken = min(free, key=self.used_at.__getitem__)  # least recently used
         lost = len(self.cached[source]) - shared[source]
+        # Reuse `source` in place if that discards few tokens, or at most half of what evicting `taken` would.
         if source in free and (lost <= MIN_COPIED_PREFIX or 2 * lost <= len(self.cached[taken])):
             taken = source
         elif shared[source] < shared[taken] + MIN_COPIED_PREFIX:
@@ -63,8 +65,9 @@ class Slots:
             now = taken if source == first else source  # the swap may have moved the source
             for target, origin in zip(*(self._sequence(slot, shared[source]) for slot in (first, now))):
                 target.copy_(origin)
-        request.slot, self.requests[first], self.cached[first], self.unread[first] = first, request, [], 1
-        self.reading += 1
+        request.slot = first
+        self.requests[first], self.cached[first], self.unread[first] = request, [], 1
+        self.prefilling += 1
         self._touch(first)
         return shared[source]
 
@@ -73,7 +76,7 @@ class Slots:
         self.runner.caches.save_prefix(request.slot)
         self.swap(request.slot, self.decoding)
         self.decoding += 1
-        self.reading -= 1
+        self.prefilling -= 1
 
     def release(self, request: Request) -> None:
         """Free the slot of a request. The caches keep its tokens."""
@@ -85,8 +88,8 @@ class Slots:
             self.swap(slot, self.decoding)
             slot = self.decoding
         else:
-            self.reading -= 1
-        self.swap(slot, self.decoding + self.reading)
+            self.prefilling -= 1
+        self.swap(slot, self.decoding + self.prefilling)
 
     def swap(self, one: int, other: int) -> None:
         """Swap two slots and all that is in them."""
@@ -94,7 +97,7 @@ class Slots:
             return
         if length := max(self._live(one), self._live(other)):
             for a, b in zip(self._sequence(one, length), self._sequence(other, length)):
-                saved = a.clone()  # of one layer at a time: all of a long sequence's would take gigabytes
+                saved = a.clone()  # one layer at a time: a copy of all layers would take gigabytes
                 a.copy_(b)
                 b.copy_(saved)
         self.runner.state.swap(one, other)
@@ -111,13 +114,13 @@ class Slots:
     def _held(self, request: Request) -> list[int]:
         """Return the tokens in the target's cache; the drafter's lacks the last `unread` of them, at most."""
         if request.slot >= self.decoding:
-            return request.prompt[: request.read]
+            return request.prompt[: request.prefilled]
         return request.tokens[: max(0, request.length - 1)]
 
     def _live(self, slot: int) -> int:
         """Return an upper bound on the cache slots in use in a batch slot."""
         if request := self.requests[slot]:
-            return min(request.length + (self.lag + 1) * self.runner.max_commit, self.runner.slots)
+            return min(request.length + (self.lag + 1) * self.runner.max_commit, self.runner.cache_slots)
         return len(self.cached[slot])
 
     def _sequence(self, slot: int, length: int) -> list[torch.Tensor]:
@@ -129,9 +132,9 @@ class Slots:
         request = self.requests[slot]
         held = self._held(request) if request else self.cached[slot]
         unread = self.unread[slot]
-        if not self.runner.unread or count <= max(0, len(held) + 1 - unread):
+        if not self.runner.max_unread or count <= max(0, len(held) + 1 - unread):
             return
-        span = self.runner.span(int(self.runner.state.length[slot]))
+        live_slots = self.runner.live_slots(int(self.runner.state.length[slot]))
         with torch.no_grad():
-            self.runner.prefill_unread(self.runner.slot_range(slot, 1), span, unread)
+            self.runner.prefill_unread(self.runner.slot_range(slot, 1), live_slots, unread)
         self.unread[slot] = 1

@@ -51,13 +51,13 @@ class State(nn.Module):
     features [B, R, F] the target's features of those, R >= W
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it
-    reading [B]        its prompt is still in prefill
-    stop_ids [n]       any of them ends a text
+    prefilling [B]        its prompt is still in prefill
+    stop_ids [n]       any of them ends a sequence
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
-    zero [B, 1], one [B, 1, 1]   constants: parent, depth and mask of a tree that is the root alone
-    out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
-                       (all but the last, unless the text was cut), and whether the sequence is done
+    zero [B, 1], one [B, 1, 1]   constants: parent, depth and mask of a tree that is only the root
+    out [B, >=W+3]     the last step's tokens [W] and padding; last three columns: tokens emitted, of these
+                       drafted, done
 
     noise: cache of `Step.gumbel`, shared by all views.
     """
@@ -68,13 +68,14 @@ class State(nn.Module):
         device: torch.device | str = "cpu", unread: int = 0, vocabulary: int = 1, nodes: int = 1,
         aligned: bool = True,
     ):
-        """max_commit: W, the most tokens that a step commits. unread: R, if that is more.
+        """max_commit: W, the maximum number of tokens that a step commits. unread: R, if that is more.
         vocabulary: V. nodes: T of the largest tree. aligned: see `batch_buffer`.
         """
         super().__init__()
         self.max_commit, self.vocabulary, self.nodes, self.aligned = max_commit, vocabulary, nodes, aligned
         self.noise = []
-        self._processors, self._rows_of = None, None  # of views: the whole state, and which slots they show
+        # In a view, `_make_processors` makes the view of the whole state's processors.
+        self._processors, self._make_processors = None, None
         buffer = partial(batch_buffer, self, batch, aligned, device)
         for name in ("length", "limit", "n_new", "top_k"):
             buffer(name)
@@ -84,9 +85,9 @@ class State(nn.Module):
         buffer("tokens", slots)
         buffer("root", 1)
         buffer("done", dtype=torch.bool, fill=True)
-        buffer("reading", dtype=torch.bool)
+        buffer("prefilling", dtype=torch.bool)
         buffer("features", max(max_commit, unread), feature_width, dtype=dtype)
-        buffer("out", max_commit + 3 + (max_commit + 1) % 2)  # kernels take it to be contiguous
+        buffer("out", max_commit + 3 + (max_commit + 1) % 2)  # even: aligned rows are contiguous for kernels
         buffer("zero", 1)
         buffer("one", 1, 1, dtype=torch.bool, fill=True)
         buffer("key", 2)
@@ -98,7 +99,7 @@ class State(nn.Module):
         """Return the same buffers of the sequences first ... first + count - 1."""
         some = rows_of(self, first, count, SHARED)
         some._modules = {**self._modules, "_processors": None}
-        some._rows_of = lambda: self.processors.rows(first, count)
+        some._make_processors = lambda: self.processors.rows(first, count)
         return some
 
     @property
@@ -108,7 +109,7 @@ class State(nn.Module):
         They are made when they are first needed.
         """
         if self._processors is None:
-            make = self._rows_of or partial(extensions.load(extensions.PROCESSORS), self)
+            make = self._make_processors or partial(extensions.load(extensions.PROCESSORS), self)
             self._processors = make()
         return self._processors
 
@@ -118,20 +119,20 @@ class State(nn.Module):
         if self._processors is not None:
             self._processors.swap(one, other)
 
-    def start_request(self, slot: int, prompt: list[int], request: Sampling, limit: int) -> None:
-        """Start a sequence of at most `limit` tokens with a prompt in a batch slot."""
+    def start_request(self, slot: int, prompt: list[int], sampling: Sampling, max_seq_len: int) -> None:
+        """Start a sequence of at most `max_seq_len` tokens with a prompt in a batch slot."""
         N = len(prompt) - 1
         self.tokens[slot, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
-            "length": N, "root": prompt[-1], "limit": min(N + request.max_new_tokens, limit - 1), "n_new": 0,
-            "done": False, "reading": True, "temperature": request.temperature,
-            "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p,
+            "length": N, "root": prompt[-1], "n_new": 0, "done": False, "prefilling": True,
+            "limit": min(N + sampling.max_new_tokens, max_seq_len - 1), "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p,
         }
         for name, value in values.items():
             self.get_buffer(name)[slot] = value
-        self.key[slot] = seed_keys([request.seed], self.key.device)[0]
-        if request.processed or self._processors is not None:
-            self.processors.start_request(slot, self.tokens[slot, : N + 1], request)
+        self.key[slot] = seed_keys([sampling.seed], self.key.device)[0]
+        if sampling.needs_processors or self._processors is not None:
+            self.processors.start_request(slot, self.tokens[slot, : N + 1], sampling)
 
     def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
         """Append the first `count` [B] of tokens [B, W], cut at the first stop id and at the limit.
@@ -143,14 +144,14 @@ class State(nn.Module):
         at = torch.arange(W, device=tokens.device)
         count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (at < count[:, None])
-        first = torch.where(stops, at, W).amin(-1)
-        count = torch.minimum(count, first + 1)
+        first_stop = torch.where(stops, at, W).amin(-1)
+        count = torch.minimum(count, first_stop + 1)
         where = self.length[:, None] + 1 + at
         appended = torch.where(at < count[:, None], tokens, self.tokens.gather(1, where))
         self.tokens.scatter_(1, where, appended)
         self.length.add_(count)
         self.root.copy_(self.tokens.gather(1, self.length[:, None]))
-        self.done.logical_or_((first < W) | (self.length >= self.limit))
+        self.done.logical_or_((first_stop < W) | (self.length >= self.limit))
         counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), self.done.long()), 1)
         self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
         return count

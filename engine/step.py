@@ -1,13 +1,15 @@
-"""One step of decoding: draft, verify, accept, commit. This file holds the PyTorch form.
+"""One step of decoding: draft, verify, accept, commit. This file is the PyTorch implementation.
 
 `Step` defines every phase and the tensor operations that drafters call. The kernels of a device and tensor
 parallelism subclass it and override whole phases. All subclasses compute the same values, except for the last
 bits of noise, of log-probabilities and of the target's forward pass.
 
 `draft_and_verify` and `accept_and_commit` are the two halves of a step: each is one compiled graph. With a
-grammar the host fills `state.allowed` in between. `prefill` and `first_token` are the pass over prompts.
+grammar the host fills `state.processors.allowed` in between. `prefill` and `first_token` are the pass over
+prompts.
 
-B sequences, T tree nodes, W the most tokens that a step commits, S cache slots, n live slots, V vocabulary.
+B sequences, T tree nodes, W the maximum number of tokens that a step commits, S cache slots, n live slots,
+V vocabulary.
 """
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2,
 class Step:
     """The phases of a step in PyTorch.
 
-    name: for logs. batch_invariant: a token's values do not depend on the other tokens of the pass: drafted
-    text equals plain text in 16 bits too, and steps run without torch.compile. static_shapes: no shape
-    depends on tensor values, as graphs need it. reads_length: attention reads sequence lengths on the
-    device, so that one graph serves every context length. caches: KV cache classes by the names of
-    `--kv`. quantized_at_load: by dtype, the mode that makes a 16-bit head faster here. self_check: the entry
-    (`extensions.load`) of a check that runs before the first warmup.
+    - name: for logs
+    - batch_invariant: a token's values do not depend on the other tokens of the pass, so output with drafting
+      equals output without it in 16 bits too; steps run without torch.compile
+    - static_shapes: no shape depends on tensor values, as graphs need it
+    - reads_length: attention reads sequence lengths on the device: one graph serves every context length
+    - caches: KV cache classes by the names of `--kv`
+    - quantized_at_load: by dtype, the mode that makes a 16-bit head faster here
+    - self_check: the entry (`extensions.load`) of a check that runs before the first warmup
     """
 
     name = "torch"
@@ -55,8 +59,8 @@ class Step:
     def prepare(self, *models: nn.Module) -> bool:
         """Replace modules of the models by those of this step, in place.
 
-        Models may share modules, as a head shares its target's lm_head. Returns whether every layer of the
-        targets among them runs here. Other layers stay unchanged.
+        Models may share modules, as a head shares its target's lm_head. Returns True if all layers of all
+        targets in `models` run on this step. Other layers stay unchanged.
         """
         for model in models:
             model.backend = self
@@ -81,7 +85,7 @@ class Step:
     def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs=None) -> Tree:
         """Draft a tree below the root. slots [n]: the live cache slots. noise, costs: `Drafter.propose`."""
         drafted = drafter.propose(self, state, slots, noise, costs)
-        return drafted if costs is None or drafter.reads_costs else costs.limit(self, drafted)
+        return drafted if costs is None or drafter.applies_costs else costs.limit(self, drafted)
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor):
         """Return which slots each token of a pass attends to, as the attention of this step reads it.
@@ -91,7 +95,7 @@ class Step:
         return tree.visible_slots(slots, length, local)
 
     def causal_mask(self, slots: Tensor, start: Tensor, count: int):
-        """Return the causal mask, as `mask` has it, of `count` tokens written from slots start [B] on."""
+        """Return the causal mask, in the form of `mask`, of `count` tokens in slots start [B] and up."""
         at = torch.arange(count, device=slots.device)
         return slots <= (start[:, None] + at)[..., None]
 
@@ -186,15 +190,11 @@ class Step:
         """
         where = ~state.done if where is None else where
         if caches is not None:
-            goal = state.length[:, None] + torch.arange(path.shape[1], device=path.device)
-            caches.move(state.length[:, None] + path, goal)
-        count = self.emit(state, tokens, count)
+            destination = state.length[:, None] + torch.arange(path.shape[1], device=path.device)
+            caches.move(state.length[:, None] + path, destination)
+        count = state.emit(tokens, count)
         state.keep_features(features, path, count, where, more)
         return count
-
-    def emit(self, state: State, tokens: Tensor, count: Tensor) -> Tensor:
-        """Append the first `count` [B] of tokens [B, W] to the sequences: `State.emit`."""
-        return state.emit(tokens, count)
 
 
 TORCH = Step()
@@ -203,7 +203,7 @@ TORCH = Step()
 def step_of(target: Transformer) -> Step:
     """Return the step that a target was prepared for, if all of its layers run there, else PyTorch's."""
     step = target.backend if target.runs_on_backend else TORCH
-    return target.sharded(step, target) if target.sharded else step
+    return target.make_sharded_step(step, target) if target.make_sharded_step else step
 
 
 class Verified(NamedTuple):
@@ -226,7 +226,7 @@ def shape_logits(
         logits = state.processors.apply(logits, modes, tokens, ancestors)
     if modes.restricted:
         logits = step.restrict(logits, state.temperature, state.top_k, state.top_p)
-    return sampling.apply_min_p(logits, state.temperature, state.min_p) if modes.cuts_min_p else logits
+    return sampling.apply_min_p(logits, state.temperature, state.min_p) if modes.has_min_p else logits
 
 
 def draft_and_verify(
@@ -261,8 +261,8 @@ def accept_and_commit(
     path, count, tokens = step.accept(drafted, chosen, drafter.shape.max_commit)
     if modes.scored:
         state.processors.score(pick(raw, path), tokens)
-    moved = caches if drafted.tokens.shape[1] > 1 else None  # a root alone is in its slot already
-    count = step.commit(state, tokens, count, path, features, moved, more=not drafter.reads)
+    moved = caches if drafted.tokens.shape[1] > 1 else None  # the entries of the root are in place
+    count = step.commit(state, tokens, count, path, features, moved, more=drafter.defers_head)
     if modes.adjusted:
         state.processors.count(tokens, count)
     return drafted, path
@@ -275,7 +275,7 @@ def prefill(
     """Run target and drafter on one chunk of every prompt: positions start [B] + chunk [C].
 
     Padding after a prompt's end is harmless: its slots are overwritten before any token attends to them.
-    visible. Returns the residual stream [B, C, H] and the features [B, C, F].
+    Returns the residual stream [B, C, H] and the features [B, C, F].
     """
     positions = start[:, None] + chunk
     visible = step.causal_mask(slots, start, chunk.shape[0])
@@ -295,15 +295,15 @@ def first_token(
     last token is the root.
     """
     last = state.length - start
-    ends = state.reading & (last < x.shape[1])
-    row = last.clamp(0, x.shape[1] - 1)[:, None]
+    ends = state.prefilling & (last < x.shape[1])
+    index = last.clamp(0, x.shape[1] - 1)[:, None]
     noise = step.noise(state, 1, target.args.vocab_size) if modes.noisy else None
-    logits = step.logits(target, pick(x, row))
+    logits = step.logits(target, pick(x, index))
     raw = step.gather_logits(logits) if modes.shapes_logits else logits
     chosen = step.draw(shape_logits(step, raw, state, modes, state.root), noise)
-    state.reading.logical_and_(~ends)
+    state.prefilling.logical_and_(~ends)
     if modes.scored:
         state.processors.score(raw, chosen)
-    count = step.commit(state, chosen, ends.long(), row, features, where=ends)
+    count = step.commit(state, chosen, ends.long(), index, features, where=ends)
     if modes.adjusted:
         state.processors.count(chosen, count)

@@ -34,7 +34,8 @@ def load_target(
     ranks: a `kernels.tp.Ranks`, to shard it over processes, which all call this. Raises InputError, one line,
     if anything is missing, damaged or too large.
     """
-    checkpoint, log = Path(checkpoint), log or (lambda line: None)
+    checkpoint = Path(checkpoint)
+    log = log or (lambda line: None)
     runtime.prepare()
     if ranks is not None:
         extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, log, ranks)
@@ -56,7 +57,7 @@ def load_target(
         target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8" and not model.runs_on_backend:
         raise InputError(
-            f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, odd sizes);"
+            f"--kv int8: not all layers of {checkpoint} run on our CPU kernels (fp16, fp8, odd sizes);"
             " leave it out"
         )
     target.choose_caches()
@@ -81,10 +82,10 @@ class Target:
     ) -> Engine:
         """Make an engine for up to `batch` concurrent requests. The larger the batch, the smaller the trees.
 
-        max_seq_len: tokens of prompt and output together (default: `default_max_seq_len`). serves: compile
-        steps for smaller batches too, as requests come and go. Raises InputError, one line, if the head or
-        draft model is missing, damaged or does not fit; ValueError, with the numbers, if the caches do not
-        fit in memory.
+        max_seq_len: maximum number of tokens of prompt and output (default: `default_max_seq_len`). serves:
+        compile steps for smaller batches too, as requests come and go. Raises InputError, one line, if the
+        head or draft model is missing, damaged or does not fit; ValueError, with the numbers, if the caches
+        do not fit in memory.
         """
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
@@ -92,9 +93,9 @@ class Target:
             check_length(max_seq_len, self.model.args.max_seq_len)
         drafting = drafting.resolve(self.checkpoint, self.log)
         max_seq_len = max_seq_len or self.default_max_seq_len(drafting, batch)
-        drafter = self._drafter(drafting, max_seq_len, batch)
+        drafter = self._build_drafter(drafting, max_seq_len, batch)
         scheduler = None
-        # On our CPU kernels a choice never changes the text. Elsewhere it may, at near ties.
+        # With our CPU kernels the choice of tree never changes the output; elsewhere it may, at near ties.
         exact = step_of(self.model).batch_invariant
         if drafter and (exact or drafting.tree == "auto" or drafter.network is None):
             schedule = extensions.load(extensions.SCHEDULER)
@@ -102,7 +103,7 @@ class Target:
         engine = Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, log=self.log, scheduler=scheduler,
-            counts=(batch,) if self._compiles and not serves else None,
+            batch_sizes=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer,
             guide=self.guide if self.tokenizer and self.config["stop_ids"] else None,
         )
@@ -129,7 +130,10 @@ class Target:
         if self.model.ranks is not None:  # one length for all
             free = extensions.load(extensions.RANKS_MEMORY)(self.model.ranks, device, free)
         fits = int(MAX_CACHE_FRACTION * free / self.model.cache_bytes(batch, 1024) * 1024)
-        return longest if fits >= longest else min(longest, max(1 << fits.bit_length() >> 1, 2048))
+        if fits >= longest:
+            return longest
+        power_of_two = 1 << (max(fits, 1).bit_length() - 1)  # the largest one up to `fits`
+        return min(longest, max(power_of_two, 2048))
 
     @property
     def _compiles(self) -> bool:
@@ -139,7 +143,7 @@ class Target:
 
     @cached_property
     def _grammars(self):
-        grammars = extensions.load(extensions.JSON_SCHEMA).Grammars
+        grammars = extensions.load(extensions.GRAMMARS)
         return grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
     def guide(self, sampling):
@@ -147,19 +151,20 @@ class Target:
         return self._grammars.guide_of(sampling)
 
     def prepare_models(self, *models: torch.nn.Module, quantize: bool = False) -> None:
-        """Put models on our kernels, if this target runs there. quantize: 16-bit ones first."""
+        """Put models on our kernels, if this target runs there. quantize: quantize 16-bit models first."""
         backend = self.backend
         mode = backend.quantized_at_load.get(self.model.embed.dtype)
-        for model in models if quantize and mode else ():
-            own = not isinstance(model, Head) or model.args.own_lm_head
-            extensions.load(extensions.QUANTIZE)(model, mode, own)
+        if quantize and mode:
+            for model in models:
+                own = not isinstance(model, Head) or model.args.own_lm_head
+                extensions.load(extensions.QUANTIZE)(model, mode, own)
         if not backend.prepare(*models):
             self.log(
                 "parts of this model run in PyTorch, not on our kernels (fp16, fp8, odd sizes): slower, and"
-                " speculative text may differ from plain text at near ties; --dtype bf16 suits fp16 ones"
+                " output with drafting may differ at near ties; --dtype bf16 suits fp16 ones"
             )
 
-    def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
+    def _build_drafter(self, drafting: Drafting, max_seq_len: int, batch: int) -> Drafter | None:
         device = self.model.embed.device
         default = self.backend.default_tree(device, "quantization" in self.config, batch)
         build = partial(

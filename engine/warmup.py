@@ -1,33 +1,37 @@
-"""Launching every step and prefill pass once, so that later requests compile and capture nothing."""
+"""Launch every step and prefill pass once, so that later requests compile and capture nothing."""
 from __future__ import annotations
 
 from engine.engine import Engine
+from engine.runner import SLOT_STEP
 from engine.sampling import Modes
 
 
 def launch_all(engine: Engine, modes: Modes, every_length: bool) -> None:
-    """Launch a step of every kind for every number of sequences, which changes nothing."""
+    """Launch each kind of step at each batch size, with all sequences frozen."""
     runner = engine.runner
-    needs = range(1, runner.slots + 1, 64) if every_length and runner.captured else (1,)
-    spans = {span.shape[0]: span for span in map(runner.span, needs)}
-    kinds = dict.fromkeys((*engine.scheduler.drafters, *((runner.plain,) if every_length else ())))
-    rare = Modes.every(modes.noisy)
+    needs = range(1, runner.cache_slots + 1, SLOT_STEP) if every_length and runner.captured else (1,)
+    sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, needs)}
+    drafters = [*dict.fromkeys(engine.scheduler.drafters)]
+    if every_length and runner.plain not in drafters:
+        drafters.append(runner.plain)
+    all_modes = Modes.all_modes(modes.noisy)
     with runner.frozen():
-        for number, span in enumerate(spans.values()):
+        for index, live_slots in enumerate(sizes.values()):
             for count in engine.batch_sizes:
                 group = runner.slot_range(0, count)
-                for drafter in kinds:
-                    runner.step(group, span, drafter, modes)
+                for drafter in drafters:
+                    runner.step(group, live_slots, drafter, modes)
                     if every_length:
-                        runner.step(group, span, drafter, rare)
-                        runner.step(group, span, drafter, rare, {})
-                for unread in runner.chunks if every_length and runner.unread else ():
-                    runner.prefill_unread(group, span, min(unread, runner.unread))
-            # Prompts are read in each slot alone, and in all of them together.
-            slots = {(slot, 1) for slot in range(1 if number else engine.batch)}
+                        runner.step(group, live_slots, drafter, all_modes)
+                        runner.step(group, live_slots, drafter, all_modes, {})
+                for unread in runner.chunks if every_length and runner.max_unread else ():
+                    runner.prefill_unread(group, live_slots, min(unread, runner.max_unread))
+            # Prompts are read in each slot alone, and in all of them together. Slots above 0 are never
+            # captured: one size is enough for them.
+            slots = {(slot, 1) for slot in range(1 if index else engine.batch)}
             for size in runner.chunks if every_length else ():
                 for first, count in sorted(slots | {(0, engine.batch)}):
-                    if size <= span.shape[0]:
-                        x = runner.prefill(runner.slot_range(first, count), span, size, rare)
+                    if size <= live_slots.shape[0]:
+                        x = runner.prefill(runner.slot_range(first, count), live_slots, size, all_modes)
                         if (first, count) == (0, 1):  # as `score_prompt`
                             runner.logits(x)

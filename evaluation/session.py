@@ -12,10 +12,10 @@ import torch
 from tqdm import tqdm
 
 from checkpoint.convert import converted_folder
-from checkpoint.load import known_config
+from checkpoint.load import read_config_if_converted
 from common.errors import counted
 from common.writing import digest, write_text
-from engine.conversion import check_draft, converted
+from engine.conversion import check_draft, convert_if_needed
 from engine.drafting import Drafting
 from engine.runtime import Runtime
 from engine.sampling import Sampling, seed_of
@@ -46,7 +46,7 @@ class Evaluation:
         for drafting in draftings.values():
             check_draft(o.checkpoint, drafting)
         o.checkpoint = converted_folder(o.checkpoint, log)
-        longest = known_config(o.checkpoint, o.max_seq_len)["max_seq_len"]
+        longest = read_config_if_converted(o.checkpoint, o.max_seq_len)["max_seq_len"]
         # Independent of free memory, since a run may be resumed later.
         o.max_seq_len = o.max_seq_len or min(2048, longest)
         options = {  # all that answers and figures depend on, beside methods and questions
@@ -58,7 +58,7 @@ class Evaluation:
         }
         check_options(Path(o.out), options)
         for name, drafting in draftings.items():
-            folder, drafting = converted(o.checkpoint, drafting, log)
+            folder, drafting = convert_if_needed(o.checkpoint, drafting, log)
             draftings[name] = drafting.resolve(folder, log)
         target = load_target(o.checkpoint, runtime, log, ranks)
         self.contenders = load_contenders(target, draftings, o.max_seq_len)

@@ -21,9 +21,9 @@ class MixtureArgs(ModelArgs):
     renormalise_experts: Flag = True  # scale the weights of the A chosen experts to sum to 1
     biases: Flag = False  # the router and the experts have biases (gpt-oss)
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         fits = not self.num_experts or 1 <= self.experts_per_token <= self.num_experts
-        return [*super().relations(), ("experts_per_token", fits, f"1 to num_experts, {self.num_experts}")]
+        return [*super().constraints(), ("experts_per_token", fits, f"1 to num_experts, {self.num_experts}")]
 
 
 class Experts(nn.Module):

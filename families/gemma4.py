@@ -34,11 +34,11 @@ class Gemma4Args(VariantArgs):
 
     shardable = False
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         own, kinds = self.num_layers - self.shared_kv_layers, [window > 0 for window in self.windows]
         heads, size = self.num_heads % self.global_kv_heads == 0, self.global_head_dim
         return [
-            *super().relations(),
+            *super().constraints(),
             ("windows", len(kinds) == self.num_layers, f"a list of {self.num_layers}"),
             ("shared_kv_layers", own > 0 and {*kinds[:own]} == {*kinds},
              "fewer than the layers, with one of each kind before them"),
@@ -93,9 +93,9 @@ class Gemma4Block(VariantBlock):
         """The norm of the keys that it attends to."""
         return self._modules.get("k_norm") or self.producer[0].k_norm
 
-    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         cos, sin = (x[..., : self.pairs[0]] for x in angles)
-        return super().layer_angles((cos, sin))
+        return super().layer_cos_sin((cos, sin))
 
     def project(self, x: Tensor) -> Tensor:
         qkv = self.wqkv(self.attn_norm(x))

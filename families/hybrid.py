@@ -58,9 +58,9 @@ class HybridArgs(MixtureArgs, PartialRotaryArgs):
     shared_expert_size: whole(0, 2**22) = 0  # inner size of the shared expert; 0: none
     zero_centred: Literal[True] = True  # norms multiply by 1 + weight
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         each = ("delta_layers", len(self.delta_layers) == self.num_layers, f"a list of {self.num_layers}")
-        return [*super().relations(), each]
+        return [*super().constraints(), each]
 
     @property
     def delta_width(self) -> int:
@@ -100,7 +100,7 @@ class GatedBlock(HybridBlock):
         self.wqkv = Linear(H, 2 * width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.pairs = (args.rotary_dim or args.head_dim) // 2, args.pair_factor
 
-    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return scale_pairs(angles, *self.pairs)
 
     def attend(self, cache: KVCache, qkv: Tensor, shared: PassInputs) -> Tensor:

@@ -109,9 +109,9 @@ class PartialRotaryArgs(ModelArgs):
         """The shape of the rotary part of a head."""
         return replace(self, head_dim=self.rotary_dim, rotary_dim=0) if self.rotary_dim else self
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         fits = ("rotary_dim", self.rotary_dim <= self.head_dim, f"at most head_dim, {self.head_dim}")
-        return [*super(PartialRotaryArgs, self._rotary).relations(), fits]
+        return [*super(PartialRotaryArgs, self._rotary).constraints(), fits]
 
     def inverse_frequencies(self, length: int = 0) -> Tensor:
         rotary = super(PartialRotaryArgs, self._rotary).inverse_frequencies(length)

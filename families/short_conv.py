@@ -26,9 +26,9 @@ class ShortConvArgs(ModelArgs):
 
     shardable = False
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         each = ("conv_layers", len(self.conv_layers) == self.num_layers, f"a list of {self.num_layers}")
-        return [*super().relations(), each]
+        return [*super().constraints(), each]
 
 
 class ConvCache(nn.Module):

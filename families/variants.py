@@ -42,12 +42,12 @@ class VariantArgs(PartialRotaryArgs):
         scale = (self.head_dim / (self.query_scalar or self.head_dim)) ** 0.25
         object.__setattr__(self, "rope_factor", self.rope_factor * scale)
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         one = not (self.unrotated_layers and self.local_rope_base)
         fits = not self.unrotated_layers or (one and len(self.unrotated_layers) == self.num_layers)
         words = f"a list of {self.num_layers}, without local_rope_base"
         whole_qkv = ("wide_qk_norm", not (self.wide_qk_norm and self.qk_norm), "false beside qk_norm")
-        return [*super().relations(), ("unrotated_layers", fits, words), whole_qkv]
+        return [*super().constraints(), ("unrotated_layers", fits, words), whole_qkv]
 
     @property
     def factor_by_layer(self) -> bool:
@@ -96,7 +96,7 @@ class VariantBlock(TargetBlock):
             args.only_output_norms or args.wide_qk_norm or args.unrotated_layers or args.score_cap
             or args.logit_cap or (args.residual_factor, args.logit_divisor, args.pair_factor) != (1, 1, 1))
 
-    def layer_angles(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def layer_cos_sin(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if angles[0].ndim == 4:
             angles = tuple(x[int(self.other_rope)] for x in angles)
         return scale_pairs(angles, *self.pairs)

@@ -112,9 +112,11 @@ class CpuStep(Step):
         return self.ops.rank(logits, noise, k, ids)
 
     def advance(self, growth: Growth) -> Tensor:
-        return growth.set_beam(*self.ops.advance(*growth.newest, growth.shape.width))
+        *beam, parent = self.ops.advance(*growth.newest, growth.shape.width)
+        growth.set_beam(*beam)
+        return parent
 
-    def best_below(
+    def prune_candidates(
         self, root: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, nodes: int, levels: int,
         costs=None,
     ) -> Tree:

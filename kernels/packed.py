@@ -54,7 +54,7 @@ class CpuCache(KVCache):
 
     def attend(self, block: Block, qkv: Tensor, shared: PassInputs) -> Tensor:
         ops = self.backend.ops
-        angles = block.layer_angles(shared.angles(partial(_angles, ops)))
+        angles = block.layer_cos_sin(shared.cos_sin(partial(_angles, ops)))
         caches, scores = (self.k, self.v, shared.slots, shared.visible), (block.sinks, block.score_cap)
         return ops.attend(qkv, *angles, *block.head_norms, *caches, block.window, *scores)
 
@@ -99,8 +99,8 @@ class CpuCaches(KVCaches):
             self._network = model, (*table_of(model.embed), *angles, layer_table, args.norm_eps)
         return self._network[1]
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        self.backend.ops.move(self.table, self.head_dim, source, target)
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        self.backend.ops.move(self.table, self.head_dim, source, destination)
 
 
 class Int8Cache(CpuCache):
@@ -269,7 +269,7 @@ class FusedBlock:
         inputs = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
         ops, eps = block.wqkv.backend.ops, block.mlp_norm.eps
         layer_table = ops.layer_table(*self.weights, [cache.k], [cache.v], eps)
-        angles = block.layer_angles(shared.angles(partial(_angles, ops)))
+        angles = block.layer_cos_sin(shared.cos_sin(partial(_angles, ops)))
         x, _ = ops.layers(x, *angles, layer_table, shared.slots, shared.visible, eps, (), inputs)
         return x
 

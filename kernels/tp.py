@@ -29,7 +29,7 @@ from torch import Tensor
 
 from common.errors import InputError, first_line
 from common.torchrun import exit_with_torchrun
-from engine.sampling import number_of
+from engine.sampling import hash56
 from kernels.quantized import EMBED, MXFP4_GROUP, W8A8_GROUP, Scheme
 from kernels.rank_step import sharded_step
 from kernels.stored import ROW, Kind
@@ -120,7 +120,7 @@ class Ranks:
 
     def check_equal(self, what: str, device: torch.device | str) -> None:
         """Raise InputError unless all ranks have the same `what`."""
-        digests = self.all_gather(torch.tensor(number_of(what), device=device)).tolist()
+        digests = self.all_gather(torch.tensor(hash56(what), device=device)).tolist()
         if others := [str(rank) for rank, one in enumerate(digests) if one != digests[0]]:
             raise InputError(
                 f"{self.count} ranks, but rank {', '.join(others)} differs from rank 0: start all with one"
@@ -129,7 +129,7 @@ class Ranks:
 
     def digest(self, what: str, device: torch.device | str) -> str:
         """Return a digest of rank 0's `what`."""
-        return f"{self.broadcast(torch.tensor(number_of(what), device=device)).item():x}"
+        return f"{self.broadcast(torch.tensor(hash56(what), device=device)).item():x}"
 
 
 def local_device(device: str) -> str:
@@ -383,7 +383,7 @@ def shard_module(model: nn.Module, shards: list[Shard], ranks: Ranks) -> None:
             if name in ALL_REDUCED:
                 setattr(layer, name, AllReduced(part, ranks))
     if isinstance(model, Transformer):
-        model.ranks, model.sharded = ranks, sharded_step
+        model.ranks, model.make_sharded_step = ranks, sharded_step
         if model.lm_head is None:  # tied: a view of the table
             model.lm_head = Linear(1, 1, bias=False, device="meta")
             rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]

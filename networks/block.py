@@ -55,7 +55,7 @@ class BlockLayer(Block):
         attended = cache.attend(self, self.wqkv(inputs), shared)
         return self.finish(x, attended[:, context.shape[1] :])
 
-    def read(self, context: Tensor, cache: KVCache, shared: PassInputs) -> None:
+    def prefill(self, context: Tensor, cache: KVCache, shared: PassInputs) -> None:
         """Write the keys and values of fused features [B, C, H] to the cache."""
         cache.attend(self, self.wqkv(context), shared)
 
@@ -81,12 +81,12 @@ class BlockHead(Head, Markov):
         """Target features [B, T, F] -> the context of every layer [B, T, H]."""
         return self.hidden_norm(self.fc(features))
 
-    def read(
+    def prefill(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> None:
         shared = PassInputs(self.args, self.inv_freq, positions, slots, visible)
         for layer, cache in zip(self.layers, caches):
-            layer.read(feature, cache, shared)
+            layer.prefill(feature, cache, shared)
 
     def forward(
         self, anchor: Tensor, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,

@@ -62,4 +62,4 @@ class Eagle31Head(Eagle3Head):
         return self.norm(x) if self.args.recycle_normed else x
 
     def logits(self, feature: Tensor) -> Tensor:
-        return self.lm_head.logits(feature) if self.args.recycle_normed else self.score(feature)
+        return self.lm_head.logits(feature) if self.args.recycle_normed else self.logits_of_residual(feature)

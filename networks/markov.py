@@ -27,9 +27,9 @@ class MarkovArgs(HeadArgs):
     confidence: Flag = False
     confidence_reads_markov: Flag = True  # `markov_in` of the previous token, concatenated
 
-    def relations(self) -> list[tuple[str, bool, str]]:
+    def constraints(self) -> list[tuple[str, bool, str]]:
         below = ("mask_id", self.mask_id < self.vocab_size, f"an id below vocab_size, {self.vocab_size}")
-        return [*super().relations(), below]
+        return [*super().constraints(), below]
 
 
 class Markov(nn.Module):

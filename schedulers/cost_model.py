@@ -1,10 +1,10 @@
-"""Cost-based scheduler of drafts: each step drafts nothing, or the tree that reduces latency.
+"""Cost-based scheduler: each step drafts nothing, or the tree with the lowest predicted latency.
 
 Drafting costs time in which plain decoding would produce tokens. `schedulers.costs.Costs` predicts the
 seconds of a step: it starts from timed trials and learns from every step. `Acceptance` tracks the tokens that
 the steps of a request emit. A drafter with a network is switched on and off (`Tuner.next`). One without a
-network, such as prompt lookup, costs next to nothing to ask: it drafts at every step, and `MarginalCosts`
-keep the nodes that are worth verifying, often none. With our CPU kernels the choice never changes the text.
+network, such as prompt lookup, is almost free: it drafts at every step, and `MarginalCosts` keep the nodes
+whose expected gain exceeds their cost, often none. With our CPU kernels the choice never changes the output.
 Compiled steps draft trees of one size, or nothing.
 """
 from __future__ import annotations
@@ -50,57 +50,57 @@ MAX_TREES = NetworkDrafter.max_trees
 REQUEST_DECAY, GLOBAL_DECAY = 0.98, 0.998
 PRIOR_STEPS = 12.0  # weight of the initial value of a ratio, in steps
 INITIAL_SPEEDUP = 1.3  # `Acceptance.with_head` before the first measurement
-# Limit of `with_head` / `defer_head` in a new request, at least 1. A few steps show whether it differs.
+# Maximum of `with_head` / `without_head` in the prior of a new request.
 MAX_INITIAL_RATIO = 1.5
 MIN_CONFIDENCE = 0.5  # of a new request
-PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves the confidence towards 1: text changes
+PRIOR_DECAY = 0.03  # weight of a step without drafts, which moves ratios to the prior: acceptance varies
 
 
 class Ratio:
-    """An exponentially weighted ratio of two sums over steps: found / expected."""
+    """An exponentially weighted ratio of two sums over steps."""
 
-    def __init__(self, value: float, memory: float):
-        self.found, self.expected, self.memory = PRIOR_STEPS * value, PRIOR_STEPS, memory
+    def __init__(self, value: float, decay: float):
+        self.numerator, self.denominator, self.decay = PRIOR_STEPS * value, PRIOR_STEPS, decay
 
-    def record(self, found: float, expected: float) -> None:
+    def record(self, numerator: float, denominator: float) -> None:
         """Add one step."""
-        self.found = self.memory * self.found + found
-        self.expected = self.memory * self.expected + expected
+        self.numerator = self.decay * self.numerator + numerator
+        self.denominator = self.decay * self.denominator + denominator
 
     @property
     def value(self) -> float:
-        return self.found / self.expected
+        return self.numerator / self.denominator
 
 
 def pooled(ratios: Iterable[Ratio]) -> float:
     """Return the ratio of several requests together."""
     ratios = [*ratios]
-    return sum(r.found for r in ratios) / sum(r.expected for r in ratios)
+    return sum(r.numerator for r in ratios) / sum(r.denominator for r in ratios)
 
 
 class Acceptance:
     """Tokens that the steps of one request emit, or those of all requests.
 
-    with_head, defer_head: tokens emitted in the time of a plain step, by steps with the head and by those
-    without it. defer_head is above 1 where prompt lookup drafts. confidence, headless_confidence: accepted
+    with_head, without_head: tokens emitted in the time of a plain step, by steps with the head and by those
+    without it. without_head is above 1 where prompt lookup drafts. confidence, headless_confidence: accepted
     drafts / drafts that their scores predict, with the head and without.
     """
 
     def __init__(
-        self, with_head: float = INITIAL_SPEEDUP, defer_head: float = 1.0, confidence: float = 1.0,
-        headless_confidence: float = 1.0, memory: float = GLOBAL_DECAY,
+        self, with_head: float = INITIAL_SPEEDUP, without_head: float = 1.0, confidence: float = 1.0,
+        headless_confidence: float = 1.0, decay: float = GLOBAL_DECAY,
     ):
-        self.with_head, self.defer_head = Ratio(with_head, memory), Ratio(defer_head, memory)
-        self.confidence = Ratio(confidence, memory)
-        self.headless_confidence = Ratio(headless_confidence, memory)
+        self.with_head, self.without_head = Ratio(with_head, decay), Ratio(without_head, decay)
+        self.confidence = Ratio(confidence, decay)
+        self.headless_confidence = Ratio(headless_confidence, decay)
 
-    def next(self) -> Acceptance:
-        """Return the prior of a new request. It may be easier or harder than others."""
-        defer_head = self.defer_head.value
-        with_head = min(max(self.with_head.value, defer_head), MAX_INITIAL_RATIO * defer_head)
+    def prior(self) -> Acceptance:
+        """Return the prior of a new request."""
+        without_head = self.without_head.value
+        with_head = min(max(self.with_head.value, without_head), MAX_INITIAL_RATIO * without_head)
         confidence = max(self.confidence.value, MIN_CONFIDENCE)
         headless_confidence = max(self.headless_confidence.value, MIN_CONFIDENCE)
-        return Acceptance(with_head, defer_head, confidence, headless_confidence, REQUEST_DECAY)
+        return Acceptance(with_head, without_head, confidence, headless_confidence, REQUEST_DECAY)
 
     def record(self, head: bool, emitted: int, relative_cost: float | None, expected: float | None) -> None:
         """Add a step, as in `Tuner.record`."""
@@ -110,7 +110,7 @@ class Acceptance:
             else:
                 ratio.record(PRIOR_DECAY, PRIOR_DECAY)
         if relative_cost is not None:
-            (self.with_head if head else self.defer_head).record(emitted, relative_cost)
+            (self.with_head if head else self.without_head).record(emitted, relative_cost)
             if not head:
                 self.with_head.record(PRIOR_DECAY * self.with_head.value, PRIOR_DECAY)
 
@@ -137,20 +137,20 @@ class Plan(NamedTuple):
 class Tuner:
     """Chooses what each step drafts, None for a step without the head.
 
-    shapes: trees of greedy steps and of sampled steps. cuts: `MarginalCosts` limit them. The tuner holds the
-    costs of the machine and the acceptance of all requests. `Request.acceptance` holds that of one request.
-    costs: assumed costs; None: steps are timed.
+    shapes: trees of greedy steps and of sampled steps. prunes: `MarginalCosts` limit them. The tuner holds
+    the costs of the machine and the acceptance of all requests. `Request.acceptance` holds that of one
+    request. costs: assumed costs; None: steps are timed.
     """
 
     def __init__(
-        self, shapes: tuple[TreeShape, TreeShape] = MAX_TREES, cuts: bool = True, costs: Costs | None = None
+        self, shapes: tuple[TreeShape, TreeShape] = MAX_TREES, prunes: bool = True, costs: Costs | None = None
     ):
-        self.shapes, self.cuts, self.assumed = shapes, cuts, costs
+        self.shapes, self.prunes, self.assumed_costs = shapes, prunes, costs
         largest = max(shape.nodes for shape in shapes)
         self.candidates = PLAIN_TRIAL, Trial(shapes[0].nodes, True)
-        if cuts:
+        if prunes:
             self.candidates = tuple(t for t in TRIALS if t in REQUIRED_TRIALS or t.nodes <= largest)
-        self.shared: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
+        self.acceptance_by_temperature: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
         self._costs: dict[tuple[int, bool], Costs] = {}  # by (sequences, sampled)
         self._measured: set[tuple[int, bool]] = set()  # keys with trials; other costs are interpolated
         self._trials: Trials = {}  # of `run_trials`
@@ -165,17 +165,17 @@ class Tuner:
 
     def start(self, request: Request) -> None:
         """Give a new request the prior of its temperature."""
-        request.acceptance = self._shared_acceptance(request).next()
+        request.acceptance = self._shared_acceptance(request).prior()
 
     def _shared_acceptance(self, request: Request) -> Acceptance:
-        return self.shared[round(request.sampling.temperature, 1)]
+        return self.acceptance_by_temperature[round(request.sampling.temperature, 1)]
 
     @property
     def in_trial(self) -> bool:
         """True if the latest step is a trial."""
         return self._running_trial is not None
 
-    def trial(self, requests: list[Request], count: int) -> Plan | None:
+    def start_next_trial(self, requests: list[Request], count: int) -> Plan | None:
         """Return the tree of the next trial; None if none is due, or if it is a plain step."""
         self._running_trial, self._next_trial = self._next_trial, None
         if not self.in_trial:
@@ -184,10 +184,10 @@ class Tuner:
 
     def headless_costs(self, requests: list[Request], count: int, shape: TreeShape) -> MarginalCosts | None:
         """Return the costs that limit a tree drafted without a network; None if they are unknown."""
-        if not self._costs and self.assumed is None:
+        if not self._costs and self.assumed_costs is None:
             return None
         confidence = [r.acceptance.headless_confidence.value for r in requests]
-        speed = pooled(r.acceptance.defer_head for r in requests)
+        speed = pooled(r.acceptance.without_head for r in requests)
         return self._marginal(requests, count, shape, speed, confidence)
 
     def _marginal(
@@ -206,47 +206,67 @@ class Tuner:
     def next(self, requests: list[Request], count: int) -> Plan | None:
         """Choose the tree of the next step over `count` batch slots, which hold these requests."""
         noisy = is_noisy(requests)
-        shape, key = self.shapes[noisy], (count, noisy)
-        plan = self.trial(requests, count)
+        key, plan = (count, noisy), self.start_next_trial(requests, count)
         if self.in_trial:
             return plan
         if not self._costs:
-            return Plan(shape)
-        group = (*key, *requests)
-        if group != self._group:
-            self._group, self._hold_steps = group, 0
-            if count == 1:  # a new request: drafts may be accepted
-                self._plain_steps[noisy] = self._probe_interval[noisy]
-        drafts = self._drafts.get(key)
-        self._plain_steps[noisy] += drafts is False
+            return Plan(self.shapes[noisy])
+        self._start_group(key, requests)
+        if self._drafts.get(key) is False:
+            self._plain_steps[noisy] += 1
         if self._hold_steps:
             self._hold_steps -= 1
             return self._choice
         with_head = pooled(r.acceptance.with_head for r in requests)
-        defer_head = pooled(r.acceptance.defer_head for r in requests)
-        margin = 1.0 if drafts is None else 1 / SWITCH_RATIO if drafts else SWITCH_RATIO
-        drafts = self._drafts[key] = with_head > margin * defer_head
-        self._hold_steps, min_confidence = (DRAFT_HOLD_STEPS if drafts else PLAIN_HOLD_STEPS) - 1, 0.0
+        without_head = pooled(r.acceptance.without_head for r in requests)
+        drafts, min_confidence = self._decide(key, with_head, without_head)
+        speed = max(with_head, without_head)
+        self._choice = self._plan(requests, key, speed, min_confidence) if drafts else None
+        return self._choice
+
+    def _start_group(self, key: tuple[int, bool], requests: list[Request]) -> None:
+        """Drop the choice made for other requests. Probe a new single request at once."""
+        group = (*key, *requests)
+        if group != self._group:
+            self._group, self._hold_steps = group, 0
+            if key[0] == 1:
+                self._plain_steps[key[1]] = self._probe_interval[key[1]]
+
+    def _decide(self, key: tuple[int, bool], with_head: float, without_head: float) -> tuple[bool, float]:
+        """Return whether the next steps draft, and the minimum confidence. Sets how long that is kept."""
+        noisy = key[1]
+        margin = {None: 1.0, True: 1 / SWITCH_RATIO, False: SWITCH_RATIO}[self._drafts.get(key)]
+        drafts = self._drafts[key] = with_head > margin * without_head
         if drafts:
             self._plain_steps[noisy], self._probe_interval[noisy] = 0, MIN_PROBE_INTERVAL
-            if self.costs(*key).stale:
-                drafts, self._hold_steps = False, PROBE_STEPS - 1
-        elif self._plain_steps[noisy] >= self._probe_interval[noisy]:
-            self._plain_steps[noisy], self._probe_interval[noisy] = (
-                0, min(2 * self._probe_interval[noisy], MAX_PROBE_INTERVAL)
-            )
-            drafts, self._hold_steps, min_confidence = True, PROBE_STEPS - 1, 1.0
-        self._choice = Plan(shape) if drafts else None
-        if drafts and self.cuts:
-            confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
-            speed = max(with_head, defer_head)
-            self._choice = Plan(shape, self._marginal(requests, count, shape, speed, confidence))
-        return self._choice
+            if self.costs(*key).stale:  # time plain steps
+                self._hold_steps = PROBE_STEPS - 1
+                return False, 0.0
+            self._hold_steps = DRAFT_HOLD_STEPS - 1
+            return True, 0.0
+        if self._plain_steps[noisy] >= self._probe_interval[noisy]:  # test drafts again
+            self._plain_steps[noisy] = 0
+            self._probe_interval[noisy] = min(2 * self._probe_interval[noisy], MAX_PROBE_INTERVAL)
+            self._hold_steps = PROBE_STEPS - 1
+            return True, 1.0
+        self._hold_steps = PLAIN_HOLD_STEPS - 1
+        return False, 0.0
+
+    def _plan(
+        self, requests: list[Request], key: tuple[int, bool], speed: float, min_confidence: float
+    ) -> Plan:
+        """Return the tree of a step that drafts. speed: see `_marginal`."""
+        count, noisy = key
+        shape = self.shapes[noisy]
+        if not self.prunes:
+            return Plan(shape)
+        confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
+        return Plan(shape, self._marginal(requests, count, shape, speed, confidence))
 
     def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
         if trial == PLAIN_TRIAL:
             return None
-        if not self.cuts:
+        if not self.prunes:
             return Plan(shape)
         nodes = torch.full((shape.nodes - 1,), math.inf)
         nodes[: max(trial.nodes - 1, 0)] = -1.0
@@ -255,10 +275,10 @@ class Tuner:
     # -- learning -----------------------------------------------------------------------------
 
     def costs(self, count: int, noisy: bool) -> Costs:
-        """Return the costs of steps over `count` sequences, interpolated if there are no trials of them."""
+        """Return the costs of steps over `count` slots, interpolated if there are no trials of them."""
         key = count, noisy
-        if self.assumed is not None:
-            return self.assumed
+        if self.assumed_costs is not None:
+            return self.assumed_costs
         if key not in self._costs:
             tried = [k for k in self._measured if k[1] == noisy] or self._measured
             known = {k[0]: self._costs[k] for k in tried}
@@ -270,12 +290,12 @@ class Tuner:
 
     def relative_cost(self, count: int, noisy: bool, size: Size, head: bool) -> float | None:
         """Predict the seconds of a step / those of a plain step; None while trials run."""
-        known = (self._costs or self.assumed) and not self.in_trial
+        known = (self._costs or self.assumed_costs) and not self.in_trial
         return self.costs(count, noisy).relative_cost_of(size, head) if known else None
 
     def add(self, count: int, noisy: bool, size: Size, head: bool, seconds: float) -> None:
         """Learn the seconds of a step."""
-        if self.assumed is not None:
+        if self.assumed_costs is not None:
             return
         if self.in_trial:
             self._trials.setdefault(self._running_trial, []).append((size, seconds))
@@ -300,14 +320,14 @@ class Tuner:
         key = count, noisy
         if key in self._measured:
             return
-        shared, order, completed = copy.deepcopy(self.shared), self.candidates, []
+        shared, order, completed = copy.deepcopy(self.acceptance_by_temperature), self.candidates, []
         trials = self._trials = {}
         try:
             for turn in range(MAX_TRIAL_ROUNDS):  # interleaved: a slow period affects all trees
                 if turn >= MIN_TRIAL_ROUNDS and trial_seconds(trials) > REPEAT_SECONDS:
                     break
                 for trial in order:
-                    for _ in range(1 if turn else 2):
+                    for _ in range(1 if turn else 2):  # twice in the first round: the first run may be slow
                         self._next_trial = trial
                         run()
                     if turn:
@@ -318,23 +338,25 @@ class Tuner:
                     too_slow = fastest(trials[trial]) > MAX_SLOWDOWN * fastest(trials[PLAIN_TRIAL])
                     if trial.nodes >= MAX_FLAT_NODES and (too_slow or trial_seconds(trials) > GROW_SECONDS):
                         break
-                order = completed = completed[::-1]  # back and forth: a step's time depends on the one before
+                completed.reverse()  # back and forth: a step's time depends on the one before
+                order = completed
         finally:
-            self.shared, self._next_trial, self._running_trial = shared, None, None
+            self.acceptance_by_temperature = shared
+            self._next_trial = self._running_trial = None
             self._drafts.clear()
-        if trials.keys() >= (REQUIRED_TRIALS if self.cuts else {*self.candidates}):
+        if trials.keys() >= (REQUIRED_TRIALS if self.prunes else {*self.candidates}):
             self._measured.add(key)
-            self._costs[key] = Costs.from_trials(trials) if self.cuts else Costs(
+            self._costs[key] = Costs.from_trials(trials) if self.prunes else Costs(
                 *(fastest(trials[trial]) for trial in self.candidates))
 
     def describe(self, counts: list[int], noisy: bool) -> str:
         """Describe the trees, and the relative cost of a step by number of requests, in one line."""
         shape, why = self.shapes[noisy], "sized by the cost model"
-        what = f"trees of up to {shape.nodes} nodes, {why}" if self.cuts else f"tree {shape.name}, {why}"
+        what = f"trees of up to {shape.nodes} nodes, {why}" if self.prunes else f"tree {shape.name}, {why}"
         if not self._costs:
             return f"{what} (not timed)"
-        size = Size(MAX_FLAT_NODES, 1) if self.cuts else Size(shape.nodes, 0)
-        (draft, verify), *more = (self.costs(n, noisy).parts(size) for n in counts)
+        size = Size(MAX_FLAT_NODES, 1) if self.prunes else Size(shape.nodes, 0)
+        (draft, verify), *more = (self.costs(n, noisy).overhead(size) for n in counts)
         others = (f", {1 + sum(parts):.2f}x for {n} requests" for parts, n in zip(more, counts[1:]))
         return (f"{what} (measured: a {size.nodes}-node step takes {1 + draft + verify:.2f}x a plain step:"
                 f" +{draft:.2f} drafting, +{verify:.2f} verification{''.join(others)})")
@@ -367,17 +389,18 @@ class CostScheduler(Scheduler):
 
     def variants(self, drafter: Drafter) -> list[Drafter]:
         trees = [with_tree(drafter, shape) for shape in self.tuner.shapes]
-        return [one for one in (*trees, headless_of(drafter)) if one not in (drafter, None)]
+        return [one for one in (*trees, drafter.headless) if one not in (drafter, None)]
 
     def attach(self, engine: Engine) -> None:
         super().attach(engine)
         runner, drafter = engine.runner, engine.runner.drafter
-        self.counts = sorted({engine.batch_sizes[0], engine.batch})  # numbers of sequences that are timed
-        # A compiled step has a tree of one size, and so have some drafters: then it is on or off.
-        headless = headless_of(drafter) if self.tuner.cuts and not runner.on_cuda else None
+        self.counts = sorted({engine.batch_sizes[0], engine.batch})  # batch sizes that are timed
+        # Compiled steps and some drafters have one tree size: drafting is only switched on and off.
+        headless = drafter.headless if self.tuner.prunes and not runner.on_cuda else None
         self.headless = headless if headless in (None, drafter) else runner.defer_head(copy.copy(headless))
-        switched = drafter.network is not None or not self.tuner.cuts
-        self.trees = {shape: with_tree(drafter, shape) for shape in self.tuner.shapes if switched}
+        switched = drafter.network is not None or not self.tuner.prunes
+        shapes = self.tuner.shapes if switched else ()
+        self.trees = {shape: with_tree(drafter, shape) for shape in shapes}
 
     @property
     def drafters(self) -> list[Drafter]:
@@ -386,9 +409,10 @@ class CostScheduler(Scheduler):
     def add(self, request: Request) -> None:
         self.tuner.start(request)
 
-    def next(self, requests: list[Request], group: SlotRange, slots: torch.Tensor) -> Choice:
+    def next(self, requests: list[Request], group: SlotRange) -> Choice:
         tuner, runner = self.tuner, self.runner
-        plan = tuner.next(requests, group.count) if self.trees else tuner.trial(requests, group.count)
+        choose = tuner.next if self.trees else tuner.start_next_trial
+        plan = choose(requests, group.count)
         if plan and self.trees:
             return Choice(self.trees[plan.shape], plan.costs, True)
         if self.headless is None or (tuner.in_trial and not plan):
@@ -407,8 +431,8 @@ class CostScheduler(Scheduler):
     def timed(self, record: Record, seconds: float) -> None:
         self.tuner.add(*record.step, seconds)
 
-    def emitted(self, record: Record, row: int, request: Request, count: int) -> None:
-        expected = record.expected and record.expected[row]
+    def emitted(self, record: Record, index: int, request: Request, count: int) -> None:
+        expected = record.expected and record.expected[index]
         self.tuner.record(request, record.step[-1], count, record.relative_cost, expected)
 
     def warm_up(self, engine: Engine, sampling: Sampling) -> None:
@@ -422,8 +446,9 @@ class CostScheduler(Scheduler):
 
         engine.lag = 0
         try:
-            for count in self.counts if self.tuner.assumed is None else ():
-                self.tuner.run_trials(count, sampling.temperature > 0, lambda count=count: run(count))
+            if self.tuner.assumed_costs is None:
+                for count in self.counts:
+                    self.tuner.run_trials(count, sampling.temperature > 0, lambda count=count: run(count))
         finally:
             engine.lag = lag
             for request in engine.requests:
@@ -438,36 +463,32 @@ def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
     return drafter.with_tree(shape) if drafter.resizable_part else drafter
 
 
-def headless_of(drafter: Drafter) -> Drafter | None:
-    """Return the drafter, or the part of it, that drafts without a network."""
-    return drafter if drafter.network is None else getattr(drafter, "headless", None)
-
-
 def schedule(
     drafter: Drafter, target: Transformer, tree: object, compiles: bool
 ) -> tuple[Drafter, Scheduler | None]:
     """Return the drafter with its largest tree, and its scheduler; None: always the drafter's tree.
 
-    tree: the option --tree. "auto", and None if no step is compiled: trees are sized by measured time.
-    Raises InputError on "auto" for several ranks: each measures other times and would choose another tree.
+    tree: the option --tree. Trees are sized by measured time if it is "auto", or None and steps are not
+    compiled. Raises InputError on "auto" for several ranks: each measures other times and would choose
+    another tree.
     """
-    static = target.embed.device.type == "cuda" or compiles
+    fixed_trees = target.embed.device.type == "cuda" or compiles
     if target.ranks is not None:
         if tree == "auto":
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-        if static or drafter.indivisible or drafter.network is not None:
+        if fixed_trees or not drafter.prunable or drafter.network is not None:
             return drafter, None
         shapes = drafter.shape, drafter.shape
         return drafter, CostScheduler(Tuner(shapes, costs=NOMINAL_COSTS))
     grown, fixed = drafter.resizable_part, (drafter.shape, drafter.shape)
-    if static:
+    if fixed_trees:
         tuned = tree == "auto" and grown is not None
-        return drafter, CostScheduler(Tuner(fixed, cuts=False)) if tuned else None
+        return drafter, CostScheduler(Tuner(fixed, prunes=False)) if tuned else None
     if tree not in (None, "auto"):
         return drafter, None
     if grown is None:
-        return drafter, CostScheduler(Tuner(fixed, cuts=not drafter.indivisible))
-    levels = grown.max_trees[0].depth if grown.drafts is None else grown.drafts - 1
+        return drafter, CostScheduler(Tuner(fixed, prunes=drafter.prunable))
+    levels = grown.max_trees[0].depth if grown.max_levels is None else grown.max_levels - 1
     if grown.vocabulary < grown.max_trees[0].width or levels < 2:
         return drafter, None
     shapes = tuple(replace(shape, depth=min(shape.depth, levels)) for shape in grown.max_trees)

@@ -1,4 +1,4 @@
-"""Seconds of steps by the size of their trees: timed in trials, then corrected by every step."""
+"""Cost model: predicted seconds of a step by tree size, from timed trials and every later step."""
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ from tree import TreeShape
 
 MAX_FLAT_NODES = 5  # nodes of the largest tree with one level that is timed
 MAX_SLOWDOWN = 3.0  # a step / a plain step; above it no larger tree is timed
-MAX_DELAY = 1.5  # measured / predicted seconds, clamped: other programs delay single steps
+MAX_MEASURED_RATIO = 1.5  # measured / predicted seconds, clamped: other programs delay single steps
 PRIOR_FIT_STEPS = 5.0  # weight of the prior `node_load_factor == load_factor`, in steps
 MIN_COST_RATIO = 0.002  # seconds of a level or a node / seconds of a plain step: nothing is free
 FIT_DECAY = 0.96  # weight of a step relative to the next one in the fit of the load factors
@@ -60,7 +60,7 @@ def trial_seconds(trials: Trials) -> float:
 
 
 class Costs:
-    """Seconds of steps over one number of sequences: plain steps, and drafted ones by tree size.
+    """Seconds of steps at one batch size: plain steps, and drafted ones by tree size.
 
     A drafted step takes `base` seconds, plus more for each level and each node. Two load factors, measured /
     predicted seconds, are fitted to real steps by least squares: `load_factor` of all but the nodes, and
@@ -71,12 +71,13 @@ class Costs:
 
     def __init__(self, plain: float, base: float, level: float = 0.0, node_seconds: Iterable[float] = (0.0,)):
         """node_seconds: of the first drafted node, of the second, and so on."""
-        self.plain, self.measured_plain = plain, plain  # now, and in the trials
+        self.plain, self.measured_plain = plain, plain  # at present, and in the trials
         self.base, self.level, self.node_seconds = base, level, [*node_seconds]
         self.cumulative = [0.0, *accumulate(self.node_seconds)]
-        self.prior_weight = PRIOR_FIT_STEPS * self._nodes(MAX_FLAT_NODES) ** 2
+        self.prior_weight = PRIOR_FIT_STEPS * self._node_seconds(MAX_FLAT_NODES) ** 2
         self.sums = [0.0] * 5
-        self._learn(base + level, self._nodes(MAX_FLAT_NODES), base + level + self._nodes(MAX_FLAT_NODES))
+        nodes = self._node_seconds(MAX_FLAT_NODES)
+        self._fit(base + level, nodes, base + level + nodes)
         self.load_drift, self.steps_since_plain = 1.0, 0  # since the last plain step
 
     @property
@@ -108,18 +109,18 @@ class Costs:
         return cls(plain, max(base, plain), max(level, floor), node_seconds)
 
     def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
-        """Return costs between these and `other`, for another number of sequences. scale: of the nodes."""
-        def now(c: Costs) -> list[float]:
+        """Return costs between these and `other`, for another batch size. scale: of the nodes."""
+        def current(c: Costs) -> list[float]:
             return [c.plain, c.load_factor * c.base, c.load_factor * c.level] + [
                 c.node_load_factor * x * scale for x in c.node_seconds
             ]
 
         plain, base, level, *node_seconds = (
-            one + (two - one) * fraction for one, two in zip(now(self), now(other))
+            one + (two - one) * fraction for one, two in zip(current(self), current(other))
         )
         return Costs(plain, base, level, node_seconds)
 
-    def _nodes(self, count: int) -> float:
+    def _node_seconds(self, count: int) -> float:
         """Return the seconds of a tree's nodes in the trials. count: with the root, which takes none."""
         known = len(self.node_seconds)
         return (
@@ -129,12 +130,12 @@ class Costs:
 
     def seconds(self, size: Size, head: bool) -> float:
         """Predict the seconds of a step under the present load. head: the draft head runs."""
-        bare = self.load_factor * (self.base + self.level * size.levels) if head else self.plain
-        return bare + self.node_load_factor * self._nodes(size.nodes)
+        without_nodes = self.load_factor * (self.base + self.level * size.levels) if head else self.plain
+        return without_nodes + self.node_load_factor * self._node_seconds(size.nodes)
 
-    def parts(self, size: Size) -> tuple[float, float]:
-        """Return what drafting and verifying a tree add to a plain step, as shares of it."""
-        nodes = self.node_load_factor * self._nodes(size.nodes) / self.plain
+    def overhead(self, size: Size) -> tuple[float, float]:
+        """Return the costs of drafting and of verifying a tree, relative to a plain step."""
+        nodes = self.node_load_factor * self._node_seconds(size.nodes) / self.plain
         return self.relative_cost_of(size) - 1 - nodes, nodes
 
     def relative_cost_of(self, size: Size, head: bool = True) -> float:
@@ -151,10 +152,11 @@ class Costs:
 
     def add(self, size: Size, head: bool, seconds: float) -> None:
         """Update the load factors, or `plain`, from a measured step."""
-        seconds, nodes = min(seconds, MAX_DELAY * self.seconds(size, head)), self._nodes(size.nodes)
+        seconds = min(seconds, MAX_MEASURED_RATIO * self.seconds(size, head))
+        nodes = self._node_seconds(size.nodes)
         before = self.load_factor
         if head:
-            self._learn(self.base + self.level * size.levels, nodes, seconds)
+            self._fit(self.base + self.level * size.levels, nodes, seconds)
             self.steps_since_plain += 1
             self.plain *= self.load_factor / before if self.steps_since_plain > PLAIN_VALID_STEPS else 1.0
             self.load_drift *= self.load_factor / before
@@ -163,21 +165,22 @@ class Costs:
             measured = max(seconds - self.node_load_factor * nodes, self.plain / 2)
             self.plain += PLAIN_STEP_WEIGHT * (measured - self.plain)
             self.load_drift += PLAIN_STEP_WEIGHT * (1 - self.load_drift)
-            self._learn(
+            self._fit(
                 ESTIMATED_STEP_WEIGHT * self.base, 0.0,
                 ESTIMATED_STEP_WEIGHT * self.base * self.plain / self.measured_plain,
             )
 
-    def _learn(self, bare: float, nodes: float, seconds: float) -> None:
-        """Fit load_factor * bare + node_load_factor * nodes to the seconds of recent steps.
+    def _fit(self, without_nodes: float, nodes: float, seconds: float) -> None:
+        """Fit load_factor * without_nodes + node_load_factor * nodes to the seconds of recent steps.
 
-        bare: seconds of all but the nodes in the trials.
+        without_nodes: seconds of all but the nodes in the trials.
         """
-        new = bare * bare, bare * nodes, nodes * nodes, bare * seconds, nodes * seconds
+        u = without_nodes
+        new = u * u, u * nodes, nodes * nodes, u * seconds, nodes * seconds
         self.sums = [FIT_DECAY * old + x for old, x in zip(self.sums, new)]
         a, b, c, x, y = self.sums
         a, b, c = a + self.prior_weight, b - self.prior_weight, c + self.prior_weight
         self.load_factor = self.node_load_factor = x / self.sums[0]
-        if (area := a * c - b * b) > 1e-9 * a * c:
-            self.load_factor = max((c * x - b * y) / area, self.load_factor / 2)
-            self.node_load_factor = max((a * y - b * x) / area, self.load_factor / 2)
+        if (determinant := a * c - b * b) > 1e-9 * a * c:
+            self.load_factor = max((c * x - b * y) / determinant, self.load_factor / 2)
+            self.node_load_factor = max((a * y - b * x) / determinant, self.load_factor / 2)

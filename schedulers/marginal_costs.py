@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.step import Step
-from tree import Tree, best_below
+from tree import Tree, prune_candidates
 
 
 class MarginalCosts(NamedTuple):
@@ -54,4 +54,5 @@ class MarginalCosts(NamedTuple):
         """Remove the nodes of a proposed tree whose gain is below their cost. step: an `engine.step.Step`."""
         scores, tokens, parents = (x[:, 1:] for x in (tree.scores.float(), tree.tokens, tree.parent - 1))
         nodes = tree.tokens.shape[1]
-        return step.dispatch(best_below, tree.tokens[:, 0], scores, tokens, parents, nodes, nodes - 1, self)
+        below = tree.tokens[:, 0], scores, tokens, parents
+        return step.dispatch(prune_candidates, *below, nodes, nodes - 1, self)

@@ -278,7 +278,7 @@ def add_tokenizer(app: FastAPI, server: Server) -> None:
         count = max(tokenizer.vocab_size, server.worker.engine.target.args.vocab_size)
         if (most := max(body.tokens, default=0)) >= count:
             raise Refusal(400, f"tokens: {most} is not a token id: 0 to {count - 1}")
-        return {"prompt": b"".join(map(tokenizer.spelled, body.tokens)).decode("utf-8", "replace")}
+        return {"prompt": b"".join(map(tokenizer.piece_or_name, body.tokens)).decode("utf-8", "replace")}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info():

@@ -25,12 +25,12 @@ class TokenTexts:
 
     def text(self, token: int) -> str:
         """Return the text of a token; invalid UTF-8 is replaced."""
-        return self.tokenizer.spelled(token).decode("utf-8", "replace")
+        return self.tokenizer.piece_or_name(token).decode("utf-8", "replace")
 
     def chat_logprobs(self, ids: list[int], scores: list[Score]) -> dict:
         """Return log-probabilities in the format of chat completions."""
         def entry(token: int, logprob: float) -> dict:
-            spelled = self.tokenizer.spelled(token)
+            spelled = self.tokenizer.piece_or_name(token)
             return {"token": self.text(token), "logprob": logprob, "bytes": list(spelled)}
 
         def top(token: int, score: Score) -> list[tuple[int, float]]:

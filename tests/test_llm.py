@@ -28,8 +28,8 @@ PROMPTS = (  # of generate: prompts, sampling options, and what is said
       for one in (5, {"role": "user"}, [1, "a"], [{"content": "Hello"}])),
     ("", {}, "prompt is ''; expected a text"), ("Hello", {"n": 0}, "n is 0; expected"),
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?)"),
-    ("x" * 200_000, {}, "the prompt has 200,000 characters and needs one for the answer"),
-    ("x" * 3000, {}, "the prompt has 3,005 tokens and needs one for the answer, the context length is 1,024"),
+    ("x" * 200_000, {}, "the prompt has 200,000 characters; prompt and output together"),
+    ("x" * 3000, {}, "the prompt has 3,005 tokens; prompt and output together can have at most 1,024 tokens"),
 )
 
 

@@ -9,7 +9,7 @@ from helpers.states import paths
 from drafters.static import PathTree
 from engine.step import TORCH
 from schedulers.marginal_costs import MarginalCosts
-from tree import Growth, TreeShape, best_below
+from tree import Growth, TreeShape, prune_candidates
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -60,7 +60,7 @@ def test_pruned_tree_is_the_best_subset(shape, ties):
 
 @pytest.mark.parametrize("kind, arguments, words", [
     (TreeShape, (0, 1, 1), "must be positive"), (TreeShape, (8, 1, 2), "only draft 6 + the root"),
-    (TreeShape, (1, 2, 0), "1 node is the root alone"), (PathTree, [()], "no paths"),
+    (TreeShape, (1, 2, 0), "1 node is only the root"), (PathTree, [()], "no paths"),
     (PathTree, [((0,), (-1,))], "not a list of ranks"), (PathTree, [((0,), (1, 0))], "has no parent"),
     (PathTree, [((0,), (0,))], "given twice"),
 ])
@@ -83,8 +83,8 @@ def test_what_is_worth_its_price(seed):
     expanded = [x for x in brings[:4] if x >= 2 * nodes[0]]
     assert costs.expand(scores, 4) == (len(expanded) if sum(expanded) / 2 >= 0.3 else 0)
     root, parents = torch.tensor([7, 8]), torch.full((2, 12), -1)
-    kept = best_below(root, scores, parents, parents, 10, 1, costs)
+    kept = prune_candidates(root, scores, parents, parents, 10, 1, costs)
     assert kept.tokens.shape[1] == costs.keep(scores) + 1
     for beyond in MarginalCosts(9.0, nodes + 9, costs.confidence), costs._replace(confidence=torch.zeros(2)):
         assert beyond.keep(scores) == beyond.expand(scores, 4) == 0
-        assert best_below(root, scores, parents, parents, 10, 1, beyond).tokens.tolist() == [[7], [8]]
+        assert prune_candidates(root, scores, parents, parents, 10, 1, beyond).tokens.tolist() == [[7], [8]]

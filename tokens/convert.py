@@ -62,7 +62,7 @@ def _vocab_model(path: Path, settings: dict) -> tokenizers.Tokenizer:
                          " are); save the tokenizer as tokenizer.json")
     vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(files.MERGES)))
     model = byte_level_bpe(vocab, merges, WORD_RULES[words], settings.get("add_prefix_space", False))
-    model.add_special_tokens([token for token in {*files.DEFAULTS.values()} if token in vocab])
+    model.add_special_tokens([token for token in {*files.VOCAB_JSON_DEFAULTS.values()} if token in vocab])
     return model
 
 
@@ -79,5 +79,6 @@ def copy_files(source: Path, target: Path) -> bool:
     if (encoder := source / files.encoder_of(source)).name == "vocab.json":
         _vocab_model(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
         config = target / "tokenizer_config.json"
-        config.write_text(json.dumps(files.DEFAULTS | (read_json(config) if config.exists() else {})))
+        settings = read_json(config) if config.exists() else {}
+        config.write_text(json.dumps(files.VOCAB_JSON_DEFAULTS | settings))
     return True

@@ -32,12 +32,13 @@ END_TOKENS = (
     "<turn|>", "<end_of_utterance>", "<EOT>", "\u2581<EOT>", "<eot>", "<eos>", "</s>", "[EOT]", "[EOS]",
     END_OF_ANSWER, "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 # Settings of the classes of tokenizers, where their files lack them, as transformers 5 has them.
-DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # of those with a vocab.json
+VOCAB_JSON_DEFAULTS = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 LLAMA_DEFAULTS = {"add_bos_token": False, "legacy": False}
 SPACE = "▁"  # how sentencepiece spells a space
 MAX_GAPS = 1 << 16  # ids that stand for nothing, below the highest
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-EXTRA = ("additional_special_tokens", "extra_special_tokens")
+SPECIAL_TOKEN_NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA_TOKEN_KEYS = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
@@ -67,7 +68,7 @@ def tokenizer_settings(folder: Path) -> dict:
     encoder = encoder_of(folder)
     kind = config.get("tokenizer_class", "") if encoder == "tokenizer.model" else ""
     is_llama = kind.startswith("LlamaTokenizer")
-    config = (DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
+    config = (VOCAB_JSON_DEFAULTS if encoder == "vocab.json" else LLAMA_DEFAULTS if is_llama else {}) | config
     if kind.startswith("CodeLlamaTokenizer"):  # it has no older form
         config["legacy"] = False
     decoder, settings = config.get("added_tokens_decoder"), config | special
@@ -83,10 +84,11 @@ def tokenizer_settings(folder: Path) -> dict:
 def special_tokens_map(settings: dict) -> dict[str, str]:
     """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}.
 
-    Names come in the order of transformers, which numbers new tokens so.
+    In the order in which transformers numbers new tokens.
     """
-    given = {name: settings.get(name) for name in (*NAMES, *settings) if name.endswith("_token")}
-    for found in map(settings.get, EXTRA):
+    names = (*SPECIAL_TOKEN_NAMES, *settings)
+    given = {name: settings.get(name) for name in names if name.endswith("_token")}
+    for found in map(settings.get, EXTRA_TOKEN_KEYS):
         given |= found if isinstance(found, dict) else {}
     texts = {name: _text(token) for name, token in given.items()}
     return {name: text for name, text in texts.items() if text and isinstance(text, str)}
@@ -94,7 +96,7 @@ def special_tokens_map(settings: dict) -> dict[str, str]:
 
 def listed_tokens(settings: dict) -> list[str]:
     """Return the texts of the special tokens that stand in lists of the settings."""
-    lists = (found for found in map(settings.get, EXTRA) if isinstance(found, list))
+    lists = (found for found in map(settings.get, EXTRA_TOKEN_KEYS) if isinstance(found, list))
     return [text for found in lists for text in map(_text, found) if text]
 
 
@@ -113,15 +115,14 @@ def stop_ids(eos: str | None, control: Mapping[str, int]) -> list[int]:
 def add_tokens(
     model: tokenizers.Tokenizer, settings: dict, path: Path
 ) -> tuple[dict[int, str], dict[int, AddedToken]]:
-    """Add the tokens of the settings to the tokenizer of a file, and give its own their flags.
+    """Add the tokens of the settings to the tokenizer of a file, and set the flags of tokens that it has.
 
     Returns id -> text of all tokens, and id -> token of those beside the vocabulary. Raises InputError on
     ids that are too high.
     """
     new = _set_flags(model, settings)
     tokens, added = {i: token for token, i in model.get_vocab().items()}, model.get_added_tokens_decoder()
-    # The library numbers new tokens from here on, also where ids above are taken. Fillers go before those
-    # whose id is higher, and up to the highest id.
+    # The library assigns consecutive ids from here. Fillers take the gaps below tokens with higher ids.
     begin = max(model.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1))
     free = {i: token for i, token in new if i >= begin and i not in tokens}
     last = max([*tokens, *free])
@@ -140,8 +141,8 @@ def add_tokens(
 def _set_flags(model: tokenizers.Tokenizer, settings: dict) -> list[tuple[int, AddedToken]]:
     """Give tokens of the file the flags of the settings. Returns ids and tokens that only the settings have.
 
-    A token that either makes special is special. So is one that the settings only name or list; it has
-    the id -1 if it is new. A list changes no flag of an added token.
+    A token is special if the file or the settings say so, or if the settings only name or list it. A new
+    token without an id gets -1. Lists do not change flags.
     """
     known, changed, new = model.get_added_tokens_decoder(), [], []
     decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}

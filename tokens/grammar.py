@@ -132,7 +132,7 @@ class Grammars:
             """A tokenizer as llguidance's TokenizerWrapper needs it."""
 
             eos_token_id, bos_token_id = stop_ids[0], tokenizer.bos_id
-            tokens = tuple(map(tokenizer.spelled, range(vocabulary)))
+            tokens = tuple(map(tokenizer.piece_or_name, range(vocabulary)))
             special_token_ids = tuple(i for i in tokenizer.control.values() if i < vocabulary)
 
             def __call__(self, text: bytes | str) -> list[int]:

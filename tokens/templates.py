@@ -1,11 +1,10 @@
-"""Chat templates: rendering one, and hiding the control tokens that a user typed.
+"""Render chat templates; mask control tokens that a user typed.
 
 A template runs in this process, in jinja's immutable sandbox. We trust the user's checkpoints not to loop
 forever.
 """
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -20,16 +19,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import InputError, one_line
 from tokens.files import Template
 
-PLAIN, ROLES = {"role", "content"}, ("system", "user", "assistant")
-MAX_SPLIT = 64  # ends of special tokens up to this long are hidden at a message's start, too
+PLAIN_KEYS, ROLES = {"role", "content"}, ("system", "user", "assistant")
+MAX_SPLIT = 64  # ends of control tokens up to this long are hidden at a message's start, too
 
 
 def normalize_messages(messages: list[dict], variables: dict) -> tuple[list[dict], dict]:
     """Return messages and variables as templates take them. Plain messages skip `tokens.messages`."""
-    is_plain = (m.keys() == PLAIN and m["role"] in ROLES and type(m["content"]) is str for m in messages)
+    is_plain = (m.keys() == PLAIN_KEYS and m["role"] in ROLES and type(m["content"]) is str for m in messages)
     if all(is_plain) and "continue_final_message" not in variables:
         return messages, variables
-    return importlib.import_module("tokens.messages").ready_with(messages, variables)
+    from tokens.messages import ready_with
+
+    return ready_with(messages, variables)
 
 
 def render_template(template: Template, messages: list[dict], variables: dict) -> str:
@@ -39,7 +40,9 @@ def render_template(template: Template, messages: list[dict], variables: dict) -
     try:
         compiled = _compile(template.text)
         if "continue_final_message" in context or any(m.get("content", "") is None for m in messages):
-            return importlib.import_module("tokens.messages").render(compiled, context, messages)
+            from tokens.messages import render
+
+            return render(compiled, context, messages)
         return compiled.render({**context, "messages": messages})
     except Exception as e:  # a template can raise anything
         raise InputError(f"{template.file.name}: chat template: {one_line(e)}") from None
@@ -75,10 +78,10 @@ def _raise(message: str):
 class ControlTokenMask:
     """Hides control tokens in messages from the search for the control tokens of the template.
 
-    In a message, a private-use character replaces the first character of each special token, also of one that
-    the message begins or ends in the middle of. Templates trim, split and test messages: a single character
+    In a message, a private-use character replaces the first character of each control token, also of one that
+    is split at the message's start or end. Templates trim, split and test messages: a single character
     survives that, and is put back after the search. A template that cuts words out of a message, or changes
-    their case, can still make a special token.
+    their case, can still make a control token.
     """
 
     def __init__(self, control: Collection[str], template: str):

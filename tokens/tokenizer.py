@@ -1,12 +1,11 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Chat messages never produce special tokens: `tokens.templates.ControlTokenMask` hides those that they spell.
-If the text without the mask has more of them than with it, stand-ins mark the template's own, and the rest is
-encoded as plain text.
+Control tokens spelled in chat messages are encoded as plain text: `tokens.templates.ControlTokenMask` hides
+them while the template is rendered. If unmasking adds control tokens, only those of the template are encoded
+as such (`JsonBackend.encode_at`).
 
-Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
-and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
-nothing is decoded twice.
+Decoding is a table lookup: each id has its bytes, a control token none. A stream needs only an incremental
+UTF-8 decoder: constant work per token.
 """
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class PromptTooLong(InputError):
-    """A text has more tokens than there is room for. The message gives their number."""
+    """A text has more tokens than fit in the context. The message gives their number."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -60,7 +59,7 @@ def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
 
 
 class Finder:
-    """Finds added tokens in a text as the library does. ids: text -> id of those that count."""
+    """Finds added tokens in a text as the library does. ids: text -> id of the tokens to find."""
 
     def __init__(self, tokens: Iterable[AddedToken], ids: dict[str, int], normalizer=None):
         # The text between two added tokens is one unknown token.
@@ -71,7 +70,7 @@ class Finder:
         self._found = {i: (content, ids[content]) for i, content in known.items() if content in ids}
 
     def find(self, text: str, normalized: bool = True) -> list[tuple[int, int, int]]:
-        """Return the tokens: where they and the white space that they strip begin and end, and their ids.
+        """Return (start, end, id) of each token; the span includes white space that it strips.
 
         normalized: also spellings that match a token only after the normalizer has changed them.
         """
@@ -91,11 +90,12 @@ class JsonBackend:
     strips_space: see `tokens.files.Decoder`
     id_of: token -> its id, None if there is no such token
 
-    control: text -> id of every control token; finder: of these
+    control: text -> id of every control token; finder: finds them in a text
     """
 
     def __init__(self, path: Path, settings: dict, model: tokenizers.Tokenizer | None = None):
-        self._plain = model = model or tokenizers.Tokenizer.from_file(str(path))
+        model = model or tokenizers.Tokenizer.from_file(str(path))
+        self._without_special = model
         self._tokens, self.added = files.add_tokens(model, settings, path)
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
@@ -103,31 +103,32 @@ class JsonBackend:
         self.adds_bos = probe.special_tokens_mask[:1] == [1]
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._byte_level, self._byte_fallback, self.strips_space = files.decoder_of(model, path)
-        self._rendered = copy = tokenizers.Tokenizer(model.model)  # both share the vocabulary
+        self._with_special = copy = tokenizers.Tokenizer(model.model)  # both share the vocabulary
         copy.normalizer, copy.pre_tokenizer = model.normalizer, model.pre_tokenizer
         copy.add_tokens([token for _, token in sorted(model.get_added_tokens_decoder().items())])
         model.encode_special_tokens = True
         self.control = {t.content: i for i, t in self.added.items() if t.special and t.content}
         self.finder = Finder(self.added.values(), self.control, model.normalizer)
-        self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i in self.control.values()}
-        model.add_tokens([AddedToken(text, normalized=False) for text in self._stand_ins.values()])
-        self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
+        self._placeholders = {i: f"\ue000{nonce}:{i}\ue001" for i in self.control.values()}
+        model.add_tokens([AddedToken(text, normalized=False) for text in self._placeholders.values()])
+        self._originals = {model.token_to_id(placeholder): i for i, placeholder in self._placeholders.items()}
         self.ids, self.size, self.id_of = self._tokens.keys(), 1 + max(self._tokens), model.token_to_id
         self.special_tokens_map = {}
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text. parse_special: see `Tokenizer.encode`."""
         # The fast form makes no offsets, which cost as much as the rest and 40 bytes per byte of text.
-        model = self._rendered if parse_special else self._plain
+        model = self._with_special if parse_special else self._without_special
         return model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_at(self, text: str, spans: list[tuple[int, int, int]]) -> list[int]:
         """Encode a text in which only these spans (of `Finder.find`) are special tokens; others stay text.
 
-        A stand-in that occurs in no text replaces each span.
+        A placeholder that occurs in no text replaces each span.
         """
         starts = [0, *(end for _, end, _ in spans)]
-        cut = "".join(text[start:begin] + self._stand_ins[i] for start, (begin, _, i) in zip(starts, spans))
+        pairs = zip(starts, spans)
+        cut = "".join(text[start:begin] + self._placeholders[i] for start, (begin, _, i) in pairs)
         return [self._originals.get(i, i) for i in self.encode(cut + text[starts[-1] :], False)]
 
     def bytes_of(self, i: int) -> bytes:
@@ -141,8 +142,8 @@ class JsonBackend:
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    vocab_size: one more than the highest id; a model's embedding may have more rows. Ids below may stand
-    for nothing.
+    vocab_size: one more than the highest id; a model's embedding may have more rows. Some ids below
+    it may be unused.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
@@ -179,7 +180,7 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer | None:
         """Return the tokenizer in this folder, None if it has none. Raises InputError if files are damaged.
 
-        A folder is read once, as long as its files stay the same.
+        Cached until the files change.
         """
         folder = Path(folder)
         encoder = files.encoder_of(folder)
@@ -212,8 +213,8 @@ class Tokenizer:
         it refuses the messages, or a content is no text.
         """
         normalized = load(CHAT_TEMPLATES).normalize_messages(messages, variables)
-        (hidden, more), originals = self._mask.hide(normalized)
-        rendered = self.render(hidden, **more).encode("utf-8", "replace").decode()
+        (masked_messages, masked_variables), originals = self._mask.hide(normalized)
+        rendered = self.render(masked_messages, **masked_variables).encode("utf-8", "replace").decode()
         text, find = rendered.translate(originals), self._backend.finder.find
         with library_errors(f"{self._file.name}: cannot encode this text"):
             spans = find(rendered, normalized=False)
@@ -246,7 +247,7 @@ class Tokenizer:
         stream, stops, limits = self.stream(shown, continues), sampling.stop, sampling.limits
         return load(STOP_TEXTS).StopStream(stream, stops, limits) if stops or limits else stream
 
-    def spelled(self, i: int) -> bytes:
+    def piece_or_name(self, i: int) -> bytes:
         """Return the bytes of an id; of a control token, its name."""
         return self._names.get(i) or self.piece(i)
 
@@ -266,7 +267,7 @@ class Emission(NamedTuple):
 
 
 class TextStream:
-    """A decoder: ids in, text out once it is certain.
+    """Incremental decoder: push ids, get the text that they complete.
 
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
     `Tokenizer`. shown: ids of special tokens to write out by name. continues: the output continues a text:
@@ -274,11 +275,14 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = (), continues: bool = False):
-        self.control, self.piece = tokenizer.control, lambda i: (
-            tokenizer.spelled if i in shown else tokenizer.piece)(i)
+        self.control, self._tokenizer, self._shown = tokenizer.control, tokenizer, shown
         # The space that encoding put before the first word.
         self._strip = tokenizer.strips_space and not continues
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def piece(self, i: int) -> bytes:
+        """Return the bytes of an id, or the name of a shown control token."""
+        return self._tokenizer.piece_or_name(i) if i in self._shown else self._tokenizer.piece(i)
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that these ids complete. A character waits for its missing bytes."""

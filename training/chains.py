@@ -37,7 +37,7 @@ class ChainAttention:
 
     def _heads(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cos, sin = rope_table(self.args, self.inv_freq, positions)
-        return self.layer.split(self.layer.heads(self.layer.project(inputs), cos, sin))
+        return self.layer.split(self.layer.norm_and_rotate(self.layer.project(inputs), cos, sin))
 
     def mask(self, step: int = 0) -> Tensor:
         """Return the additive mask [B, 1, 1, R, T] of the text at a step of the chains."""

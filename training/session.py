@@ -180,7 +180,8 @@ class Session:
         engine = Engine(
             target, batch=batch, max_seq_len=min(self.longest, target.args.max_seq_len), stop_ids=stop_ids,
             compile=self.compiled, log=note,
-            counts=(batch,) if target.embed.device.type == "cuda" else None,  # each count would be compiled
+            # Each size would be compiled.
+            batch_sizes=(batch,) if target.embed.device.type == "cuda" else None,
         )
         return Collector(
             engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,

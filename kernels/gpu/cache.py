@@ -36,7 +36,7 @@ class LayerCache(KVCache):
         """Attend in one kernel, from wqkv to wo; in PyTorch with sinks, soft caps or a dense mask."""
         if block.sinks is not None or block.score_cap or not isinstance(shared.visible, TreeMask):
             return super().attend(block, qkv, shared)
-        mask, angles = shared.seen(block.window), block.layer_angles(shared.angles(_angles))
+        mask, angles = shared.mask(block.window), block.layer_cos_sin(shared.cos_sin(_angles))
         return attend(qkv, *angles, *block.head_norms, self.kv, self.layer, *mask[1:])
 
 

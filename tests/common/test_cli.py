@@ -14,7 +14,7 @@ from common import VERSION
 from common.cli import Options, command, count, positive, run_command, seed, within
 from common.errors import InputError
 from common.names import program
-from generate import bias
+from generate import logit_bias
 
 
 @pytest.mark.parametrize("end, status, line", [
@@ -39,7 +39,8 @@ def test_how_a_command_ends(end, status, line, capsys, monkeypatch):
 @pytest.mark.parametrize("kind, value, number", [
     (positive, "2147483647", 2**31 - 1), (count, "0", 0), (positive, "0", None), (positive, "1.5", None),
     (positive, "2147483648", None), (within(0, 9, float), "0.5", 0.5), (within(0, 9, float), "nan", None),
-    (bias, "50=-100", (50, -100.0)), (bias, "1", None), (seed, "-1", 2**64 - 1), (seed, "9" * 30, None),
+    (logit_bias, "50=-100", (50, -100.0)), (logit_bias, "1", None),
+    (seed, "-1", 2**64 - 1), (seed, "9" * 30, None),
 ])
 def test_types_of_options(kind, value, number):
     try:

@@ -82,7 +82,7 @@ def test_the_layout_of_speculators(golden, models, tmp_path):
 def test_drafts_are_the_same_on_the_kernels(golden, models, tmp_path, label, changes, window):
     *_, head = converted(label, golden, models[0], tmp_path, changes)
     if window:
-        head.attend_to(window)
+        head.set_sliding_window(window)
     drafter, found = block_drafter(head)(head, TreeShape(8, 2, 3)), []
     for prepare in (lambda *_: True, choose_backend("cpu").prepare):
         target, own = copy.deepcopy((models[0], drafter))

@@ -40,7 +40,7 @@ def test_the_surer_one_drafts_as_if_it_were_alone(models, models1, temperature, 
     trees = []
     for joint in (False, True):
         parts = HeadDrafter(models[1], TreeShape(6, 7, 2)), HeadDrafter(models1[1], TreeShape(6, 2, 3))
-        parts[1 - which].sampled = 1e6
+        parts[1 - which].sampled_score_factor = 1e6
         engine = Engine(models[0], Mixed(*parts) if joint else parts[which], max_seq_len=90, compile=False)
         steps = drafts(engine, list(range(97, 120)), Sampling(30, temperature, seed=3))
         trees.append([set(paths(draft.tokens, draft.parent)) for draft in steps])

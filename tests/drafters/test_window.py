@@ -25,7 +25,7 @@ def engine_of(target, drafter: HeadDrafter, window: int) -> Engine:
     """An engine whose drafter is a copy, with this window."""
     head = copy.deepcopy(drafter.head)
     head.use_target(target)
-    head.attend_to(window)
+    head.set_sliding_window(window)
     own = type(drafter)(head, drafter.shape)
     return Engine(target, own, max_seq_len=300, compile=False, chunks=(16,))
 

@@ -131,7 +131,7 @@ def test_ready_is_ready(monkeypatch):
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = HeadDrafter(head, TreeShape(8, 3, 4))  # a step commits five tokens: rows of odd sizes
     monkeypatch.setattr(type(TORCH), "reads_length", True)  # as on our kernels: one graph for every length
-    engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), counts=(1, 2, 3))
+    engine = Engine(target, drafter, batch=3, max_seq_len=200, chunks=(64, 128), batch_sizes=(1, 2, 3))
     allows_all = SimpleNamespace(error=None, advance=lambda ids: None, mask=lambda tokens, parent, into: None)
     engine.guide = lambda schema: allows_all
     calls, made = {}, []
@@ -146,7 +146,7 @@ def test_ready_is_ready(monkeypatch):
     assert len(made) == 3 * 2 * 2 * (1 + 2) + 2, made
     made.clear()
     warm = {*shapes}
-    known, compiled = set(calls), [engine.runner._read, engine.runner._verify]
+    known, compiled = set(calls), [engine.runner._prefill, engine.runner._draft_and_verify]
     variants = [len(function.graphs) for function in compiled]
     plain = engine.admit([1, 2, 3], Sampling(90), plain=True)
     while plain.active:

@@ -64,7 +64,7 @@ def test_one_graph_for_all_slots_and_chunks(small, monkeypatch):
         return compile_graph(function, **options, backend="aot_eager")
 
     monkeypatch.setattr(graphs, "compile_graph", lambda function, options: counted(function))
-    engine = speculative(small, SHAPE, compile=True, batch=2, counts=(2,), chunks=(16, 64))
+    engine = speculative(small, SHAPE, compile=True, batch=2, batch_sizes=(2,), chunks=(16, 64))
     requests = [(prompt, Sampling(5)) for prompt in short_prompts(3, longest=90)]
     wanted = [ids(plain(small), [prompt], sampling)[0] for prompt, sampling in requests]
     texts, samplings = zip(*requests)
@@ -74,7 +74,7 @@ def test_one_graph_for_all_slots_and_chunks(small, monkeypatch):
 
 @pytest.mark.parametrize("whole_first, name", ((False, "plain"), (True, "eagle3 window")))
 def test_a_span_may_be_all_slots(whole_first, name):
-    """One graph serves every span, the longest too: a cache that ended there would be another layout to
+    """One graph serves every live_slots, the longest too: a cache that ended there would be another layout to
     dynamo (batches of two and more failed).
     """
     target, head = small_models(layers=4)
@@ -84,9 +84,9 @@ def test_a_span_may_be_all_slots(whole_first, name):
     runner.state.limit.fill_(299)
     runner.state.done.fill_(False)
     torch._dynamo.reset()
-    graph, spans = compile_graph(draft_and_verify, backend="aot_eager"), [2 * SLOT_STEP, runner.slots]
+    graph, sizes = compile_graph(draft_and_verify, backend="aot_eager"), [2 * SLOT_STEP, runner.cache_slots]
     arguments = runner.device_step, target, runner.caches, runner.drafter, runner.state
-    for i, size in enumerate(reversed(spans) if whole_first else spans):
+    for i, size in enumerate(reversed(sizes) if whole_first else sizes):
         slots = runner.slot_ids[:size]
         torch._dynamo.mark_dynamic(slots, 0)
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):

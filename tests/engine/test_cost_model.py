@@ -198,7 +198,7 @@ def test_large_trees_are_not_tried_where_they_cannot_pay():
 def test_a_compiled_tree_is_drafted_while_it_pays():
     """One size, and no costs."""
     shape = MAX_TREES[1]
-    tuner, request = Tuner((shape, shape), cuts=False), Request([1] * 20, Sampling())
+    tuner, request = Tuner((shape, shape), prunes=False), Request([1] * 20, Sampling())
     kinds = []
 
     def step(emitted: int = 1) -> None:
@@ -236,7 +236,7 @@ def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
 @pytest.mark.parametrize("head", (False, True))
 def test_without_drafts_trust_returns(head):
     """So that a text whose drafts were wrong is drafted again; what steps bring is known as it was."""
-    acceptance = Acceptance(0.7, 1.0, 0.2, memory=REQUEST_DECAY)
+    acceptance = Acceptance(0.7, 1.0, 0.2, decay=REQUEST_DECAY)
     for _ in range(3000):
         acceptance.record(head, 1, 1.0, 0.0 if head else None)
     assert acceptance.confidence.value == pytest.approx(1, abs=0.01)

@@ -104,7 +104,7 @@ def test_plain_texts_beside_others(models, models1, asked, name, few):
     numbers of sequences, from the first row on, and what was called first for a key runs for it ever after.
     """
     drafter, calls = make_drafter(name, *models, models1[1], lambda heads: None), {}
-    options = {"lag": int(few), "counts": (2, 5) if few else None, "max_seq_len": 300, "compile": False}
+    options = {"lag": int(few), "batch_sizes": (2, 5) if few else None, "max_seq_len": 300, "compile": False}
     engine = Engine(models[0], drafter, batch=5, **options)
     if few:
         engine.runner.captured = lambda key, call, still: calls.setdefault(key, call)()
@@ -152,7 +152,7 @@ def test_others_decode_while_a_prompt_is_read(models):
 
 def scheduler_of(*shapes, choose) -> CostScheduler:
     """A scheduler that takes the tree that `choose(requests, count)` returns, whatever it costs here."""
-    scheduler = CostScheduler(Tuner(shapes, cuts=False))
+    scheduler = CostScheduler(Tuner(shapes, prunes=False))
     scheduler.tuner.next = lambda *step: (shape := choose(*step)) and Plan(shape)
     return scheduler
 
@@ -183,7 +183,7 @@ def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temp
 
     room: for tokens that the head has not read; requests in a crowd have more of them, or fewer.
     """
-    monkeypatch.setattr(runner, "UNREAD", room)
+    monkeypatch.setattr(runner, "MAX_UNREAD_TOKENS", room)
     large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
     scheduler = scheduler_of(small, large, choose=lambda requests, count: {1: large, 2: small}.get(count))
     made = [(prompt, Sampling(20 + 17 * i % 40, temperature, seed=i))

@@ -87,7 +87,7 @@ def test_ctrl_c_anywhere(models, seed):
 def test_steps_are_timed_where_the_host_reads_late(models):
     """As on a GPU, where `--tree auto` has nothing but the trials of the warmup to go by."""
     engine = tuned(models, lag=1)
-    engine.scheduler.tuner = Tuner((SMALL, SMALL), cuts=False)
+    engine.scheduler.tuner = Tuner((SMALL, SMALL), prunes=False)
     engine.scheduler.attach(engine)
     engine.warm_up()
     assert engine.lag == 1 and engine.scheduler.tuner._costs and not engine.busy

@@ -47,7 +47,7 @@ def last_chunk(length: int, on_kernels: bool) -> Made:
     drafter = HeadDrafter(head, TreeShape(8, 2, 3))
     engine = Engine(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
     request = engine.admit([7] * length, Sampling(1))
-    request.read = length - CHUNK
+    request.prefilled = length - CHUNK
     with Made() as made:
         engine._prefill_chunk()
     assert engine.state.n_new.tolist() == [1]  # the prompt has been read, and gave a token

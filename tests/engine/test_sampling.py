@@ -86,7 +86,7 @@ def test_every_node_is_the_end_of_its_path():
             state.start_request(b, prompts[b].tolist(), request, 8)
         state.processors.count(outputs, torch.full((B,), 4))
         logits = torch.randn(B, T, V, generator=draw) * 3
-        found = shape_logits(TORCH, logits, state, Modes.every(True), tokens, ancestors)
+        found = shape_logits(TORCH, logits, state, Modes.all_modes(True), tokens, ancestors)
         for b, request in enumerate(REQUESTS):
             for t in range(T):
                 above = [a for a in range(1, T) if ancestors[b, t, a]]

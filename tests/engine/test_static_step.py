@@ -69,9 +69,10 @@ def test_a_step_waits_for_nothing(name, modes):
     drafter = make_drafter(name, target, head, head, lambda heads: None).to("meta")
     engine = Engine(target.to("meta"), drafter, batch=2, max_seq_len=300, compile=False)
     runner = engine.runner
-    group, span = runner.slot_range(0, 2), runner.span(64)
+    group, live_slots = runner.slot_range(0, 2), runner.live_slots(64)
     for run in (
-        lambda: runner.step(group, span, drafter, modes), lambda: runner.prefill(group, span, 64, modes)
+        lambda: runner.step(group, live_slots, drafter, modes),
+        lambda: runner.prefill(group, live_slots, 64, modes),
     ):
         with torch.no_grad(), Watched("meta") as watched, Uploads() as uploads:
             run()
@@ -97,7 +98,7 @@ def test_frozen_sequences_do_not_change(name):
         }
         with runner.frozen(), torch.no_grad():
             for one in (drafter, runner.plain):
-                runner.step(runner.slot_range(0, 3), runner.span(120), one, Modes(noisy=True))
+                runner.step(runner.slot_range(0, 3), runner.live_slots(120), one, Modes(noisy=True))
         now = dict([*engine.state.named_buffers(), *drafter.named_buffers()])
         changed = [name for name, before in kept.items() if not torch.equal(before, now[name])]
         assert kept and not changed

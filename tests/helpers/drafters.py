@@ -92,7 +92,7 @@ def make_drafter(
         """A random head, as of those that draft blocks."""
         few = 2 if target.args.num_layers > 4 else 1
         head = new_head(target, kind, ids, HeadShape(2, few, 4, rank, mask_id=7), 0)
-        head.attend_to(window)
+        head.set_sliding_window(window)
         return ready(head, 0.02)
 
     return {

@@ -108,7 +108,7 @@ def attend(driver: Driver, in_bytes: bool, case) -> None:
         return [1, int(qkv.dtype == torch.bfloat16), *sizes, *strides, *operands]
 
     norms = [x if x is None else x.float() for x in (*block.head_norms[:2], block.sinks)]
-    rows = block.num_heads, block.window, *shared.angles(), shared.slots, shared.visible, qkv, *norms
+    rows = block.num_heads, block.window, *shared.cos_sin(), shared.slots, shared.visible, qkv, *norms
     if in_bytes:  # a first pass fills the cache
         sizes = [-(-S // driver.blocks[0]) * size for size in driver.blocks[1:]]
         strides = 0, driver.blocks[1], sizes[0], 0, driver.blocks[2], sizes[1]

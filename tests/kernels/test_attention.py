@@ -52,7 +52,7 @@ def test_attend(each_isa, dtype, shape, stored):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         caches = stored(each_isa, k, v)
-        given = qkv, *shared.angles(), *caches, shared.slots, shared.visible, *more
+        given = qkv, *shared.cos_sin(), *caches, shared.slots, shared.visible, *more
         found.append(attend(each_isa, *given))
     torch.set_num_threads(1)
     same(*found)

@@ -195,7 +195,7 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     variant is not.
     """
     target, head = tiny(dtype, of_head=of_head)
-    head.attend_to(window)
+    head.set_sliding_window(window)
     choose_backend("cpu").prepare(target, head)
     assert head.fused.grows == head.feeds_residual
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])

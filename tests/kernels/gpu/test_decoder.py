@@ -100,7 +100,7 @@ def test_same_seed_same_text(subject, name):
     drafter = make_drafter(name, target, *heads, target.backend.prepare)
     decoder = Engine(target, drafter, batch=BATCH, max_seq_len=ROOM, compile=False, chunks=CHUNKS)
     assert isinstance(decoder.runner.caches, LayerCaches)
-    assert decoder.runner.span(1) is decoder.runner.slot_ids
+    assert decoder.runner.live_slots(1) is decoder.runner.slot_ids
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":
         assert ids(decoder, given, RESTRICTED) == restricted
