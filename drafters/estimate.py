@@ -18,8 +18,8 @@ STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch c
 STATES = 4  # states of the target that are kept of a token: three layers and the last
 # Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
-CORE_FLOPS, GPU_FLOPS = 125e9, 100e12  # operations per second that a table assumes: float32, bfloat16
-MATRIX_SIZE = 1024  # of the square matrices of the measurement
+CORE_FLOPS, GPU_FLOPS = 100e9, 100e12  # operations per second that are assumed: float32, bfloat16
+MATRIX_SIZES = {"cpu": 256, "cuda": 4096}  # of the measurement; on a CPU within a time slice of the system
 
 
 def usual_flops() -> tuple[float, str]:
@@ -31,16 +31,19 @@ def usual_flops() -> tuple[float, str]:
 def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:
     """Return the operations per second of a product of float32 (on a GPU, bfloat16) matrices.
 
-    The fastest of the products in so many seconds counts: other processes slow some of them down.
+    The fastest product in so many seconds counts, on one thread, times the threads: other processes slow
+    down the rest.
     """
-    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE, device=device).to(dtype)
-    times, began = [], time.perf_counter()
-    while len(times) < 2 or time.perf_counter() - began < seconds:
+    kind, threads = torch.device(device).type, torch.get_num_threads()
+    size, times, began = MATRIX_SIZES[kind], [], time.perf_counter()
+    a, b = torch.randn(2, size, size, device=device).to(torch.float32 if kind == "cpu" else torch.bfloat16)
+    torch.set_num_threads(1)
+    while len(times) < 9 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
         (a @ b).sum().item()  # waits for a GPU
         times.append(time.perf_counter() - start)
-    return 2 * MATRIX_SIZE**3 / min(times)
+    torch.set_num_threads(threads)
+    return 2 * size**3 / min(times) * (threads if kind == "cpu" else 1)
 
 
 def weights(config: dict, draft_vocab: int) -> tuple[int, int]:

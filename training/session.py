@@ -27,7 +27,7 @@ from common.cli import note
 from common.errors import InputError, counted
 from common.names import program
 from common.writing import staging
-from drafters.estimate import describe, measured_flops, min_minutes, phases
+from drafters.estimate import describe, measured_flops, min_minutes, phases, usual_flops
 from engine.engine import Engine
 from engine.step import TORCH
 from head import Head
@@ -93,10 +93,10 @@ class Session:
             self.training_seconds = 3600 * (hours["states"] + hours["training"])
             if not o.minutes:
                 note(describe(*plan))
-            elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
+            elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, usual_flops()[0])):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
             else:  # conversations end early enough in a smaller batch
-                ending = 60 * o.minutes * MAX_TEXT_FRACTION / 2 / (3600 * hours["text"] / count)
+                ending = 60 * o.minutes * MAX_TEXT_FRACTION / 4 / (3600 * hours["text"] / count)
                 o.decode_batch = min(o.decode_batch, max(4, int(ending)))
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.dtype == torch.float16:
@@ -133,7 +133,7 @@ class Session:
         self.held_out, self.rows = data.hold_out(self._rows())
         if not self.rows:
             raise InputError("fewer than two different prompts with usable answers: one is held out,"
-                             " none is left to train on")
+                             f" none is left to train on{'; raise --minutes' * bool(o.minutes)}")
         if self.start and not o.draft_vocab:
             self.draft_ids = self.start.draft_ids.cpu()
         elif "draft_vocab" in TRAINED[o.kind].options:
@@ -159,15 +159,13 @@ class Session:
             seconds = 60 * o.minutes * (0.0 if (self.work / STATE).exists() else MAX_TEXT_FRACTION)
             deadline = self.start_time + seconds if o.minutes else math.inf
             collector.write(deadline, min(self.training_seconds, 60 * o.minutes - seconds or math.inf))
-            if not collector.planned:
-                raise InputError(f"--minutes {o.minutes:g}: no answer began in half of it; raise it")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
             note(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
             raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
-                             f" after --max-len {o.max_len}")
+                             f" after --max-len {o.max_len}{' or --minutes' * bool(o.minutes)}")
         return rows
 
     def _collector(self) -> Collector:
