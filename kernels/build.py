@@ -34,8 +34,7 @@ class NoKernels(InputError):
 def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
     """Return the library for an instruction set, this torch and the compiler; compile it unless cached.
 
-    Its operators are in the namespace `namespace(isa)`. Its file name ends with a digest, as loading a
-    damaged library would crash. Without a compiler, a library of any compiler is used.
+    Its operators are in the namespace `namespace(isa)`. Without a compiler, a library of any is used.
 
     Raises NoKernels if there is no C++ compiler or it fails; OSError if no folder is writable.
     """
@@ -44,11 +43,10 @@ def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
     texts = [(path.name, path.read_bytes()) for path in sources()]
     flags = (*FLAGS, *isa.flags, f"-DVENDOR_{vendor()}", f"-DNAMESPACE={namespace(isa)}")
     stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
-    compiler = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else "*"
-    name = f"{stem}-{compiler}-*.so"
-    library = _find(CACHE, name, log) or _find(folder := writable_folder(CACHE), name, log)
-    if library:
-        return library
+    compiler = _digest(repr(command[1:]).encode() + _version(command)) if command[0] else ""
+    for folder in (CACHE, writable_folder(CACHE)):
+        if libraries := sorted(folder.glob(f"{stem}-{compiler}*.so")):
+            return libraries[0]
     if not command[0]:
         raise NoKernels(f"no C++ compiler: the kernels need {words[0]}; install it or set CXX")
     log(f"compiling the kernels for {isa.name} ...")
@@ -61,7 +59,7 @@ def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
         _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{build}/kernels.so"]])
         if not (linked := Path(build, "kernels.so")).exists():
             raise NoKernels(f"{command[0]} did not write a library; set CXX to another one")
-        library = folder / f"{stem}-{compiler}-{_digest(linked.read_bytes())}.so"
+        library = folder / f"{stem}-{compiler}.so"
         with atomic_path(library) as part:  # another process may be doing the same
             shutil.copyfile(linked, part)
     log(f"compiling the kernels took {time.perf_counter() - start:.1f} s")
@@ -71,17 +69,6 @@ def build_library(isa: InstructionSet, log: Callable[[str], None]) -> Path:
 def _version(command: list[str]) -> bytes:
     """Return the compiler's version text."""
     return subprocess.run([*command, "--version"], capture_output=True).stdout
-
-
-def _find(folder: Path, pattern: str, log: Callable[[str], None]) -> Path | None:
-    """Return a library of this name with a valid digest. Remove damaged ones."""
-    for library in sorted(folder.glob(pattern)):
-        with contextlib.suppress(OSError):
-            if library.stem.rpartition("-")[2] == _digest(library.read_bytes()):
-                return library
-            log(f"{library}: damaged, not used")
-            library.unlink()
-    return None
 
 
 def _digest(content: bytes) -> str:

@@ -24,7 +24,7 @@ from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import InstructionSet, choose
 from tree import Growth, Tree, TreeShape
 
-ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
+ISAS_WITHOUT_AVX512 = ("avxvnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
 
 
 class Layout(NamedTuple):

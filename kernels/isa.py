@@ -45,7 +45,6 @@ SETS = {  # best first
     for isa in (
         _AMX, _AVX512BF16, _AVX512VNNI, _AVX512, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
         _arm("neoni8mm", "armv8.2-a+dotprod+bf16+i8mm", "asimddp", "bf16", "i8mm"),
-        _arm("neonbf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),
         _arm("neondot", "armv8.2-a+dotprod", "asimddp"), _arm("neon", "armv8-a"),
         InstructionSet("portable", ("-DPORTABLE",), ()),
     )

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT
-from helpers.launching import run
 from safetensors.torch import load_file
 
 import generate
@@ -228,13 +227,3 @@ def test_runs_as_a_program(golden):
     assert runs[0].returncode == 0 and json.loads(out)["tokens"] == 5, err
     _, err = runs[1].communicate(timeout=300)
     assert runs[1].returncode == 141 and "error" not in err and "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_a_plain_request_imports_little(golden):
-    """What only other options need is not imported."""
-    line = f"--checkpoint {golden} --prompt Hi --no-compile -n 5".split()
-    names = "sorted(name for name in sys.modules if name.startswith(('console.', 'tokens.', 'server.')))"
-    code = f"import sys, generate; generate.main({line!r}); print(*{names}, file=sys.stdout)"
-    found = {*run(sys.executable, "-c", code).splitlines()[-1].split()}
-    assert found <= {"tokens.tokenizer", "tokens.files", "tokens.templates"}

@@ -24,8 +24,7 @@ DRIVER = ROOT / "tests/kernels/driver"
 NATIVE = os.environ.get("CXX") or "g++"
 # With the compiler in use, test_products.py and test_attention.py run this processor's sets.
 CASES = [("clang++", name) for name in isa.available()]
-# neonbf16 has no instruction that neoni8mm has not, and what it does without it neondot does, too.
-CASES += [(CROSS, name) for name in isa.SETS if name.startswith("neon") and name != "neonbf16"]
+CASES += [(CROSS, name) for name in isa.SETS if name.startswith("neon")]
 FORMATS = None, "int8", "mxfp4", "w8a8", "w4a8"  # as csrc/kernels.h: Weight::Format
 # Kinds of `kernels.stored` and their formats.
 STORED = {"q4-32-row-min": "w4a8", "q4-32-0": "w4a8", "q8-16-256": "w8a8", "q8-32-0-min": "w8a8"}

@@ -32,17 +32,6 @@ def test_a_library_is_used_without_its_compiler(cached, monkeypatch):
         build.build_library(choose(), pytest.fail)
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("content", (b"\x7fELF", "half"), ids=("a header", "half"))
-def test_a_damaged_library_is_made_again(cached, monkeypatch, content):
-    """It is not loaded: a part of one ends the process."""
-    whole, lines = cached.read_bytes(), []
-    cached.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
-    monkeypatch.setattr(build, "_run", lambda commands: Path(commands[-1][-1]).write_bytes(whole))
-    assert build.build_library(choose(), lines.append) == cached and cached.read_bytes() == whole
-    assert lines[0] == f"{cached}: damaged, not used" and lines[1].startswith("compiling") and len(lines) == 3
-
-
 def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")  # as in a read-only checkout

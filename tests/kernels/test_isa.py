@@ -28,7 +28,7 @@ def on(monkeypatch, features, vendor=isa.OTHER) -> None:
     (SAPPHIRE_RAPIDS, "amx"), (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
     (ZEN4 - {"avx512_vnni", "avx512_bf16"}, "avx512"), (ALDER_LAKE, "avxvnni"),
     (ZEN3, "avx2"), (ZEN3 - {"fma"}, "portable"), ((), "portable"),
-    (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neonbf16"), (NEOVERSE_N1, "neondot"),
+    (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neondot"), (NEOVERSE_N1, "neondot"),
     (CORTEX_A72, "neon"),
 ))
 def test_the_best_one_is_chosen(monkeypatch, features, best):
