@@ -62,7 +62,7 @@ def unquantized(backend: CpuStep, weight: Tensor) -> PackedLinear:
 def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
     """Return all kinds of products by name."""
     on_cpu = weights[0].device.type == "cpu"
-    modes = {mode: (mode,) for mode in (("int8", "w8a8") if on_cpu else ("int8", "fp8"))}
+    modes = {mode: mode for mode in (("int8", "w8a8") if on_cpu else ("int8", "fp8"))}
     if all(w.shape[1] % GROUP == 0 for w in weights):
         modes["4 bits"] = four_bits(GROUP)
     products = {
@@ -71,7 +71,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
     }
     if not on_cpu:
         for name, mode in modes.items():
-            layers = [QuantizedLinear.from_weight(w, None, *mode) for w in weights]
+            layers = [QuantizedLinear.from_weight(w, None, mode) for w in weights]
             choose_backend(weights[0].device).prepare(nn.ModuleList(layers))
             products[f"ours {name}"] = layers
         return products
@@ -79,7 +79,7 @@ def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
         backend = CpuStep.load(wanted, note)
         products[f"{backend.name} whole"] = [unquantized(backend, w) for w in weights]
         for name, mode in modes.items():
-            layers = [QuantizedLinear.from_weight(w, None, *mode) for w in weights]
+            layers = [QuantizedLinear.from_weight(w, None, mode) for w in weights]
             products[f"{backend.name} {name}"] = [PackedLinear(backend, x, torch.bfloat16) for x in layers]
     return products
 

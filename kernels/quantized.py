@@ -86,16 +86,16 @@ class Scheme:
         return {name: value for name, value in asdict(self).items()
                 if value is not None or name not in ("experts", "kinds")}
 
-    def mode_of(self, name: str, is_experts: bool = False) -> tuple | None:
-        """Return mode and group of a layer, as it is stored its `Kind`; None if it is not quantized."""
+    def mode_of(self, name: str, is_experts: bool = False) -> str | Kind | None:
+        """Return the mode of a layer, as it is stored its `Kind`; None if it is not quantized."""
         if self.kinds and name in self.kinds:
             return Kind.parse(self.kinds[name])
         if is_experts and self.experts:
-            return self.experts, MXFP4_GROUP
+            return self.experts
         mode = self.lm_head if name == "lm_head" else None if name == EMBED else self.mode
         if mode in FOUR_BITS:  # of an older folder
             return Kind("q4", self.group)
-        return None if mode in (None, AS_STORED) else (mode, 0)
+        return None if mode == AS_STORED else mode
 
     def with_kinds(self, module: nn.Module) -> Scheme:
         """Return the scheme to quantize a module with: 4-bit layers get kinds (`kernels.stored.four_bits`).
@@ -186,33 +186,31 @@ def detect_fp8(device: torch.device, log: Callable[[str], None]) -> None:
 class Quantized(nn.Module):
     """A quantized weight [..., N, K] and its scales. Raises ValueError if the group does not divide K.
 
+    mode: one of `MODES`, or the `Kind` of a stored one. group: the inputs that share a scale, 0: all.
     restore: inverts the order in which a backend has stored weight and scales, if it has changed it.
     """
 
     restore: Callable[[Quantized, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
-    def __init__(self, shape: tuple[int, ...], mode: str, group: int, *more):
+    def __init__(self, shape: tuple[int, ...], mode: str | Kind):
         super().__init__()
-        (*_, self.outputs, self.inputs), self.mode, self.group = shape, mode, group
-        self.kind = Kind(mode, group, *more) if mode in STORED else None
-        if group and self.inputs % max(group, *more[:1], 1):
-            raise InvalidValue("group", group, f"a divisor of {self.inputs} inputs")
+        *_, self.outputs, inputs = shape
+        self.inputs, self.kind = inputs, mode if isinstance(mode, Kind) else None
+        self.mode, self.group = mode[:2] if self.kind else (mode, MXFP4_GROUP if mode == MXFP4 else 0)
+        if self.group and inputs % max(self.group, self.kind.unit if self.kind else 0):
+            raise InvalidValue("group", self.group, f"a divisor of {inputs} inputs")
         if self.kind:
-            for name, (size, dtype) in self.kind.sizes(self.inputs).items():
-                tensor = torch.empty(*shape[:-1], size, dtype=dtype)
-                setattr(self, name, nn.Parameter(tensor, requires_grad=False))
-            if self.kind.ordered:
-                self.order = nn.Parameter(torch.empty(self.inputs, dtype=torch.int32), requires_grad=False)
-            return
-        if group:
-            sizes, dtypes = (self.inputs // 2, self.inputs // group), (torch.uint8, torch.uint8)
+            sizes = self.kind.sizes(inputs)
+        elif mode == MXFP4:
+            sizes = {"weight": (inputs // 2, torch.uint8), "scale": (inputs // self.group, torch.uint8)}
         else:
-            sizes = self.inputs, 1
-            dtypes = torch.float8_e4m3fn if mode == "fp8" else torch.int8, torch.float32
-        self.weight, self.scale = (
-            nn.Parameter(torch.empty(*shape[:-1], size, dtype=dtype), requires_grad=False)
-            for size, dtype in zip(sizes, dtypes)
-        )
+            dtype = torch.float8_e4m3fn if mode == "fp8" else torch.int8
+            sizes = {"weight": (inputs, dtype), "scale": (1, torch.float32)}
+        for name, (size, dtype) in sizes.items():
+            tensor = torch.empty(*shape[:-1], size, dtype=dtype)
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+        if self.kind and self.kind.ordered:
+            self.order = nn.Parameter(torch.empty(inputs, dtype=torch.int32), requires_grad=False)
 
     def round_inputs(self, x: Tensor) -> Tensor:
         """Round x to int8 if this mode does."""
@@ -272,16 +270,14 @@ class QuantizedLinear(Quantized):
 
     fused: Callable | None = None
 
-    def __init__(
-        self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0, *more
-    ):
-        super().__init__((outputs, inputs), mode, group, *more)
+    def __init__(self, inputs: int, outputs: int, bias: bool, mode: str | Kind):
+        super().__init__((outputs, inputs), mode)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None, mode: str, *group) -> QuantizedLinear:
-        """Quantize a weight [N, K]. mode, group: of 8 bits, or a kind with `four_bits`."""
-        layer = cls(weight.shape[1], weight.shape[0], False, mode, *group)
+    def from_weight(cls, weight: Tensor, bias: Tensor | None, mode: str | Kind) -> QuantizedLinear:
+        """Quantize a weight [N, K]. mode: of 8 bits, or a kind with `four_bits`."""
+        layer = cls(weight.shape[1], weight.shape[0], False, mode)
         for parameter, fitted in zip(layer.scales, layer.fit(weight)):
             parameter.data = fitted
         layer.weight.data = layer.round(weight, *layer.scales)
@@ -371,11 +367,11 @@ def replace_linears(module: nn.Module, scheme: Scheme) -> None:
         old = getattr(owner, attribute)
         try:
             if name in stacks:
-                new: nn.Module = QuantizedStack(tuple(old.shape), *mode)
+                new: nn.Module = QuantizedStack(tuple(old.shape), mode)
             elif name == EMBED:
-                new = QuantizedEmbedding(module.norm, *old.weight.shape[::-1], False, *mode)
+                new = QuantizedEmbedding(module.norm, *old.weight.shape[::-1], False, mode)
             else:
-                new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, *mode)
+                new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, mode)
         except InvalidValue as e:
             raise InvalidValue(f"quantization.{e.key}", e.found, f"{e.expected}, of {name}") from None
         if name in stacks:
@@ -391,11 +387,11 @@ def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
     names, scheme = linear_names(module), scheme.with_kinds(module)
     if module.lm_head is None and scheme.mode_of("lm_head"):
         weight = module.embed.weight.detach()
-        module.lm_head = QuantizedLinear.from_weight(weight, None, *scheme.mode_of("lm_head"))
+        module.lm_head = QuantizedLinear.from_weight(weight, None, scheme.mode_of("lm_head"))
     for name in filter(scheme.mode_of, names):
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        quantized = QuantizedLinear.from_weight(layer.weight.detach(), bias, *scheme.mode_of(name))
+        quantized = QuantizedLinear.from_weight(layer.weight.detach(), bias, scheme.mode_of(name))
         setattr(*_owner(module, name), quantized)
 
 

@@ -43,7 +43,7 @@ def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype
         return stored_layer(Kind.parse(mode), weight, bias)
     if mode != MXFP4:
         return QuantizedLinear.from_weight(weight, bias, mode)
-    layer = QuantizedLinear(inputs, outputs, True, mode, MXFP4_GROUP)
+    layer = QuantizedLinear(inputs, outputs, True, mode)
     layer.weight.data = weight[:, ::2].mul(99).to(torch.int8).view(torch.uint8)
     layer.scale.data = weight[:, ::MXFP4_GROUP].mul(2).add(123).to(torch.uint8)
     layer.bias.data = bias
@@ -52,7 +52,7 @@ def random_layer(mode: str | None, inputs: int, outputs: int, dtype: torch.dtype
 
 def stored_layer(kind: Kind, weight, bias):
     """A layer as files store it, of random bits."""
-    layer = QuantizedLinear(weight.shape[1], len(weight), True, *kind)
+    layer = QuantizedLinear(weight.shape[1], len(weight), True, kind)
     bits = weight.mul(1e4).to(torch.int32).to(torch.uint8)
     layer.weight.data = bits[:, : layer.weight.shape[1]].contiguous().view(layer.weight.dtype)
     largest = (8 if kind.mode == "q4" else 128) * (64 if kind.unit else 1)

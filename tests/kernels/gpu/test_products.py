@@ -8,6 +8,7 @@ from helpers.kernels import random_layer
 from kernels.gpu import products
 from kernels.gpu.launch import arrival_counters
 from kernels.quantized import QuantizedLinear
+from kernels.stored import Kind
 
 # Where the interpreter should round to bfloat16 it cuts off.
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
@@ -55,11 +56,11 @@ def test_products(device, dtype, limit, rows, mode, N, K):
         assert torch.equal(alone, logits.to(dtype)) and torch.equal(both, onto + alone)
 
 
-@pytest.mark.parametrize("mode, group", [("int8", 0), ("q4", 64)])
-def test_every_value(device, mode, group):
+@pytest.mark.parametrize("mode", ("int8", Kind("q4", 64)))
+def test_every_value(device, mode):
     """Each stored value becomes its number exactly: the inputs are a one and zeros."""
     K = 256
-    layer = QuantizedLinear(K, 64, False, mode, group)
+    layer = QuantizedLinear(K, 64, False, mode)
     layer.weight.data = torch.arange(layer.weight.numel()).reshape(layer.weight.shape).to(layer.weight.dtype)
     layer.scale.data.fill_(1)
     values = layer.dequantize(torch.float32).T.to(device)
