@@ -359,7 +359,7 @@ class Tuner:
         (draft, verify), *more = (self.costs(n, noisy).overhead(size) for n in counts)
         others = (f", {1 + sum(parts):.2f}x for {n} requests" for parts, n in zip(more, counts[1:]))
         return (f"{what} (measured: a {size.nodes}-node step takes {1 + draft + verify:.2f}x a plain step:"
-                f" +{draft:.2f} drafting, +{verify:.2f} verification{''.join(others)})")
+                f" {draft:+.2f} drafting, {verify:+.2f} verification{''.join(others)})")
 
 
 NOMINAL_COSTS = Costs(1.0, 1.0, 0.25, (0.25,) * 31)  # for ranks, which must choose the same trees

@@ -25,7 +25,7 @@ class FlatTool(Body, extra="allow"):
     @model_validator(mode="after")
     def _check(self) -> FlatTool:
         if self.type != "function" or not self.name:
-            raise ValueError(f"only functions with a name can be called, no {self.type:.60} {self.name:.60}")
+            raise ValueError(f"type {self.type!r:.60}: only functions, with a name, can be called")
         return self
 
     @property

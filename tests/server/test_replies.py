@@ -161,7 +161,7 @@ def test_responses(tmp_path, template, text, kinds, texts):
     for one, other in zip(whole.output, streamed.output):
         if one.type == "function_call":
             assert (one.name, one.arguments) == (other.name, other.arguments)
-    reasons = "nothing is stored here", "input.0: 'image'", "tools.0: only functions", "tool_choice: names no"
+    reasons = "nothing is stored here", "input.0: 'image'", "tools.0: type 'web_s", "tool_choice: names no"
     for found, words in zip(wrong, reasons):
         assert words in found["error"]["message"]
 
