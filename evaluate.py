@@ -82,7 +82,7 @@ def run(o) -> int:
     Raises InputError, ValueError, OSError or RuntimeError.
     """
     methods = [*dict.fromkeys(o.speculate.split(","))]
-    from engine.runtime import started
+    from engine.runtime import open_runtime
     from evaluation.answers import check_evaluation, read_sets
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
@@ -97,7 +97,7 @@ def run(o) -> int:
             if Path(o.out).is_dir():
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
-        with started(o, trees, sets) as (runtime, ranks):
+        with open_runtime(o, trees, sets) as (runtime, ranks):
             evaluation = Evaluation(o, runtime, draftings, sets, log, ranks)
             try:
                 evaluation.answer()

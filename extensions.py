@@ -12,14 +12,14 @@ class Method(NamedTuple):
     """A method of --speculate.
 
     module: function that builds the drafter from an `engine.drafting.Setup`; "" for plain decoding. draft:
-    kind of the checkpoint that --draft names; None: the method takes neither --draft nor --tree. grows: it
-    drafts trees of any size and takes --draft-window.
+    kind of the checkpoint that --draft names; None: the method takes neither --draft nor --tree. resizable:
+    it drafts trees of any size and takes --draft-window.
     """
 
     module: str
     what: str
     draft: str | None = None
-    grows: bool = False
+    resizable: bool = False
 
 
 class MethodFlag(NamedTuple):

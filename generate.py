@@ -39,7 +39,7 @@ def parser() -> Options:
     add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="nodes of the draft tree, root included")
     add("--tree-depth", type=within(0, MAX_TREE_NODES), help="expansions after the first level")
     add("--tree-width", type=within(1, MAX_TREE_NODES), help="nodes expanded per level")
-    p.refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
+    p.reject_if(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     p.add_runtime().add_argument("--autotune", action="store_true",
         help="let torch.compile autotune matrix products; for a GPU")
@@ -67,14 +67,14 @@ def add_prompts(p: Options) -> None:
     def prompts(o) -> list:
         return o.words + o.prompt + o.prompt_ids + o.prompt_file
 
-    p.refuse(lambda o: o.interactive and (
+    p.reject_if(lambda o: o.interactive and (
                  prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or
                  is_distributed()),
              lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
                        " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
-    p.refuse(lambda o: not (o.raw or o.parse_special),
+    p.reject_if(lambda o: not (o.raw or o.parse_special),
              lambda o: "--no-parse-special: needs --raw; the template never parses special tokens in prompts")
-    p.refuse(lambda o: not (o.interactive or prompts(o)),
+    p.reject_if(lambda o: not (o.interactive or prompts(o)),
              lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
                        " --prompt-ids or --interactive")
 
@@ -108,7 +108,7 @@ def add_sampling(p: Options) -> None:
         help="with --json: log-probabilities of each token and of the top N (0 to 20), before penalties")
     add("--num-samples", type=within(1, 100_000), default=1,
         help="samples per prompt, with seeds SEED, SEED+1, ...")
-    p.refuse(lambda o: o.logprobs is not None and not o.json,
+    p.reject_if(lambda o: o.logprobs is not None and not o.json,
              lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
 
@@ -121,7 +121,7 @@ def add_output(p: Options) -> None:
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
     add("--trace", metavar="FILE",
         help="write every draft tree and accepted path (safetensors); one prompt only")
-    p.refuse(lambda o: o.compare and o.speculate == "none",
+    p.reject_if(lambda o: o.compare and o.speculate == "none",
              lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
 
 
@@ -264,9 +264,9 @@ def run(o) -> int:
     Raises InputError, ValueError and OSError on bad input.
     """
     prompts, samplings = read_options(o)
-    from engine.runtime import started
+    from engine.runtime import open_runtime
 
-    with started(o, prompts, samplings) as (runtime, ranks):
+    with open_runtime(o, prompts, samplings) as (runtime, ranks):
         return decode(o, prompts, samplings, runtime, ranks)
 
 

@@ -17,7 +17,6 @@ import math
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -291,7 +290,7 @@ def buffer_bytes(module: nn.Module) -> int:
     return sum(buffer.nbytes for buffer in module.buffers())
 
 
-def last_seen(visible: Tensor, window: int) -> Tensor:
+def apply_sliding_window(visible: Tensor, window: int) -> Tensor:
     """Limit a mask [B, T, n] to the last `window` visible slots of each token.
 
     Visible slots are in order of position: committed tokens, then ancestors.
@@ -324,8 +323,9 @@ class PassInputs:
 
     def mask(self, window: int):
         """Return the mask of a layer. window: its sliding window, 0: none."""
-        within = partial(last_seen, self.visible) if isinstance(self.visible, Tensor) else self.visible.within
-        return self.cached(("mask", window), within, window)
+        if isinstance(self.visible, Tensor):
+            return self.cached(("mask", window), apply_sliding_window, self.visible, window)
+        return self.cached(("mask", window), self.visible.within, window)
 
     def bias(self, groups: int, dtype: torch.dtype, window: int = 0) -> Tensor:
         """Return `mask` as an additive one [B, 1, groups*T, n], 0 or -inf.

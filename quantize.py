@@ -56,7 +56,7 @@ ROWS, MAX_WRITTEN = 32, 224  # texts that a target writes itself, and new tokens
 def parser() -> Options:
     """The options of the command line."""
     p = Options(__doc__)
-    add, refuse = p.add_argument, p.refuse
+    add, reject_if = p.add_argument, p.reject_if
     p.add_checkpoint("converted target or head; a Hugging Face folder, hub id or .gguf is converted first")
     add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
     add("--mode", choices=MODES, default="int8")
@@ -74,12 +74,12 @@ def parser() -> Options:
         help="print perplexity of both models and their top-1 agreement on this text")
     add("--force", action="store_true", help="replace an existing output folder")
     add("--allow-nonfinite", action="store_true", help="accept weights that are nan or infinite")
-    refuse(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
+    reject_if(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
            lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out")
-    refuse(lambda o: (o.calibrate or o.method == "gptq") and (
+    reject_if(lambda o: (o.calibrate or o.method == "gptq") and (
                o.mode not in FOUR_BITS or o.method == "nearest"),
            lambda o: "--calibrate and --method gptq: only for --mode int4 or w4a8 with gptq")
-    refuse(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
+    reject_if(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
            lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
                      " others; name two files")
     return p

@@ -54,11 +54,11 @@ def parser() -> Options:
     # torchrun kills its processes 30 seconds after it has told them to end.
     add("--grace", type=within(0, 1e6, float), default=20.0 if is_distributed() else 30.0, metavar="SECONDS",
         help="time for running requests to finish after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
-    p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
+    p.reject_if(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
-    p.refuse(lambda o: o.api_key == "", lambda o: "--api-key: is empty; give a key")
-    p.judge(key_of)
+    p.reject_if(lambda o: o.api_key == "", lambda o: "--api-key: is empty; give a key")
+    p.add_rule(key_of)
     add_drafting(p, AUTO)
     p.add_runtime()
     return p
@@ -88,10 +88,10 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from engine.runtime import started
+    from engine.runtime import open_runtime
 
     listener = listen(o.host, o.port) if is_main_rank() else None  # before seconds are spent on loading
-    with started(o, Drafting.from_options(o).tree) as (runtime, ranks):
+    with open_runtime(o, Drafting.from_options(o).tree) as (runtime, ranks):
         start(o, runtime, listener, ranks)
 
 
@@ -115,7 +115,7 @@ def start(o, runtime, listener: socket.socket | None, ranks=None) -> None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     note(f"loaded {checkpoint}; KV cache of {batch} x {engine.runner.cache_slots} tokens,"
          f" up to {engine.runner.cache_bytes / 1e9:.2f} GB")
-    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), exhaustive=True)
     for noisy, when in (False, "temperature 0"), (True, "above 0"):
         if line := engine.scheduler.describe(noisy):
             note(f"{when}: {line}")

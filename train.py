@@ -97,19 +97,19 @@ def parser() -> Options:
 
 def add_rules(p: Options) -> None:
     """Add the rules of the options."""
-    refuse = p.refuse
-    p.judge(lambda o: o.estimate and vars(o).update(
+    reject_if = p.reject_if
+    p.add_rule(lambda o: o.estimate and vars(o).update(
         out=o.out or "head", synthesize=o.synthesize or (not o.prompts and CONVERSATIONS)))
-    refuse(lambda o: not o.out, lambda o: "--out is missing: name a folder for the head")
-    p.judge(lambda o: check_replaceable("--out", o.out))
-    refuse(lambda o: not (o.prompts or o.synthesize or o.shards),
+    reject_if(lambda o: not o.out, lambda o: "--out is missing: name a folder for the head")
+    p.add_rule(lambda o: check_replaceable("--out", o.out))
+    reject_if(lambda o: not (o.prompts or o.synthesize or o.shards),
            lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --shards FOLDER or several")
-    refuse(lambda o: o.openings and not o.synthesize,
+    reject_if(lambda o: o.openings and not o.synthesize,
            lambda o: "--openings belongs to --synthesize; leave it out")
-    refuse(lambda o: o.states and o.start,
+    reject_if(lambda o: o.states and o.start,
            lambda o: "--states belongs to heads from nothing, --start has its own; leave it out")
     for name in dict.fromkeys(option for kind in TRAINED.values() for option in kind.options):
-        refuse(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
+        reject_if(lambda o, name=name: getattr(o, name) is not None and name not in TRAINED[o.kind].options,
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
 
 

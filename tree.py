@@ -86,7 +86,7 @@ class Tree(NamedTuple):
     levels: int = 0  # expansions after the first level, of a tree that a network grew
 
 
-def pick(x: Tensor, index: Tensor) -> Tensor:
+def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Gather x [B, T, ...] along dimension 1 at index [B, K] -> [B, K, ...]."""
     if x.shape[0] == 1:  # one operation instead of four
         return x.index_select(1, index[0])
@@ -94,7 +94,7 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     return x[batch, index]
 
 
-def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def depth_and_ancestors(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Return depth [B, T] and ancestors [B, T, T] bool (a node is its own ancestor) from parent [B, T].
 
     levels: the maximum number of levels below the root.
@@ -158,7 +158,7 @@ class Growth:
         scores, index = self.scores[-1].topk(k, dim=-1)
         row, tokens = index // k, self.tokens[-1].gather(1, index)
         itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
-        sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
+        sees = torch.cat((gather_tokens(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
         self.set_beam(scores, tokens, self.size + index, sees)
         return row
 
@@ -199,7 +199,7 @@ def prune_candidates(
     parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
     tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
     scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), dim=1)
-    return Tree(tokens, parent, *link(parent, levels), scores)
+    return Tree(tokens, parent, *depth_and_ancestors(parent, levels), scores)
 
 
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
@@ -231,5 +231,5 @@ def accept(tree: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor]
     at_depth = tree.depth[:, None] == torch.arange(max_commit, device=chosen.device)[:, None]  # [B, W, T]
     depth = torch.where(accepted, tree.depth, -1)
     last = depth.argmax(-1, keepdim=True)  # [B, 1]
-    taken = pick(tree.ancestors, last) & at_depth  # [B, W, T]
+    taken = gather_tokens(tree.ancestors, last) & at_depth  # [B, W, T]
     return torch.where(taken, nodes, 0).sum(-1), tree.depth.gather(1, last)[:, 0] + 1

@@ -130,7 +130,7 @@ class Runner:
 
     def warm_up(self, temperature: float = 0.0, every: bool = True) -> Runner:
         """Compile and capture what a text needs; every: of any length, with any option. Return self."""
-        self.engine.warm_up(Sampling(8, temperature), every_length=every)
+        self.engine.warm_up(Sampling(8, temperature), exhaustive=every)
         return self
 
     def bytes_read(self, context: int) -> int:

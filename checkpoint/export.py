@@ -145,9 +145,9 @@ def parser() -> Options:
     add("--layout", choices=("sglang", "speculators"), default="sglang")
     add("--out", required=True)
     add("--force", action="store_true", help="replace the weights of an existing folder")
-    p.refuse(lambda o: (Path(o.out).resolve() / WEIGHTS).exists() and not o.force,
+    p.reject_if(lambda o: (Path(o.out).resolve() / WEIGHTS).exists() and not o.force,
              lambda o: f"{o.out}: holds a {WEIGHTS}; replace it with --force or choose another --out")
-    p.judge(lambda o: check_replaceable("--out", o.out))
+    p.add_rule(lambda o: check_replaceable("--out", o.out))
     return p
 
 

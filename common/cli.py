@@ -114,17 +114,17 @@ class Options(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._rules: list[Rule] = []
 
-    def judge(self, rule: Rule) -> None:
+    def add_rule(self, rule: Rule) -> None:
         """Add a rule, which raises InputError if options break it."""
         self._rules.append(rule)
 
-    def refuse(self, test: Rule, words: Rule) -> None:
+    def reject_if(self, test: Rule, words: Rule) -> None:
         """Add a rule: refuse options with these words if `test` is true."""
         def rule(o: argparse.Namespace) -> None:
             if test(o):
                 raise InputError(words(o))
 
-        self.judge(rule)
+        self.add_rule(rule)
 
     def error(self, message: str):
         """Print on one line what cannot be parsed, and end with exit status 2."""
@@ -167,7 +167,7 @@ class Options(argparse.ArgumentParser):
         add("--kv", choices=KV_DTYPES, default="auto",
             help="KV cache of the target: auto, the model's dtype (default); int8, CPU kernels; fp8, GPUs"
                  " and PyTorch")
-        self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
+        self.reject_if(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         return group
 

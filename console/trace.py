@@ -11,7 +11,7 @@ from safetensors.torch import save
 from common.errors import InputError
 from common.writing import atomic_path
 from engine.request import Event, Request
-from tree import TreeShape, link
+from tree import TreeShape, depth_and_ancestors
 
 
 def check(path: str, sequences: int) -> None:
@@ -38,7 +38,7 @@ class Trace:
         for event in events:
             if event.draft:
                 parent = torch.tensor([event.draft.parent])
-                depth, ancestors = link(parent, parent.shape[1])
+                depth, ancestors = depth_and_ancestors(parent, parent.shape[1])
                 step = {
                     "input_ids": torch.tensor(self.tokens), "draft_tokens": torch.tensor(event.draft.tokens),
                     "parent": parent[0], "tree_mask": ancestors[0], "depth": depth[0],

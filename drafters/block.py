@@ -25,7 +25,7 @@ from engine.step import Step
 from head import Head
 from networks.block import BlockHead
 from networks.p_eagle import PEagleHead
-from tree import Growth, TreeShape, pick
+from tree import Growth, TreeShape, gather_tokens
 
 
 class OnePassDrafter(NetworkDrafter):
@@ -149,7 +149,7 @@ class PEagle(BlockDrafter):
         hidden = head.fuse(head.mask_hidden.to(context.dtype)[None, None])
         features = torch.cat((context, hidden.expand(*masks.shape, -1)), 1)
         h = head(torch.cat((known, masks), 1), features, positions, own, visible, self.caches)
-        return head.rows(torch.cat((pick(h, last_unread(state, W)), h[:, W:]), 1))
+        return head.rows(torch.cat((gather_tokens(h, last_unread(state, W)), h[:, W:]), 1))
 
 
 def block_drafter(head: Head) -> type[BlockDrafter] | None:

@@ -18,7 +18,7 @@ from engine.state import State
 from engine.step import Step
 from model import KVCaches, Transformer
 from tokens.tokenizer import Tokenizer
-from tree import TreeShape, pick
+from tree import TreeShape, gather_tokens
 
 
 class DraftModel(NetworkDrafter):
@@ -27,7 +27,7 @@ class DraftModel(NetworkDrafter):
     Arguments and errors are those of `NetworkDrafter`.
     """
 
-    read_ahead, grows = 1, True
+    read_ahead, resizable = 1, True
     max_trees = TreeShape(20, 15, 2), TreeShape(16, 7, 2)
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
@@ -52,7 +52,7 @@ class DraftModel(NetworkDrafter):
         """Read up to W tokens that end with the root; the last n_new are new."""
         positions, visible = catch_up_inputs(step, state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
-        return pick(h, last_unread(state, h.shape[1]))
+        return gather_tokens(h, last_unread(state, h.shape[1]))
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
         # Its acceptance is higher than a head's, and falls less with depth.

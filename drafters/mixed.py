@@ -62,7 +62,7 @@ class Mixed(Drafter):
 
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
-        grown = next((part for part in parts if part.grows), None)
+        grown = next((part for part in parts if part.resizable), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
         # The longest path has all nodes. But a network needs noise for every level of its own tree.
         network_levels = max((part.shape.max_commit for part in parts if part.network is not None), default=0)
@@ -78,7 +78,7 @@ class Mixed(Drafter):
 
     @property
     def resizable_part(self) -> Drafter | None:
-        return next((part for part in self.parts if part.grows), None)
+        return next((part for part in self.parts if part.resizable), None)
 
     @property
     def headless(self) -> Drafter | None:

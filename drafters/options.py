@@ -8,9 +8,9 @@ from engine.drafting import MAX_TREE_NODES, Drafting, methods_of
 from extensions import METHOD_FLAGS, METHODS, Method, MethodFlag
 
 
-def grows(name: str) -> bool:
+def is_resizable(name: str) -> bool:
     """Return whether a method, or one of two joined ones, grows trees of any size."""
-    return any(method.grows for method in methods_of(name).values())
+    return any(method.resizable for method in methods_of(name).values())
 
 
 def flags_of(name: str) -> dict[str, MethodFlag]:
@@ -23,8 +23,8 @@ def check(drafting: Drafting, methods: dict[str, Method]) -> dict:
     window, name = drafting.window, drafting.method
     if window is not None and (type(window) is not int or window < 0):
         raise InputError(f"--draft-window {window!r}: must be at least 1 token, or 0 for all")
-    if window is not None and not grows(name):
-        takers = ", ".join(filter(grows, METHODS))
+    if window is not None and not is_resizable(name):
+        takers = ", ".join(filter(is_resizable, METHODS))
         raise InputError(f"--draft-window {window}: is for heads with attention ({takers}); leave it out")
     own = flags_of(name)
     flags = {flag: about.default for flag, about in own.items()} | drafting.flags

@@ -13,7 +13,7 @@ from drafters.draft_model import DraftModel, load_drafter
 from engine.draft import last_unread
 from engine.drafting import Setup
 from model import Transformer
-from tree import TreeShape, pick
+from tree import TreeShape, gather_tokens
 
 LEVELS = 8  # of the default tree
 
@@ -32,7 +32,7 @@ class Pard(OnePassDrafter, DraftModel):
         known = state.tokens.gather(1, positions[:, :W])
         tokens = torch.cat((known, known.new_full((len(known), self.block_rows), self.mask_id)), 1)
         h, _ = self.model(tokens, positions, own, visible, self.caches)
-        return torch.cat((pick(h, last_unread(state, W)), h[:, W:]), 1)
+        return torch.cat((gather_tokens(h, last_unread(state, W)), h[:, W:]), 1)
 
 
 def build(setup: Setup) -> DraftModel:

@@ -17,7 +17,7 @@ from engine.draft import build as build_head_drafter
 from engine.drafting import Setup
 from engine.state import State
 from engine.step import Step
-from tree import Tree, link
+from tree import Tree, depth_and_ancestors
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class StaticTree(nn.Module):
     def __init__(self, shape: PathTree):
         super().__init__()
         parent = torch.tensor(shape.parent)
-        depth, ancestors = link(parent[None], shape.max_commit - 1)
+        depth, ancestors = depth_and_ancestors(parent[None], shape.max_commit - 1)
         register_constants(self, parent=parent, depth=depth[0], ancestors=ancestors[0])
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
@@ -234,7 +234,7 @@ class StaticHeadDrafter(HeadDrafter):
     All indices are constants on the device.
     """
 
-    grows = applies_costs = False
+    resizable = applies_costs = False
 
     def __init__(self, head, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)

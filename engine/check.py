@@ -22,7 +22,7 @@ from engine.step import accept_and_commit, draft_and_verify
 from kernels.float8 import from_bytes
 from kernels.gpu import fallback
 from model import KVCache, KVCaches
-from tree import Tree, pick
+from tree import Tree, gather_tokens
 
 MAX_CONTEXT = 3000  # tokens, enough for several splits of the keys
 STALE_VALUE = 50.0  # in cache slots that no token may attend to
@@ -145,12 +145,12 @@ def step_difference(
     if defined.scores is not None:
         found.append(difference("draft", *(x.scores.sort().values for x in (drafted, defined)), max_error))
     if new is not None and not drafter.defers_head:
-        found.append(difference("features", features[emitted], pick(new, path)[emitted], max_error))
+        found.append(difference("features", features[emitted], gather_tokens(new, path)[emitted], max_error))
     if target.ranks is None:  # emitted tokens have the largest defined logits, except for near ties
-        scale = pick(logits, path).square().mean(-1).sqrt()
+        scale = gather_tokens(logits, path).square().mean(-1).sqrt()
         if modes.restricted:
             logits = restrict(logits, state.temperature, state.top_k, state.top_p)
-        drawn = pick(logits, path) if noise is None else pick(logits, path) + noise
+        drawn = gather_tokens(logits, path) if noise is None else gather_tokens(logits, path) + noise
         gap = drawn.amax(-1) - drawn.gather(-1, tokens[..., None])[..., 0]
         error = float((gap / scale)[emitted].max())
         found.append(Difference("emitted tokens", error, error / (2 * max_error)))

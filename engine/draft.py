@@ -19,7 +19,7 @@ from engine.drafting import Setup
 from engine.state import State
 from extensions import STATIC_HEAD, load
 from model import KVCaches, buffer_bytes
-from tree import Growth, Tree, TreeShape, pick
+from tree import Growth, Tree, TreeShape, gather_tokens
 
 if TYPE_CHECKING:
     from engine.step import Step
@@ -38,7 +38,7 @@ class Drafter(nn.Module):
     defers_head = False  # it does not run the head over new tokens: they wait for `prefill_unread`
     buffers_by_slot: tuple[str, ...] = ()  # its buffers with a row per sequence, next to the KV caches
     sampled_score_factor = 1.0  # of its scores, at temperature 1
-    grows = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
+    resizable = False  # it drafts trees of any size, see `NetworkDrafter.with_tree`
     prunable = True  # `costs` may remove nodes of its tree
     applies_costs = False  # `propose` limits the tree by `costs`; if False, `Step.draft` does
 
@@ -55,7 +55,7 @@ class Drafter(nn.Module):
     @property
     def resizable_part(self) -> Drafter | None:
         """This drafter, or the part of a joint one, whose trees can have any size; None if there is none."""
-        return self if self.grows else None
+        return self if self.resizable else None
 
     @property
     def headless(self) -> Drafter | None:
@@ -126,7 +126,7 @@ class Drafter(nn.Module):
         return Tree(state.root.clone(), state.zero, state.zero, state.one)
 
     def observe(self, step: Step, state: State, logits: Tensor) -> None:
-        """Learn from the target's logits [B, T, V] at the proposed nodes, after `shape_logits`."""
+        """Learn from the target's logits [B, T, V] at the proposed nodes, after `process_logits`."""
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class NetworkDrafter(Drafter):
             drafted += count
             growth.extend(*self._top_k(step, feature, noise, level + 1, k))
             if level + 1 < shape.depth:
-                feature = pick(feature, step.dispatch(Growth.advance, growth))
+                feature = gather_tokens(feature, step.dispatch(Growth.advance, growth))
         return growth
 
     def expand(self, costs, scores: Tensor, level: int) -> int:
@@ -272,7 +272,7 @@ class HeadDrafter(NetworkDrafter):
     Arguments and errors are those of `NetworkDrafter`.
     """
 
-    grows = True
+    resizable = True
 
     def __init__(self, head, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, head.args.draft_vocab_size, coupled, head.args.drafts)
@@ -307,7 +307,7 @@ class HeadDrafter(NetworkDrafter):
         next_tokens = state.tokens.gather(1, positions + 1)
         features = head.fuse(self.own_features(state.features[:, : positions.shape[1]]))
         h = head(next_tokens, features, positions, positions, visible, self.caches)
-        return pick(h, last_unread(state, h.shape[1]))
+        return gather_tokens(h, last_unread(state, h.shape[1]))
 
     @property
     def _draft_ids(self) -> Tensor:

@@ -71,7 +71,7 @@ def add_drafting(p: Options, default: str = "none"):
     add("--shard-head", action="store_true",
         help="with torchrun: shard the head or draft model over the ranks (default: replicated)")
     add_method_flags(group)
-    p.refuse(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
+    p.reject_if(lambda o: o.shard_head and not (is_distributed() and o.speculate != "none"),
              lambda o: "--shard-head: shards the draft head among ranks; add --speculate, and start with"
                        " torchrun")
 
@@ -79,8 +79,8 @@ def add_drafting(p: Options, default: str = "none"):
         if o.draft and o.speculate == "none":
             o.speculate = AUTO
 
-    p.judge(draft_implies_auto)
-    p.judge(Drafting.from_options)
+    p.add_rule(draft_implies_auto)
+    p.add_rule(Drafting.from_options)
     return group
 
 

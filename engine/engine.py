@@ -261,7 +261,7 @@ class Engine:
         if slots.decoding or any(r.prompt_scores is not None for r in prefilling):
             prefilling = [min(prefilling, key=lambda r: slots.used_at[r.slot])]
         group = runner.slot_range(prefilling[0].slot, len(prefilling))
-        if runner.prepared and len(prefilling) > 1:  # prefill is compiled for one sequence and for all
+        if runner.has_graphs and len(prefilling) > 1:  # prefill is compiled for one sequence and for all
             group = runner.slot_range(0, self.batch)
         size = runner.chunk_size(max(len(r.prompt) - r.prefilled for r in prefilling))
         starts = [len(tokens) for tokens in slots.cached]  # do not overwrite the prefix in a free slot
@@ -390,10 +390,10 @@ class Engine:
     # -- warmup -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
+    def warm_up(self, *samplings: Sampling, exhaustive: bool = False) -> None:
         """Run, compile and capture what requests with these samplings need, and let the scheduler time steps.
 
-        Default: greedy. every_length: cover all lengths, slots and sampling modes too, so that nothing is
+        Default: greedy. exhaustive: cover all lengths, slots and sampling modes too, so that nothing is
         compiled or captured later.
         """
         if check := self.self_check:
@@ -406,8 +406,8 @@ class Engine:
                 sampling = replace(sampling, stop=(), json_schema=None, limits=None)
                 self.generate([[0]], replace(sampling, max_new_tokens=2))
                 self.scheduler.warm_up(self, sampling)
-                if self.runner.prepared:
-                    extensions.load(extensions.LAUNCH_ALL)(self, Modes.of_requests([sampling]), every_length)
+                if self.runner.has_graphs:
+                    extensions.load(extensions.LAUNCH_ALL)(self, Modes.of_requests([sampling]), exhaustive)
         finally:
             self.state.stop_ids.copy_(stop_ids)
 

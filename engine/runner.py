@@ -182,7 +182,7 @@ class ModelRunner:
         return self._ranges[where]
 
     @property
-    def prepared(self) -> bool:
+    def has_graphs(self) -> bool:
         """True if passes are compiled or captured, for few numbers of sequences."""
         return self.compiled or self.captured is not None
 

@@ -101,7 +101,7 @@ class Runtime:
             raise InputError(f"no place for compiled code ({e}); set TORCHINDUCTOR_CACHE_DIR") from None
 
 
-def started(o, *contents: object) -> contextlib.AbstractContextManager[tuple]:
+def open_runtime(o, *contents: object) -> contextlib.AbstractContextManager[tuple]:
     """Return a context with the runtime that a command's options ask for, and the `kernels.tp.Ranks` that
     torchrun has started, or None.
 

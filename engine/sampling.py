@@ -120,7 +120,7 @@ class Modes(NamedTuple):
         return self.adjusted or self.scored or self.guided
 
     @property
-    def shapes_logits(self) -> bool:
+    def changes_logits(self) -> bool:
         """True if a step does more with the logits than argmax(logits + noise)."""
         return any(self[1:])
 
@@ -136,7 +136,7 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.is_guided for s in samplings),
         )
-        return cls.all_modes(noisy) if compiled and modes.shapes_logits else modes
+        return cls.all_modes(noisy) if compiled and modes.changes_logits else modes
 
     @classmethod
     def all_modes(cls, noisy: bool) -> Modes:

@@ -12,7 +12,7 @@ from torch import Tensor
 import extensions
 from engine.sampling import Sampling, seed_keys
 from model import rows_of
-from tree import pick
+from tree import gather_tokens
 
 SHARED = "stop_ids", "ahead"  # buffers that all sequences share
 
@@ -157,23 +157,23 @@ class State(nn.Module):
         return count
 
     def keep_features(
-        self, features: Tensor | None, path: Tensor, count: Tensor, where: Tensor, more: bool = False
+        self, features: Tensor | None, path: Tensor, count: Tensor, active: Tensor, append: bool = False
     ) -> None:
         """Keep the features of the `count` [B] tokens just committed, for the drafter's catch-up.
 
-        features [B, T, F]: the target's, of a pass. path [B, <=W]: the nodes that the tokens were. where [B]:
-        the sequences to change. more: append to the tokens that the drafter has not read yet.
+        features [B, T, F]: the target's, of a pass. path [B, <=W]: the nodes that the tokens were. active
+        [B]: the sequences to change. append: append to the tokens that the drafter has not read yet.
         """
         if features is not None:
-            features = pick(features, path)
+            features = gather_tokens(features, path)
             at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-            if more:
+            if append:
                 at = (at + self.n_new[:, None]).clamp(max=self.features.shape[1] - 1)
             at = at[..., None].expand_as(features)
             old = self.features.gather(1, at)
-            self.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
-        unread = self.n_new + count if more else count
-        self.n_new.copy_(torch.where(where, unread, self.n_new))
+            self.features.scatter_(1, at, torch.where(active[:, None, None], features, old))
+        unread = self.n_new + count if append else count
+        self.n_new.copy_(torch.where(active, unread, self.n_new))
 
     def keep_last_unread(self) -> None:
         """Drop the features of all unread tokens but the last: the drafter has processed them."""

@@ -27,7 +27,7 @@ from engine.draft import Drafter
 from engine.sampling import Modes
 from engine.state import State
 from model import KVCaches, Transformer
-from tree import Tree, TreeShape, pick
+from tree import Tree, TreeShape, gather_tokens
 
 MAX_GPU_TOKENS = 192  # tokens of a pass that a large GPU verifies in about the time of one
 GPU_TREES = tuple(TreeShape(*sizes) for sizes in ((16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
@@ -168,7 +168,7 @@ class Step:
         its noise. None: all take the first row.
         """
         if noise is not None:
-            logits = logits + (noise[:, :1] if depth is None else pick(noise, depth))
+            logits = logits + (noise[:, :1] if depth is None else gather_tokens(noise, depth))
         return logits.argmax(-1)
 
     def accept(self, drafted: Tree, chosen: Tensor, max_commit: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,20 +180,20 @@ class Step:
 
     def commit(
         self, state: State, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
-        caches: KVCaches | None = None, *, where: Tensor | None = None, more: bool = False,
+        caches: KVCaches | None = None, *, active: Tensor | None = None, append: bool = False,
     ) -> Tensor:
         """Emit the first `count` [B] of tokens [B, W] and keep the features of nodes `path` [B, W].
 
         caches: the target's; keys and values of the path move to the slots of committed tokens. None: they
-        are there. where [B]: sequences to change; None: those that are not done. more: keep the features that
-        the head has not processed yet, and append these. Returns how many tokens were emitted [B].
+        are there. active [B]: sequences to change; None: those that are not done. append: keep the features
+        that the head has not processed yet, and append these. Returns how many tokens were emitted [B].
         """
-        where = ~state.done if where is None else where
+        active = ~state.done if active is None else active
         if caches is not None:
             destination = state.length[:, None] + torch.arange(path.shape[1], device=path.device)
             caches.move(state.length[:, None] + path, destination)
         count = state.emit(tokens, count)
-        state.keep_features(features, path, count, where, more)
+        state.keep_features(features, path, count, active, append)
         return count
 
 
@@ -215,7 +215,7 @@ class Verified(NamedTuple):
     noise: Tensor | None  # [B, W, V]
 
 
-def shape_logits(
+def process_logits(
     step: Step, logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
     """Return the target's logits [B, T, V] after grammar, penalties, biases, top-k, top-p and min-p.
@@ -254,15 +254,15 @@ def accept_and_commit(
     and the accepted path [B, W], root first.
     """
     modes, (drafted, logits, features, noise) = Modes(*modes), verified
-    raw = step.gather_logits(logits) if modes.shapes_logits else logits
-    shaped = shape_logits(step, raw, state, modes, drafted.tokens, drafted.ancestors)
+    raw = step.gather_logits(logits) if modes.changes_logits else logits
+    shaped = process_logits(step, raw, state, modes, drafted.tokens, drafted.ancestors)
     drafter.observe(step, state, shaped)
     chosen = step.draw(shaped, noise, drafted.depth)
     path, count, tokens = step.accept(drafted, chosen, drafter.shape.max_commit)
     if modes.scored:
-        state.processors.score(pick(raw, path), tokens)
+        state.processors.score(gather_tokens(raw, path), tokens)
     moved = caches if drafted.tokens.shape[1] > 1 else None  # the entries of the root are in place
-    count = step.commit(state, tokens, count, path, features, moved, more=drafter.defers_head)
+    count = step.commit(state, tokens, count, path, features, moved, append=drafter.defers_head)
     if modes.adjusted:
         state.processors.count(tokens, count)
     return drafted, path
@@ -298,12 +298,12 @@ def first_token(
     ends = state.prefilling & (last < x.shape[1])
     index = last.clamp(0, x.shape[1] - 1)[:, None]
     noise = step.noise(state, 1, target.args.vocab_size) if modes.noisy else None
-    logits = step.logits(target, pick(x, index))
-    raw = step.gather_logits(logits) if modes.shapes_logits else logits
-    chosen = step.draw(shape_logits(step, raw, state, modes, state.root), noise)
+    logits = step.logits(target, gather_tokens(x, index))
+    raw = step.gather_logits(logits) if modes.changes_logits else logits
+    chosen = step.draw(process_logits(step, raw, state, modes, state.root), noise)
     state.prefilling.logical_and_(~ends)
     if modes.scored:
         state.processors.score(raw, chosen)
-    count = step.commit(state, chosen, ends.long(), index, features, where=ends)
+    count = step.commit(state, chosen, ends.long(), index, features, active=ends)
     if modes.adjusted:
         state.processors.count(chosen, count)

@@ -6,13 +6,13 @@ from engine.runner import SLOT_STEP
 from engine.sampling import Modes
 
 
-def launch_all(engine: Engine, modes: Modes, every_length: bool) -> None:
+def launch_all(engine: Engine, modes: Modes, exhaustive: bool) -> None:
     """Launch each kind of step at each batch size, with all sequences frozen."""
     runner = engine.runner
-    needs = range(1, runner.cache_slots + 1, SLOT_STEP) if every_length and runner.captured else (1,)
+    needs = range(1, runner.cache_slots + 1, SLOT_STEP) if exhaustive and runner.captured else (1,)
     sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, needs)}
     drafters = [*dict.fromkeys(engine.scheduler.drafters)]
-    if every_length and runner.plain not in drafters:
+    if exhaustive and runner.plain not in drafters:
         drafters.append(runner.plain)
     all_modes = Modes.all_modes(modes.noisy)
     with runner.frozen():
@@ -21,15 +21,15 @@ def launch_all(engine: Engine, modes: Modes, every_length: bool) -> None:
                 group = runner.slot_range(0, count)
                 for drafter in drafters:
                     runner.step(group, live_slots, drafter, modes)
-                    if every_length:
+                    if exhaustive:
                         runner.step(group, live_slots, drafter, all_modes)
                         runner.step(group, live_slots, drafter, all_modes, {})
-                for unread in runner.chunks if every_length and runner.max_unread else ():
+                for unread in runner.chunks if exhaustive and runner.max_unread else ():
                     runner.prefill_unread(group, live_slots, min(unread, runner.max_unread))
             # Prompts are read in each slot alone, and in all of them together. Slots above 0 are never
             # captured: one size is enough for them.
             slots = {(slot, 1) for slot in range(1 if index else engine.batch)}
-            for size in runner.chunks if every_length else ():
+            for size in runner.chunks if exhaustive else ():
                 for first, count in sorted(slots | {(0, engine.batch)}):
                     if size <= live_slots.shape[0]:
                         x = runner.prefill(runner.slot_range(first, count), live_slots, size, all_modes)

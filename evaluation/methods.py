@@ -7,7 +7,7 @@ from typing import NamedTuple
 from checkpoint.folder import identity
 from common.errors import InputError
 from common.writing import digest
-from drafters.options import flags_of, grows
+from drafters.options import flags_of, is_resizable
 from engine.drafting import Drafting, given_flags
 from engine.engine import Engine
 from engine.request import encode
@@ -49,7 +49,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     for name in dict.fromkeys((PLAIN, *methods)):  # the first rejects flags that no method takes
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
-        window = o.draft_window if grows(name) or not any(map(grows, methods)) else None
+        window = o.draft_window if is_resizable(name) or not any(map(is_resizable, methods)) else None
         draftings[name] = Drafting(name, flags=flags, window=window, **own)
     return draftings
 

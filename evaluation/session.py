@@ -77,7 +77,7 @@ class Evaluation:
         ]
         for temperature in self.o.temperature if todo else ():
             for engine, _ in self.contenders.values():
-                engine.warm_up(Sampling(8, temperature, seed=self.o.seed), every_length=True)
+                engine.warm_up(Sampling(8, temperature, seed=self.o.seed), exhaustive=True)
                 ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.o.seed))
         with tqdm(todo, desc="questions", unit="question", disable=not todo) as bar:
             for name, question, temperature, methods in bar:

@@ -53,7 +53,7 @@ class ConvCache(nn.Module):
 def _tap_slots(shared: PassInputs, taps: int) -> list[tuple[Tensor, Tensor]]:
     """Return the slots [B, T] of each token and of the tokens before it on its path, and whether they exist.
 
-    A token sees one slot for each position up to its own, in ascending order (see `model.last_seen`).
+    A token sees one slot for each position up to its own, in ascending order (`model.apply_sliding_window`).
     """
     visible = shared.visible if isinstance(shared.visible, Tensor) else shared.visible.dense()
     rank = visible.cumsum(-1)

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 class CpuStep(Step):
-    """The operators `torch.ops.eagle_avx2` etc. isa: an instruction set that the processor has."""
+    """The step on C++ operators, such as `torch.ops.eagle_avx2`. isa: one that the processor has."""
 
     batch_invariant, static_shapes = True, False
     caches = {"auto": packed.CpuCaches, "int8": packed.Int8Caches}
@@ -124,8 +124,9 @@ class CpuStep(Step):
 
     def draft(self, drafter: Drafter, state: State, slots: Tensor, noise: Tensor | None, costs=None) -> Tree:
         head = drafter.network
-        if drafter.grows and isinstance(head, Eagle3Head) and head.fused is not None and head.fused.grows:
-            return Tree(*head.fused.draft(drafter, state, slots, noise, costs))
+        fused = head.fused if isinstance(head, Eagle3Head) else None
+        if drafter.resizable and fused is not None and fused.has_draft_operator:
+            return Tree(*fused.draft(drafter, state, slots, noise, costs))
         return super().draft(drafter, state, slots, noise, costs)
 
     def verify(
@@ -147,7 +148,7 @@ class CpuStep(Step):
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None
     ) -> Tensor:
-        """latest: receives this noise. The next call reuses it for positions that recur, as drafts look
+        """latest: the previous call's noise, updated in place. Positions that recur are reused: drafts look
         further ahead than a step commits.
         """
         found = self.ops.gumbel(key, positions, temperature, vocabulary, *latest or [None] * 4)
@@ -166,14 +167,14 @@ class CpuStep(Step):
 
     def commit(
         self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
-        caches: packed.CpuCaches | None = None, *, where: Tensor | None = None, more: bool = False,
+        caches: packed.CpuCaches | None = None, *, active: Tensor | None = None, append: bool = False,
     ) -> Tensor:
-        moved = None, 0
+        table, head_dim = None, 0
         if isinstance(caches, packed.CpuCaches):
-            moved = caches.table, caches.head_dim
+            table, head_dim = caches.table, caches.head_dim
         elif caches is not None:
             caches.move(state.length[:, None] + path, state.length[:, None] + torch.arange(path.shape[1]))
         return self.ops.commit(
-            tokens, count, path, features, *moved, state.tokens, state.root, state.length, state.done,
-            state.out, state.limit, state.stop_ids, where, more, state.features, state.n_new,
+            tokens, count, path, features, table, head_dim, state.tokens, state.root, state.length,
+            state.done, state.out, state.limit, state.stop_ids, active, append, state.features, state.n_new,
         )

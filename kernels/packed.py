@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engine.state import State
 
 NO_COSTS = 0.0, None, None  # the tree is not limited, see `engine.scheduler.Choice`
-SAME, FLOAT32 = range(2)  # modes of `ops.linear`
+SAME_DTYPE, FLOAT32 = range(2)  # modes of `ops.linear`
 GATES = {"silu": 2, "gelu_tanh": 3, "clamped_swiglu": 4}  # the other modes, by activation of the gate
 
 
@@ -81,20 +81,20 @@ class CpuCaches(KVCaches):
         return super().rows(first, count)._bind(self.head_dim, self.backend)
 
     @property
-    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
+    def keys_and_values(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys by layer, values by layer."""
         return [cache.k for cache in self], [cache.v for cache in self]
 
     @cached_property
     def table(self) -> Tensor:
-        """These caches as csrc/operators.cpp: cache_table. Their memory must not move."""
-        return self.backend.ops.cache_table(*self.lists)
+        """The argument of csrc/operators.cpp: cache_table for these caches. Their memory must not move."""
+        return self.backend.ops.cache_table(*self.keys_and_values)
 
     def network(self, model: Transformer | Eagle3Head) -> tuple:
-        """Return a model as csrc/operators.cpp: Network, for these caches. It is computed once."""
+        """Return a model, for these caches, as the C++ type Network (csrc/operators.cpp). Cached."""
         if self._network[0] is not model:
-            args = model.args
-            layer_table = self.backend.ops.layer_table(*model.fused.weights, *self.lists, args.norm_eps)
+            args, tensors = model.args, (*model.fused.weights, *self.keys_and_values)
+            layer_table = self.backend.ops.layer_table(*tensors, args.norm_eps)
             angles = model.inv_freq.float(), args.rope_factor
             self._network = model, (*table_of(model.embed), *angles, layer_table, args.norm_eps)
         return self._network[1]
@@ -144,8 +144,9 @@ class Packed(nn.Module):
         activation: str | None = None,
     ):
         super().__init__()
-        self.backend, gated, values = backend, activation is not None, getattr(weight, "weight", weight)
-        self.columns, self.mode = values.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME)
+        self.backend, gated = backend, activation is not None
+        values = getattr(weight, "weight", weight)
+        self.columns, self.mode = values.shape[-2] // (2 if gated else 1), GATES.get(activation, SAME_DTYPE)
         quantized = isinstance(weight, Quantized)
         mode = weight.mode if quantized else None
         self.packed = _constant(pack(backend, values.detach(), mode, dtype, gated))
@@ -159,7 +160,7 @@ class Packed(nn.Module):
 
     @property
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The weight as csrc/operators.cpp: Operands."""
+        """The weight as the C++ type Operands (csrc/operators.cpp)."""
         return self.packed, self.scale, self.bias
 
 
@@ -176,7 +177,7 @@ class PackedLinear(Packed):
         return self.backend.ops.linear(x, *self.operands, residual, self.columns, mode)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the same in float32, without rounding to 16 bits."""
+        """Return the output in float32, without rounding to 16 bits."""
         return self(x, None, FLOAT32)
 
 
@@ -186,6 +187,7 @@ class PackedEmbedding(nn.Module):
     def __init__(self, layer: PackedLinear, table: QuantizedEmbedding, dtype: torch.dtype):
         super().__init__()
         self.layer, self.dtype, self.device = layer, dtype, table.device
+        # An empty dense table, then packed weight and scales.
         self.table = torch.empty(0, table.inputs, dtype=dtype), *layer.operands[:2]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ class PackedEmbedding(nn.Module):
 
 
 def table_of(embed: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return an embedding as csrc/operators.cpp: Table."""
+    """Return an embedding as the C++ type Table (csrc/operators.cpp)."""
     return embed.table if isinstance(embed, PackedEmbedding) else (embed.weight, None, None)
 
 
@@ -266,7 +268,10 @@ class FusedBlock:
         self, block: Block, x: Tensor, cache: KVCache, shared: PassInputs, inputs: Tensor | None = None
     ) -> Tensor:
         """See `Block.forward`."""
-        inputs = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
+        if isinstance(block, TargetBlock):
+            inputs = None
+        elif inputs is None:
+            inputs = x
         ops, eps = block.wqkv.backend.ops, block.mlp_norm.eps
         layer_table = ops.layer_table(*self.weights, [cache.k], [cache.v], eps)
         angles = block.layer_cos_sin(shared.cos_sin(partial(_angles, ops)))
@@ -304,12 +309,12 @@ class FusedTransformer:
 class FusedEagle3Head:
     """The pass of all layers of an EAGLE-3 head as one operator.
 
-    grows: `draft` grows the whole tree in one operator. lm_head: see `_lm_head`.
+    has_draft_operator: `draft` grows the whole tree in one operator. lm_head: see `_lm_head`.
     """
 
     def __init__(self, head: Eagle3Head, lm_head: tuple | None):
         self.weights, self.lm_head = _joined_weights([head.layer, *head.more_layers]), lm_head
-        self.grows = lm_head is not None and head.feeds_residual
+        self.has_draft_operator = lm_head is not None and head.feeds_residual
 
     def __call__(
         self, head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor,
@@ -320,7 +325,7 @@ class FusedEagle3Head:
         return head.backend.ops.head_forward(tokens, feature, positions, slots, visible, *network)
 
     def _network(self, head: Eagle3Head, caches: CpuCaches) -> tuple:
-        """Return the head as csrc/operators.cpp: Head."""
+        """Return the head as the C++ type Head (csrc/operators.cpp)."""
         return head.layer.embed_norm.scale, head.layer.feature_norm.scale, *caches.network(head)
 
     def draft(
@@ -335,6 +340,7 @@ class FusedEagle3Head:
             noise if drafter.coupled else None, head.draft_ids, *self._network(head, drafter.caches),
         )
         if getattr(head, "fc_norms", None) or not isinstance(fc, PackedLinear):
+            # `ops.draft` has one packed `fc`: other heads catch up in PyTorch.
             return ops.grow(drafter.catch_up(head.backend, state, slots), *arguments)
         unread = drafter.own_features(state.features), state.max_commit, *fc.operands, fc.columns
         return ops.draft(state.tokens, state.n_new, *unread, *arguments)
@@ -371,7 +377,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
             elif not is_mixture(child):
                 pack_children(child, dtype, device)
 
-    complete = True
+    all_run = True
     for model in models:
         dtype, device = model.embed.dtype, model.embed.device
         if model.lm_head is None and supports_module(model.embed, dtype, device):
@@ -380,42 +386,45 @@ def pack_models(backend, *models: nn.Module) -> bool:
         attention_runs = supports_row_size(model.args.head_dim, dtype, device)
         if attention_runs:
             model.Caches = backend.caches["auto"]
-        for block in model.modules() if attention_runs else ():
-            if isinstance(block, Block) and block.sinks is not None:
-                block.sinks = _constant(block.sinks.detach().float())
-            if isinstance(block, Block) and block.standard and _is_packed(block, fused=True):
-                block.fused = FusedBlock(block)
+            for block in filter(lambda module: isinstance(module, Block), model.modules()):
+                if block.sinks is not None:
+                    block.sinks = _constant(block.sinks.detach().float())
+                if block.standard and _is_packed(block, fused=True):
+                    block.fused = FusedBlock(block)
         if isinstance(model, Transformer):
             # Ranks run layers part by part, with all-reduces between them.
             layers_run = all(_is_packed(layer, sharded=True) for layer in model.layers)
             model.runs_on_backend = attention_runs and layers_run
-            complete = complete and model.runs_on_backend
+            all_run = all_run and model.runs_on_backend
             lm_head = _lm_head(model)
             if model.runs_on_backend and lm_head is not None and all(layer.fused for layer in model.layers):
                 model.fused = FusedTransformer(model, lm_head)
         if isinstance(model, Eagle3Head) and _runs_fused(model):
             model.fused = FusedEagle3Head(model, _lm_head(model))
-    return complete
+    return all_run
 
 
 def _runs_fused(head: Eagle3Head) -> bool:
     """Return whether `ops.head_forward` supports this head."""
     first = head.layer
-    table = isinstance(head.embed, nn.Embedding | PackedEmbedding)
-    plain = table and not getattr(first, "norm_before_residual", False)
+    is_table = isinstance(head.embed, nn.Embedding | PackedEmbedding)
+    is_standard = is_table and not getattr(first, "norm_before_residual", False)
     normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
-    return plain and normed and all(layer.fused for layer in (first, *head.more_layers))
+    return is_standard and normed and all(layer.fused for layer in (first, *head.more_layers))
 
 
 def _lm_head(model: Transformer | Eagle3Head) -> tuple | None:
-    """Return the final norm and the lm_head as csrc/operators.cpp: LmHead; None if they are not packed."""
+    """Return the final norm and the lm_head as the C++ type LmHead (csrc/operators.cpp).
+
+    None if they are not packed.
+    """
     norm, head = model.norm, model.lm_head
     packed = isinstance(norm, PackedNorm) and isinstance(head, PackedLinear) and head.order is None
     return (norm.scale, *head.operands, head.columns) if packed else None
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
-    """Return a layer's weights, and its three numbers, as csrc/operators.cpp: layer_table takes them.
+    """Return a layer's weights and its three numbers: arguments of csrc/operators.cpp: layer_table.
 
     They are collected once: reading attributes of modules takes as long as an operator.
     """
@@ -426,11 +435,11 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     )
     weights = [attn_norm, *layer.wqkv.operands, *layer.head_norms[:2], layer.sinks, *layer.wo.operands]
     weights += [wo_norm, mlp_norm, *gate_up.operands, *down.operands, down_norm]
-    has = 0
+    present = 0  # bit i: weight i is given
     if isinstance(layer.mlp, PackedExperts):
-        weights, has = [*weights, *layer.mlp.router.operands], layer.mlp.bits
-    has |= sum(1 << i for i, w in enumerate(weights) if w is not None)
-    return [w for w in weights if w is not None], [has, layer.window, gate_up.mode]
+        weights, present = [*weights, *layer.mlp.router.operands], layer.mlp.bits
+    present |= sum(1 << i for i, w in enumerate(weights) if w is not None)
+    return [w for w in weights if w is not None], [present, layer.window, gate_up.mode]
 
 
 def _joined_weights(layers: Iterable[Block]) -> tuple[list[Tensor], list[int]]:
@@ -455,8 +464,8 @@ def supports_module(module: nn.Module | Tensor, dtype: torch.dtype, device: torc
         parts = module.router, module.w_gate_up, module.w_down
         return all(supports_module(part, dtype, device) for part in parts)
     if isinstance(module, Quantized):
-        words = module.mode not in ("w8a8", "q8") or module.inputs % 4 == 0
-        return module.mode != "fp8" and words and supports_row_size(module.inputs, dtype, device)
+        full_words = module.mode not in ("w8a8", "q8") or module.inputs % 4 == 0
+        return module.mode != "fp8" and full_words and supports_row_size(module.inputs, dtype, device)
     weight = module.weight if isinstance(module, nn.Linear | nn.Embedding) else module
     fits = isinstance(weight, Tensor) and weight.dtype == dtype
     return fits and supports_row_size(weight.shape[-1], dtype, device)
@@ -492,10 +501,14 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
     q8, 128 is added for instruction sets that multiply unsigned values.
     """
     layout, in_bytes = backend.layout, mode in ("w8a8", "q8")
-    words = {
-        None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "q8": layout.bytes_per_word,
-        "q4": layout.nibbles_per_word,
-    }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
+    if mode is None:
+        words = 4 // dtype.itemsize
+    elif in_bytes:
+        words = layout.bytes_per_word
+    elif mode == "q4":
+        words = layout.nibbles_per_word
+    else:
+        words = layout.bf16_per_word if dtype == torch.bfloat16 else 1
     if mode in ("q4", MXFP4):
         out = _pack(backend, backend.ops.pack_nibbles, weight, words, gated)
         return out if mode == "q4" else out.flatten(2)
@@ -524,15 +537,22 @@ def pack_records(backend, weight: Quantized, gated: bool) -> Tensor:
     return torch.cat((scales.flatten(2), codes.flatten(2)), 2).unflatten(2, (count, -1))
 
 
-def _pack(backend, operator: Callable, weight: Tensor, words: int, gated: bool, *flip: int) -> Tensor:
-    """Pack a weight [N, K], or the weights of all experts [E, N, K]. flip: see csrc/packing.h: pack."""
+def _pack(
+    backend, operator: Callable, weight: Tensor, words: int, gated: bool, byte_offset: int | None = None
+) -> Tensor:
+    """Pack a weight [N, K], or the weights of all experts [E, N, K].
+
+    byte_offset: see csrc/packing.h: pack; None for `ops.pack_nibbles`, which has two values per byte.
+    """
     weights, columns = weight[None] if weight.dim() == 2 else weight, backend.layout.columns
     halves = 1 + gated
-    blocks, per_byte = -(-weight.shape[-2] // halves // (columns // halves)), 1 if flip else 2
+    blocks = -(-weight.shape[-2] // halves // (columns // halves))
+    per_byte = 2 if byte_offset is None else 1
+    offset = () if byte_offset is None else (byte_offset,)
     shape = len(weights), blocks, weight.shape[-1] * per_byte // words, columns // per_byte, words
     out = _empty_in_huge_pages(shape, weight.dtype)
     for one, to in zip(weights, out):
-        operator(one, gated, *flip, to)
+        operator(one, gated, *offset, to)
     return out.flatten(0, 1)
 
 

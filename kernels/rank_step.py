@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from tree import Tree, pick
+from tree import Tree, gather_tokens
 
 if TYPE_CHECKING:
     from engine.draft import Drafter
@@ -70,6 +70,7 @@ class RankStep:
         drawn = super().draw(logits, noise, depth)
         value = logits.gather(-1, drawn[..., None])[..., 0]
         if noise is not None:
-            rows = noise[:, :1].expand(-1, drawn.shape[1], -1) if depth is None else pick(noise, depth)
+            shared = noise[:, :1].expand(-1, drawn.shape[1], -1)
+            rows = shared if depth is None else gather_tokens(noise, depth)
             value = value + rows.gather(-1, drawn[..., None])[..., 0]
         return self.ranks.argmax(value, drawn + first)

@@ -11,7 +11,7 @@ from helpers import GOLDEN, ROOT
 from helpers.decoding import shape_of
 from safetensors import safe_open
 
-from tree import link
+from tree import depth_and_ancestors
 
 # What one EAGLE request in PyTorch imports, and nothing else. Numbers may only fall.
 CORE = (
@@ -84,7 +84,8 @@ def test_the_core_alone_decodes_the_golden_traces(golden, tmp_path):
             parent = torch.tensor([parent])
             assert before == trace[f"{n:03d}.input_ids"].flatten().tolist()
             assert tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
-            assert torch.equal(link(parent, parent.shape[1])[1][0], trace[f"{n:03d}.tree_mask"].bool())
+            ancestors = depth_and_ancestors(parent, parent.shape[1])[1][0]
+            assert torch.equal(ancestors, trace[f"{n:03d}.tree_mask"].bool())
         output = trace["output_ids"].flatten().tolist()
         assert known[: len(output)] == output
     command = "generate.py", "--checkpoint", golden, "--speculate", "eagle3", "--device", "cpu"

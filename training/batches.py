@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from tree import pick
+from tree import gather_tokens
 
 ROWS_PER_BUCKET = 512  # rows that are sorted by length together
 
@@ -106,7 +106,7 @@ class Batch:
 
         The row of a prediction is at `teacher_index`.
         """
-        return pick(x, (self.positions + 1).clamp(max=self.tokens.shape[1] - 1)).flatten(0, 1)
+        return gather_tokens(x, (self.positions + 1).clamp(max=self.tokens.shape[1] - 1)).flatten(0, 1)
 
     def before(self) -> Tensor:
         """Return the token that each scored prediction follows [M]."""

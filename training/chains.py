@@ -14,7 +14,7 @@ from model import Block, rope_table
 from networks.block import BlockHead
 from networks.p_eagle import PEagleHead
 from training.batches import Batch
-from tree import pick
+from tree import gather_tokens
 
 
 class ChainAttention:
@@ -49,7 +49,7 @@ class ChainAttention:
 
     def first(self) -> Tensor:
         """Return the attention output of step 0 [B, R, nh*hd]. Call it before any other step."""
-        return self._attend(pick(self.queries, self.at), self.mask())
+        return self._attend(gather_tokens(self.queries, self.at), self.mask())
 
     def text(self) -> Tensor:
         """Return that of all positions of the text [B, T, nh*hd]: each sees itself and those before it."""
@@ -89,7 +89,7 @@ def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int)
     layer = head.layer
     inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
     chains = ChainAttention(head, layer, inputs, batch.starts)
-    drafts = [layer.finish(pick(residual, batch.starts), chains.first())]
+    drafts = [layer.finish(gather_tokens(residual, batch.starts), chains.first())]
     for step in range(1, steps):  # each step reads the head's own output of the step before
         inputs, residual = layer.inputs(head.embed(batch.following(step)), drafts[-1])
         drafts.append(layer.finish(residual, chains.step(inputs, step)))
@@ -100,7 +100,7 @@ def eagle1_outputs(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
     """Predict the target's next feature, as EAGLE-1 does. feature [B, T, H]: after the final norm."""
     x = head.fc(torch.cat((head.embed(batch.tokens.roll(-1, 1)), feature), dim=-1))
     chains = ChainAttention(head, head.layer, x, batch.starts)
-    return _scored([head.layer.finish(pick(x, batch.starts), chains.first())], batch)
+    return _scored([head.layer.finish(gather_tokens(x, batch.starts), chains.first())], batch)
 
 
 class BlockAttention(ChainAttention):
@@ -167,7 +167,7 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
             read, entering = text, [(row, row) for row in rows]
         chains = ChainAttention(head, layer, read, batch.starts)
         if layer is layers[-1]:  # of the text, what drafts
-            text = layer.finish(pick(text, batch.starts), chains.first())
+            text = layer.finish(gather_tokens(text, batch.starts), chains.first())
         else:
             text = layer.finish(text, chains.text())
         rows = [layer.finish(row, chains.step(reads, step)) for step, (reads, row) in enumerate(entering, 1)]

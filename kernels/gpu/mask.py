@@ -7,7 +7,7 @@ from torch import Tensor
 
 import tree
 from engine.draft import materialize
-from model import last_seen
+from model import apply_sliding_window
 
 
 class TreeMask(NamedTuple):
@@ -29,6 +29,7 @@ class TreeMask(NamedTuple):
         return visible if self.first is None else visible & (self.slots >= self.first[..., None])
 
     def within(self, window: int) -> TreeMask:
-        """Return the mask of layers with a sliding window, see `model.last_seen`."""
+        """Return the mask of layers with a sliding window, see `model.apply_sliding_window`."""
         first = self.length[:, None] + self.local.sum(-1) - window
-        return self._replace(local=materialize(last_seen(self.local, window)), first=materialize(first))
+        local = materialize(apply_sliding_window(self.local, window))
+        return self._replace(local=local, first=materialize(first))

@@ -53,8 +53,8 @@ def test_options_are_parsed_and_then_judged_in_order(capsys):
     p = Options("", prog="x.py")
     p.add_argument("-n", type=int, default=5)
     p.add_checkpoint("a folder")
-    p.refuse(lambda o: o.n < 2, lambda o: f"{o.n} is below 2")
-    p.refuse(lambda o: o.n < 3, lambda o: "below 3")
+    p.reject_if(lambda o: o.n < 2, lambda o: f"{o.n} is below 2")
+    p.reject_if(lambda o: o.n < 3, lambda o: "below 3")
     for number, words in (("1", "1 is below 2"), ("2", "below 3")):
         with refused(words):
             p.read(["--model", "x", "-n", number])

@@ -140,7 +140,7 @@ def test_ready_is_ready(monkeypatch):
     monkeypatch.setattr(graphs, "compile_graph", lambda function, options: made.append("make") or function)
     logits, shapes = target.logits, set()
     target.logits = lambda x: shapes.add(x.shape) or logits(x)
-    engine.warm_up(Sampling(), Sampling(temperature=1.0), every_length=True)
+    engine.warm_up(Sampling(), Sampling(temperature=1.0), exhaustive=True)
     # For one to three requests, with drafts and without, drawn and not: verify, and commit in two modes. For
     # prompts one graph for all chunks, of one request and of three.
     assert len(made) == 3 * 2 * 2 * (1 + 2) + 2, made

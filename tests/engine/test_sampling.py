@@ -12,8 +12,8 @@ from helpers.statistics import chi_square, chi_square_limit
 
 from engine.sampling import MAX_STOPS, Modes, Sampling, gumbel, random_bits, restrict, seed_keys
 from engine.state import State
-from engine.step import TORCH, shape_logits
-from tree import link
+from engine.step import TORCH, process_logits
+from tree import depth_and_ancestors
 
 
 def test_noise_is_what_it_was():
@@ -78,7 +78,7 @@ def test_every_node_is_the_end_of_its_path():
     draw, B, T, V = torch.Generator().manual_seed(2), len(REQUESTS), 10, 12
     for _ in range(8):
         parent = torch.stack([torch.randint(0, max(i, 1), (B,), generator=draw) for i in range(T)], 1)
-        tokens, (_, ancestors) = torch.randint(0, 5, (B, T), generator=draw), link(parent, T)
+        tokens, (_, ancestors) = torch.randint(0, 5, (B, T), generator=draw), depth_and_ancestors(parent, T)
         prompts, outputs = torch.randint(0, V, (2, B, 4), generator=draw)
         outputs[:, 3] = tokens[:, 0]
         state = State(B, 8, 4, vocabulary=V, nodes=T)
@@ -86,7 +86,7 @@ def test_every_node_is_the_end_of_its_path():
             state.start_request(b, prompts[b].tolist(), request, 8)
         state.processors.count(outputs, torch.full((B,), 4))
         logits = torch.randn(B, T, V, generator=draw) * 3
-        found = shape_logits(TORCH, logits, state, Modes.all_modes(True), tokens, ancestors)
+        found = process_logits(TORCH, logits, state, Modes.all_modes(True), tokens, ancestors)
         for b, request in enumerate(REQUESTS):
             for t in range(T):
                 above = [a for a in range(1, T) if ancestors[b, t, a]]
@@ -137,7 +137,7 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
     modes, root = Modes(True, top_k > 0 or top_p < 1), torch.zeros(B, 1, dtype=torch.int64)
-    allowed = shape_logits(TORCH, logits.expand(B, 1, V), state, modes, root)
+    allowed = process_logits(TORCH, logits.expand(B, 1, V), state, modes, root)
     chosen = TORCH.draw(allowed, TORCH.noise(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)

@@ -14,7 +14,7 @@ from engine.runtime import Runtime
 from engine.sampling import Sampling
 from helpers.statistics import chi_square, chi_square_limit
 from llm import LLM
-from tree import TreeShape, link
+from tree import TreeShape, depth_and_ancestors
 
 
 def load(checkpoint, method="none", *, batch=1, max_seq_len=None, say=lambda line: None, **options) -> LLM:
@@ -132,7 +132,7 @@ def replay(engine: Engine, path: Path) -> None:
     for n in range(len({k.split(".")[0] for k in trace if "." in k})):
         known, draft = steps[n]
         parent = torch.tensor([draft.parent])
-        depth, ancestors = link(parent, parent.shape[1])
+        depth, ancestors = depth_and_ancestors(parent, parent.shape[1])
         assert known == trace[f"{n:03d}.input_ids"].flatten().tolist()  # with the path accepted before
         assert draft.tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
         assert torch.equal(ancestors[0], trace[f"{n:03d}.tree_mask"].bool())

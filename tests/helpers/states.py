@@ -2,7 +2,7 @@
 import torch
 
 from engine.state import State
-from tree import Tree, link
+from tree import Tree, depth_and_ancestors
 
 
 def state_of(texts: list[list[int]], slots: int = 64) -> State:
@@ -33,7 +33,7 @@ def random_tree(nodes: int, levels: int, seed: int) -> Tree:
             score.append(score[above] - float(torch.rand(1, generator=g)))
         trees.append((tokens, parent, score))
     tokens, parent, scores = (torch.tensor(x) for x in zip(*trees))
-    return Tree(tokens, parent, *link(parent, levels), scores)
+    return Tree(tokens, parent, *depth_and_ancestors(parent, levels), scores)
 
 
 def paths(tokens: list[int], parent: list[int]) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from helpers.launching import run
 
 from kernels import build, isa
 from kernels.cpu import CpuStep, Layout
-from kernels.packed import FLOAT32, SAME, PackedLinear
+from kernels.packed import FLOAT32, SAME_DTYPE, PackedLinear
 
 CROSS = "aarch64-linux-gnu-g++"
 EMULATOR = ("qemu-aarch64", "-cpu", "max")
@@ -76,7 +76,7 @@ def check_products(driver: Driver, rows: int) -> None:
                 sizes = *numbers.shape[:2], groups, numbers[0].nbytes, *records, inputs, packed.columns, rows
                 about = 0, int(dtype == torch.bfloat16), FORMATS.index(STORED.get(mode, mode)), *sizes
                 whole = [*about, packed.mode, 0, numbers, scale, bias, x, onto]
-                exact = [*about, SAME, FLOAT32, numbers, scale, bias, x, None]
+                exact = [*about, SAME_DTYPE, FLOAT32, numbers, scale, bias, x, None]
                 raw = bytearray(driver.answers(whole, *([] if activation else [exact])))
                 found = torch.frombuffer(raw[: onto.nbytes], dtype=dtype).view_as(onto)
                 close(found, expected + onto, dtype)

@@ -197,7 +197,7 @@ def test_a_heads_tree_is_one_operator(dtype, sampled, price, of_head, window):
     target, head = tiny(dtype, of_head=of_head)
     head.set_sliding_window(window)
     choose_backend("cpu").prepare(target, head)
-    assert head.fused.grows == head.feeds_residual
+    assert head.fused.has_draft_operator == head.feeds_residual
     state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
     state.max_commit = 4
     state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still

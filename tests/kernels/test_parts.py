@@ -217,7 +217,7 @@ def test_commit_hands_over(both, more, dtype):
         caches = backend.caches["auto"].allocate(args, 4, 20, dtype, "cpu", backend)
         for layer, cache in zip(first, caches):
             cache.k.copy_(layer[0]), cache.v.copy_(layer[1])
-        backend.commit(state, path, count, path, features, caches, where=where, more=more)
+        backend.commit(state, path, count, path, features, caches, active=where, append=more)
         kept = [
             x[b, : n + c] for cache in caches for x in (cache.k, cache.v)
             for b, (n, c) in enumerate(zip((2, 0, 7, 9), count))
