@@ -37,16 +37,16 @@ def parser() -> Options:
         help="default: checkpoints/NAME; for a head TARGET/KIND, such as TARGET/eagle3")
     add("--target", metavar="DIR", help="for a head: the converted target it belongs to")
     add("--dtype", choices=("keep", *DTYPES, *DTYPES.values()), default="keep",
-        help="what to store the numbers in; keep (default) is as the source does")
+        help="dtype of the stored tensors (default keep: as in the source)")
     add("--aux-layers", type=layer_numbers, metavar="I,J,K",
-        help="for a head: the target layers whose inputs feed it")
+        help="head: target layers whose inputs it reads, such as 2,15,27")
     add("--norm-before-residual", action=argparse.BooleanOptionalAction,
-        help="for an EAGLE-3 head whose config does not say")
+        help="EAGLE-3 head whose config lacks it: does its residual stream start from the normed feature?")
     add("--recycle", choices=("normed", "raw"),
-        help="for an EAGLE-3 head with norm_output: what it is fed back")
+        help="EAGLE-3 head with norm_output: the next draft step reads the normed or raw hidden state")
     add("--template", default="auto", metavar="WHICH",
-        help="chat template to add: vicuna, llama2, a jinja FILE, none; auto (default) goes by the name if"
-             " there is none")
+        help="chat template: vicuna, llama2, a jinja FILE (replaces the source's), none; auto (default): by"
+             " model name, if the source has none")
     add("--force", action="store_true", help="replace a converted folder; heads inside it are kept")
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
     return p

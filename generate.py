@@ -36,9 +36,10 @@ def parser() -> Options:
     add_prompts(p)
     add_sampling(p)
     add = add_drafting(p).add_argument
-    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="nodes of the draft tree, root included")
-    add("--tree-depth", type=within(0, MAX_TREE_NODES), help="expansions after the first level")
-    add("--tree-width", type=within(1, MAX_TREE_NODES), help="nodes expanded per level")
+    add("--tree-nodes", type=within(2, MAX_TREE_NODES), help="T of --tree alone: nodes, root included")
+    add("--tree-depth", type=within(0, MAX_TREE_NODES),
+        help="D of --tree alone: expansions after the first level")
+    add("--tree-width", type=within(1, MAX_TREE_NODES), help="k of --tree alone: nodes expanded per level")
     p.reject_if(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None,) * 3,
              lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     p.add_runtime().add_argument("--autotune", action="store_true",
@@ -103,11 +104,11 @@ def add_sampling(p: Options) -> None:
     add("--seed", type=seed, default=0,
         help="random seed (default 0); drafting does not change the output; taken modulo 2^64")
     either("--json-object", action="store_true", help="constrain the output to a JSON object")
-    either("--json-schema", metavar="FILE", help="constrain the output to this JSON schema, inline or a file")
+    either("--json-schema", metavar="SCHEMA", help="constrain the output to a JSON schema: a file or inline")
     add("--logprobs", type=int, metavar="N",
         help="with --json: log-probabilities of each token and of the top N (0 to 20), before penalties")
     add("--num-samples", type=within(1, 100_000), default=1,
-        help="samples per prompt, with seeds SEED, SEED+1, ...")
+        help="samples per prompt, with seeds SEED, SEED+1, ... (default 1)")
     p.reject_if(lambda o: o.logprobs is not None and not o.json,
              lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 

@@ -1,4 +1,4 @@
-"""Serve a converted checkpoint over HTTP, in OpenAI's form, with a page to chat on.
+"""Serve a checkpoint over an OpenAI-compatible HTTP API, with a chat page.
 
     python serve.py --checkpoint checkpoints/smollm2-135m
 """
@@ -27,7 +27,7 @@ def parser() -> Options:
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
     p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,
-        help="check weights against the sha256 in config.json before loading (default: if it has one)")
+        help="check weights against the sha256 in config.json before loading (default; --no-verify skips it)")
 
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=within(1, 256),

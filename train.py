@@ -41,14 +41,15 @@ def parser() -> Options:
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
-    add("--out", help="folder for the head; OUT-work holds data, training state and log")
+    add("--out", help="folder for the head (required, except with --estimate); OUT-work holds data,"
+        " training state and log")
     add("--kind", choices=TRAINED, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--seed", type=seed, default=0, help="random seed (default 0)")
 
     add = p.add_argument_group("data").add_argument
     add("--prompts", metavar="FILE",
-        help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
+        help="JSON lines with prompt, turns, messages or conversations; the target answers the user turns")
     add("--synthesize", type=count, default=0, metavar="N",
         help="generate N conversations, user turns included, with the target")
     add("--openings", metavar="FILE", help="prefixes of the user turns of --synthesize, one a line")
@@ -63,20 +64,23 @@ def parser() -> Options:
         help="truncate conversations to this length (default 1024)")
     add("--decode-batch", type=positive, default=48, help="batch size of generation (default 48)")
     add("--estimate", action="store_true",
-        help=f"print the estimated hours on this machine and exit (default: --synthesize {CONVERSATIONS})")
+        help="print the estimated hours on this machine and exit (without data: for --synthesize"
+        f" {CONVERSATIONS})")
     add("--collect-only", action="store_true", help="stop after generating the data")
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
-        help="initialize from this head, of the same kind or EAGLE-3 for p-eagle: sizes and weights")
+        help="initialize sizes and weights from this head: the same kind, or EAGLE-3 for p-eagle")
     add("--draft-vocab", type=positive, metavar="N",
         help=f"draft vocabulary, the most frequent tokens (default {DRAFT_VOCAB} or --start's; EAGLE-1: all)")
-    add("--layers", type=positive, metavar="N", help="decoder layers of the head (default 1)")
-    add("--drafts", type=positive, metavar="N", help=f"draft tokens per pass (default {BLOCK_DRAFTS})")
+    add("--layers", type=positive, metavar="N",
+        help="P-EAGLE, DFlash, DSpark: decoder layers (default 1)")
+    add("--drafts", type=positive, metavar="N",
+        help=f"P-EAGLE, DFlash, DSpark: draft tokens per pass (default {BLOCK_DRAFTS})")
     add("--states", type=positive, metavar="N",
-        help="hidden states of the target that the head reads (default 5; EAGLE-3 and P-EAGLE: 3)")
+        help="target hidden states that the head reads (default: EAGLE-3, P-EAGLE 3; DFlash, DSpark 5)")
     add("--markov-rank", type=count, metavar="R",
-        help=f"rank of the Markov head; 0 is none (default {MARKOV_RANK} for DSpark, else 0)")
+        help=f"P-EAGLE, DSpark: rank of the Markov head, 0: none (default {MARKOV_RANK} for DSpark, else 0)")
 
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {TTT_STEPS})")

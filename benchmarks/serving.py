@@ -2,14 +2,15 @@
 
     python benchmarks/serving.py --checkpoint DIR --questions question.jsonl --llama-server FILE --gguf FILE
 
-Every server has a slot per client. In a round each client streams --each greedy chat answers of at most
---max-new-tokens; servers alternate. tokens/s: of all clients, from the first request to the last answer;
-"first": TTFT; "each": time per output token. Medians over the rounds. Writes benchmarks/results/NAME.json.
+Every server has a slot per client. In a round each client streams --answers greedy chat answers of at most
+--max-new-tokens; servers alternate. tokens/s: of all clients, from the first request to the last answer.
+Medians over the rounds. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ from common.errors import InputError
 from tokens.dataset import read_prompts
 
 
-async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int) -> dict:
+async def run_clients(server: HttpPeer, questions: list[str], clients: int, tokens: int) -> dict:
     """Send all questions from concurrent clients. Return tokens/s, TTFT and time per output token.
 
     Raise InputError if the server fails, or no answer has two tokens.
@@ -43,13 +44,13 @@ async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int
         began = time.perf_counter()
         await asyncio.gather(*(one(client) for _ in range(clients)))
         seconds = time.perf_counter() - began
-    timed = [reply for reply in replies if reply.tokens > 1 and reply.first == reply.first]
+    timed = [reply for reply in replies if reply.tokens > 1 and not math.isnan(reply.first)]
     if not timed:
         raise InputError(f"{server.name}: no answer has more than one token")
     return {
         "tokens/s": sum(reply.tokens for reply in replies) / seconds,
-        "first, ms": 1000 * statistics.median(reply.first for reply in timed),
-        "each, ms": 1000 * statistics.median(reply.later / (reply.tokens - 1) for reply in timed),
+        "TTFT, ms": 1000 * statistics.median(reply.first for reply in timed),
+        "TPOT, ms": 1000 * statistics.median(reply.later / (reply.tokens - 1) for reply in timed),
     }
 
 
@@ -68,18 +69,18 @@ def action(o) -> None:
         for name, make in makers.items():
             note(f"starting {name} ...")
             servers[name] = server = started.enter_context(make())
-            asyncio.run(load(server, questions[:most], most, 32))  # to warm up
+            asyncio.run(run_clients(server, questions[:most], most, 32))  # to warm up
         for i in range(o.rounds):
             for clients in o.clients:
-                first = i * most * o.each
-                some = [questions[n % len(questions)] for n in range(first, first + clients * o.each)]
+                first = i * most * o.answers
+                some = [questions[n % len(questions)] for n in range(first, first + clients * o.answers)]
                 for name in bench.rotated(servers, i):
-                    found = asyncio.run(load(servers[name], some, clients, o.max_new_tokens))
+                    found = asyncio.run(run_clients(servers[name], some, clients, o.max_new_tokens))
                     rounds.append({"round": i, "clients": clients, "server": name, **found})
                     note(f"  round {i + 1}/{o.rounds}, {clients} clients, {name}: {found['tokens/s']:.1f}")
     record = bench.describe(o) | {"checkpoint": o.checkpoint, "gguf": o.gguf, "rounds": rounds}
     bench.write(o.name, record)
-    keys, rows = ("tokens/s", "first, ms", "each, ms"), []
+    keys, rows = ("tokens/s", "TTFT, ms", "TPOT, ms"), []
     for clients in o.clients:
         for name in servers:
             own, last = ([r for r in rounds if (r["clients"], r["server"]) == (clients, who)]
@@ -93,12 +94,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "serving")
     add = p.add_argument
-    add("--checkpoint", required=True, help="converted target with its EAGLE-3 head, as it is to be served")
+    add("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
     add("--questions", required=True, help="JSON lines; their first turns are asked")
     add("--clients", type=positive, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default 1 2 4 8")
-    add("--each", type=positive, default=3, help="answers for each client in a round (default 3)")
+    add("--answers", type=positive, default=3, help="answers for each client in a round (default 3)")
     add("--rounds", type=positive, default=3, help="default 3")
-    add("--max-new-tokens", type=positive, default=128)
+    add("--max-new-tokens", type=positive, default=128, help="default 128")
     add("--llama-server", metavar="FILE", help="llama.cpp's program; needs --gguf")
     add("--gguf", metavar="FILE", help="the target for it")
     return bench.run(p, action, argv)

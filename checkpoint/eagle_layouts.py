@@ -1,7 +1,8 @@
 """The layouts of EAGLE heads: EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM,
 DeepSpec) and P-EAGLE.
 
-If sources contradict each other, the file decides. If it cannot, an error names the flag that does.
+Sizes come from the tensors, not from the config. If the files leave a setting open, the error names the flag
+that sets it.
 """
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from common.errors import InputError
 from head import eagle3_aux_layers
 from model import ModelArgs
 
-FIRST = "layers.0."  # prefix of the first layer, but for `MIDLAYER` in SafeAILab's and SGLang's files
+FIRST_LAYER = "layers.0."  # prefix of the first layer; SafeAILab and SGLang use MIDLAYER
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -57,7 +58,7 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOption
     Raises InputError if the variant is not supported, or if an option is missing.
     """
     tensors, config = _renamed(source), layouts.flat_config(source.config)
-    first = _first(tensors)
+    first = _first_layer_prefix(tensors)
     config = with_head_dim(config, tensors, first)
     shape = model_fields(source.path, config)
     fields = eagle_fields(kind, config, shape, tensors, target, first)
@@ -66,9 +67,9 @@ def read_eagle(source: Source, kind: str, target: ModelArgs, options: HeadOption
     return _read_eagle3(source, config, fields, tensors, target, options)
 
 
-def _first(tensors: dict[str, Entry]) -> str:
+def _first_layer_prefix(tensors: dict[str, Entry]) -> str:
     """Return the prefix of the first layer."""
-    return MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST
+    return MIDLAYER if any(name.startswith(MIDLAYER) for name in tensors) else FIRST_LAYER
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
@@ -121,15 +122,15 @@ def _read_eagle3(
             # SGLang builds its further layers from the first one's class. It norms their input by
             # `hidden_norm`, and never uses the other norm.
             tensors[f"layers.{k}.input_layernorm.weight"] = norm
-    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), _first(tensors))
+    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), _first_layer_prefix(tensors))
     return ReadHead(config, names, tensors)
 
 
 def _norm_before_residual(source: Source, flags: dict, options: HeadOptions) -> bool:
     """Return the flag of that name.
 
-    speculators trains with true, its class defaults to false, and vLLM takes true for absent: an absent key
-    says nothing.
+    speculators trains with true, its config class defaults to false, vLLM assumes true: a missing key is
+    ambiguous.
     """
     if options.norm_before_residual is not None:
         return options.norm_before_residual

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoint.configs import ACTIVATIONS
 from checkpoint.dense import EAGLE1, KEYS, MIDLAYER, NameTable, parts_of
-from checkpoint.eagle_layouts import AUX_KEY, FIRST, eagle3_names
+from checkpoint.eagle_layouts import AUX_KEY, FIRST_LAYER, eagle3_names
 from checkpoint.folder import check_exact
 from checkpoint.load import CONFIG, WEIGHTS, is_converted, load_head, load_model, read_config
 from common.cli import Options, command
@@ -78,7 +78,7 @@ def write_eagle3(head: Head, layout: str, target: dict) -> Published:
     for flag in ("norm_before_residual", "recycle_normed"):
         if options[flag] and not speculators:
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
-    first, norm = (FIRST, options["feature_norm"]) if speculators else (MIDLAYER, "")
+    first, norm = (FIRST_LAYER, options["feature_norm"]) if speculators else (MIDLAYER, "")
     tensors = publish(head, eagle3_names(a.num_layers, norm, len(a.aux_layers), first))
     # Target id = draft id + d2t[draft id]; t2d marks the target ids that are drafted.
     ids = head.draft_ids.cpu()

@@ -159,9 +159,9 @@ class Options(argparse.ArgumentParser):
         add("-t", "--threads", type=within(1, MAX_THREADS),
             help="CPU threads (default: PyTorch's), at most the usable processors")
         add("--compile", action=on_off, default=True,
-            help="use our kernels or torch.compile (default); --no-compile: plain PyTorch")
+            help="default; --no-compile: eager PyTorch, without our kernels and torch.compile")
         add("--kernels", action=on_off, default=True,
-            help="use our C++ and Triton kernels (default); else torch.compile")
+            help="C++ and Triton kernels (default); --no-kernels: torch.compile instead")
         add("--isa", metavar="NAME",
             help="instruction set of the kernels, such as avx2 (default: EAGLE_ISA, or the best one)")
         add("--kv", choices=KV_DTYPES, default="auto",

@@ -39,9 +39,9 @@ def methods_of(name: str) -> dict[str, Method]:
 def add_method_flags(group) -> None:
     """Add the flags that only some methods take, None by default."""
     for flag, (name, default, what, _) in extensions.METHOD_FLAGS.items():
-        kind, suffix = (str, "") if default is None else (int, f" (default {default})")
+        kind, metavar, suffix = (str, "FILE", "") if default is None else (int, "N", f" (default {default})")
         help = f"{name}: {what}{suffix}"
-        group.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
+        group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=help)
     group.add_argument("--draft-window", type=int, metavar="N",
         help="the head attends only to the last N tokens; 0: to all (default: the length that it was trained"
              " on)")
@@ -60,14 +60,16 @@ def add_drafting(p: Options, default: str = "none"):
     group = p.add_argument_group("drafting", methods)
     add, on_off = group.add_argument, argparse.BooleanOptionalAction
     add("--speculate", default=default, metavar="METHOD",
-        help=f"drafting method, such as auto, eagle3 or none (default {default}); see below for all")
+        help=f"drafting method, such as auto, eagle3 or none (default {default}); one of the methods above")
     add("-md", "--draft", metavar="DIR",
-        help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
+        help="head (default CHECKPOINT/METHOD, eagle for eagle2) or draft model: folder, hub id or .gguf")
     add("--tree", metavar="SPEC",
-        help="auto (sized for speed; the default of EAGLE-2 and 3 on a CPU), paper, nodes,depth,width, or a"
-             " JSON file of paths: a static tree")
-    add("--coupled", action=on_off, default=True, help="rank drafts with the target's sampling noise")
-    add("--draft-int8", action=on_off, default=True, help="quantize a 16-bit head at load, on our kernels")
+        help="auto: sized by the cost model (default with our CPU kernels); paper: the paper's tree;"
+             " nodes,depth,width; or a JSON file of paths: a static tree")
+    add("--coupled", action=on_off, default=True,
+        help="rank drafts with the target's sampling noise (default)")
+    add("--draft-int8", action=on_off, default=True,
+        help="on our kernels, quantize a 16-bit head at load (default)")
     add("--shard-head", action="store_true",
         help="with torchrun: shard the head or draft model over the ranks (default: replicated)")
     add_method_flags(group)

@@ -6,8 +6,8 @@
             print(event.text)
 
 A request is admitted between two steps into a free slot of the batch. Its prompt is read in chunks; other
-requests go on decoding between them. A request that finishes leaves at once (`engine.slots`). A prompt that
-shares a prefix with a free slot or a running request is read from there on.
+requests go on decoding between them. A finished request frees its slot at once (`engine.slots`). If a prompt
+shares a prefix with a free slot or a running request, only the rest is prefilled.
 
 On CUDA a step reads nothing back to the host before it is launched, unless a grammar constrains a request.
 The device decides where a sequence stops (stop ids, token limit) and cuts it exactly there. The host learns
@@ -85,7 +85,7 @@ class Engine:
         self.state, self.device = self.runner.state, self.runner.device
         on_cuda = self.device.type == "cuda"
         self.lag = int(on_cuda) if lag is None else lag
-        # A step of a recurrent target must leave out sequences in prefill: it needs smaller batches too.
+        # With a recurrent target a step must exclude sequences in prefill: every batch size is needed.
         given = None if target.is_recurrent else batch_sizes
         self.batch_sizes = given or default_batch_sizes(batch, on_cuda)
         self.scheduler.attach(self)
@@ -177,7 +177,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Prefill one chunk of waiting prompts, then run one step of all decoding requests.
 
-        Returns their events. A request has left if its event has a `finish`.
+        Returns their events. An event with a `finish` is its request's last.
         """
         events, in_flight = [], 0
         if self.slots.prefilling:
@@ -364,7 +364,7 @@ class Engine:
             request.accept_lengths.append(count)
             request.trees["plain" if shape.nodes == 1 else shape.name] += 1
             request.step_times["drafted" if done.head or shape.nodes > 1 else "plain"].append(now - before)
-        request.finish = self._finish(request, emitted)
+        request.finish = self._finish_reason(request, emitted)
         if request.finish:
             text += request.flush()
             self.drafter.finish(request.tokens)
@@ -375,7 +375,7 @@ class Engine:
             shape.nodes - 1 if shape else 0, draft, request.finish,
         )
 
-    def _finish(self, request: Request, emitted: Emitted) -> Finish | None:
+    def _finish_reason(self, request: Request, emitted: Emitted) -> Finish | None:
         """Return why a request has finished, None if it goes on."""
         if request.error:
             return "error"

@@ -42,7 +42,7 @@ def swap_rows(module: nn.Module, one: int, other: int) -> None:
 
 
 class State(nn.Module):
-    """Decoding state of B sequences: text, lengths, sampling parameters, and what the last step emitted.
+    """Decoding state of B sequences: tokens, lengths, sampling parameters, and what the last step emitted.
 
     tokens [B, S']     prompt and output
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
@@ -51,7 +51,7 @@ class State(nn.Module):
     features [B, R, F] the target's features of those, R >= W
     limit [B]          the value of N at which generation stops
     done [B]           the sequence is finished or paused: steps do not change it
-    prefilling [B]        its prompt is still in prefill
+    prefilling [B]     the prompt is still in prefill
     stop_ids [n]       any of them ends a sequence
     ahead [W]          1, 2, ... W
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
@@ -59,6 +59,7 @@ class State(nn.Module):
     out [B, >=W+3]     the last step's tokens [W] and padding; last three columns: tokens emitted, of these
                        drafted, done
 
+    S' is the buffer's length, W max_commit, R the number of features kept, F the feature width.
     noise: cache of `Step.gumbel`, shared by all views.
     """
 

@@ -46,7 +46,8 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
     given = given_flags(o)
     taken = {flag for name in methods for flag in flags_of(name)}
     draftings = {}
-    for name in dict.fromkeys((PLAIN, *methods)):  # the first rejects flags that no method takes
+    # Flags that no method takes go to all: the first Drafting, PLAIN's, rejects them.
+    for name in dict.fromkeys((PLAIN, *methods)):
         own = {field: values[name] for field, values in read.items() if name in values}
         flags = {flag: given[flag] for flag in given if flag in flags_of(name) or flag not in taken}
         window = o.draft_window if is_resizable(name) or not any(map(is_resizable, methods)) else None
@@ -55,7 +56,7 @@ def read_draftings(o: argparse.Namespace, methods: list[str]) -> dict[str, Draft
 
 
 class Contender(NamedTuple):
-    """A method under comparison. identity: hash of weights and options that determine its answers."""
+    """A method under comparison. identity: a text that changes with any weight or option of it."""
 
     engine: Engine
     identity: str
@@ -66,26 +67,26 @@ def load_contenders(
 ) -> dict[str, Contender]:
     """Return an engine for each method, by name; they share the target.
 
-    Raises InputError if the target cannot hold a conversation, or if a drafter cannot be made; ValueError if
-    memory is short.
+    Raises InputError if the target has no tokenizer or chat template, or a drafter cannot be built;
+    ValueError if memory is short.
     """
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.has_template:
         raise InputError(
             f"{target.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
         )
-    form = digest(tokenizer.template, target.config["stop_ids"])
-    shared = f"{identity(target.model)} {form} {target.runtime.compile}"
+    prompt_format = digest(tokenizer.template, target.config["stop_ids"])
+    shared = f"{identity(target.model)} {prompt_format} {target.runtime.compile}"
     contenders = {}
     for name, drafting in draftings.items():
         engine = target.engine(drafting, max_seq_len=max_seq_len)
         drafter, trees = engine.drafter, [one.shape for one in engine.scheduler.drafters]
         windows = [block.window for block in drafter.modules() if isinstance(block, Block)]
         own = f"{identity(drafter)} {drafter.fingerprint} {trees} {drafting.flags} {windows}"
-        known_by = f"{shared} {own}"
+        fingerprint = f"{shared} {own}"
         if ranks := target.model.ranks:  # each rank has a shard of the weights
-            known_by = f"{ranks.count} ranks: {ranks.digest(known_by, engine.device)}"
-        contenders[name] = Contender(engine, known_by)
+            fingerprint = f"{ranks.count} ranks: {ranks.digest(fingerprint, engine.device)}"
+        contenders[name] = Contender(engine, fingerprint)
     return contenders
 
 

@@ -23,9 +23,9 @@ class MarkovArgs(HeadArgs):
 
     mask_id: whole(0, 2**24) = 0  # the mask token
     markov_rank: whole(0, 2**16) = 0  # 0: no Markov head
-    markov_gated: Flag = False  # a gate from the drafting token on the r values
+    markov_gated: Flag = False  # scale the r values by sigmoid(markov_gate([hidden, values]))
     confidence: Flag = False
-    confidence_reads_markov: Flag = True  # `markov_in` of the previous token, concatenated
+    confidence_reads_markov: Flag = True  # it also reads markov_in(previous token)
 
     def constraints(self) -> list[tuple[str, bool, str]]:
         below = ("mask_id", self.mask_id < self.vocab_size, f"an id below vocab_size, {self.vocab_size}")
@@ -44,27 +44,27 @@ class Markov(nn.Module):
         reads = H + (r if args.confidence_reads_markov else 0)
         self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
 
-    def markov_input(self, row: Tensor, tokens: Tensor) -> Tensor:
+    def markov_input(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the input of `markov_out` for tokens [...]: [..., r].
 
-        row [..., H]: the lm_head's inputs of the tokens after these.
+        hidden [..., H]: final hidden states (lm_head inputs) at the positions that follow `tokens`.
         """
         x = self.markov_in(tokens)
         if self.markov_gate is not None:
-            x = x * self.markov_gate(torch.cat((row, x.to(row.dtype)), -1)).sigmoid()
+            x = x * self.markov_gate(torch.cat((hidden, x.to(hidden.dtype)), -1)).sigmoid()
         return x
 
-    def markov_logits(self, row: Tensor, tokens: Tensor) -> Tensor:
+    def markov_logits(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits to add for drafts after tokens: float32 [..., Vd]. Arguments: see `markov_input`.
         """
-        return self.markov_out.logits(self.markov_input(row, tokens))
+        return self.markov_out.logits(self.markov_input(hidden, tokens))
 
-    def confidence_logit(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def confidence_logit(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return the logit of the acceptance probability of drafts [...], float32.
 
-        Arguments: see `markov_input`; tokens are needed if `confidence_reads_markov`. Its gradient does not
-        reach `row` (arXiv 2607.05147, section 3).
+        Arguments: see `markov_input`; tokens are needed if `confidence_reads_markov`. Its inputs are
+        detached (arXiv 2607.05147, section 3).
         """
         if self.args.confidence_reads_markov:
-            row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)
-        return self.confidence.logits(row.detach())[..., 0]
+            hidden = torch.cat((hidden, self.markov_in(tokens).to(hidden.dtype)), -1)
+        return self.confidence.logits(hidden.detach())[..., 0]

@@ -11,9 +11,10 @@ from engine.request import Event
 from server.protocol import Body, ChatBody, Refusal, Strict, Tool, refusal_of_body
 from server.replies import ChatReply
 
-JSON = {"content-type": "application/json"}  # bodies are parsed as JSON
-STATE = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
-SAME = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # also fields of chats
+JSON_HEADERS = {"content-type": "application/json"}  # bodies are parsed as JSON
+# Fields that are not supported, and the value that turns each off.
+STATEFUL_FIELDS = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
+CHAT_FIELDS = {"model", "temperature", "top_p", "stream", "parallel_tool_calls"}  # of the same name in chats
 
 
 class FlatTool(Body, extra="allow"):
@@ -54,9 +55,9 @@ class ResponsesBody(Strict, extra="allow"):
     def chat(self) -> ChatBody:
         """Return this as a chat. Raises Refusal."""
         more = self.model_extra or {}
-        for name, off in STATE.items():
+        for name, off in STATEFUL_FIELDS.items():
             if more.get(name) not in (None, off):
-                words = f"{name}: nothing is stored here; send the whole conversation as input"
+                words = f"{name}: not supported, nothing is stored here; send the whole conversation as input"
                 raise Refusal(400, words, "invalid_value", name)
         choice = self.tool_choice
         known = ChatBody.model_fields.keys() - {"n"}  # a response has one answer
@@ -64,12 +65,13 @@ class ResponsesBody(Strict, extra="allow"):
             "messages": self.messages(), "tools": [tool.nested for tool in self.tools],
             "max_completion_tokens": self.max_output_tokens, "response_format": self.text.get("format"),
             "tool_choice": choice if isinstance(choice, str) else Tool(**choice.nested).model_dump(),
-            "reasoning_effort": self.reasoning.get("effort"), **self.model_dump(include=SAME),
+            "reasoning_effort": self.reasoning.get("effort"), **self.model_dump(include=CHAT_FIELDS),
         }
         try:
             return ChatBody(**fields)
         except ValidationError as e:
-            raise refusal_of_body([{**x, "loc": ("body", *x["loc"])} for x in e.errors()], JSON) from None
+            errors = [{**x, "loc": ("body", *x["loc"])} for x in e.errors()]
+            raise refusal_of_body(errors, JSON_HEADERS) from None
 
     def messages(self) -> list[dict]:
         """Return the messages of a chat. Reasoning and calls are parts of one assistant message."""
@@ -108,7 +110,10 @@ class ResponsesBody(Strict, extra="allow"):
 
 
 class ResponsesReply(ChatReply):
-    """A response. asked: the request's body. Items of an answer are reasoning, a message, and calls."""
+    """The reply to POST /v1/responses. asked: the request's body.
+
+    Output items: reasoning, a message, function calls.
+    """
 
     prefix, end = "resp", ""
 
@@ -121,8 +126,8 @@ class ResponsesReply(ChatReply):
         texts = {"reasoning": message.get("reasoning_content"), "message": message["content"]}
         for item_type, text in texts.items():
             if text or (item_type == "message" and not message.get("tool_calls")):
-                self.items.append(item(item_type, text))
-        self.items += map(called, message.get("tool_calls", ()))
+                self.items.append(text_item(item_type, text))
+        self.items += map(function_call_item, message.get("tool_calls", ()))
         return self.response(self.status)
 
     @property
@@ -172,7 +177,7 @@ class ResponsesReply(ChatReply):
         found += self._grow("message", text, always=bool(event.finish and not calls and not spoken))
         if event.finish:
             found += self._close()
-            for call in map(called, calls):
+            for call in map(function_call_item, calls):
                 found += self._open(call | {"arguments": "", "status": "in_progress"})
                 at = {"item_id": call["id"], "output_index": len(self.items) - 1}
                 arguments = call["arguments"]
@@ -206,11 +211,11 @@ class ResponsesReply(ChatReply):
         if not (text or always):
             return found
         if not self.items or self.items[-1]["type"] != item_type:
-            found += self._close() + self._open(item(item_type, "") | {"status": "in_progress"})
+            found += self._close() + self._open(text_item(item_type, "") | {"status": "in_progress"})
             found.append(self._part("content_part.added", part={**self.items[-1]["content"][0]}))
         self.items[-1]["content"][0]["text"] += text
         more = {"logprobs": []} if item_type == "message" else {}
-        return found + [self._part(f"{NAMES[item_type]}.delta", delta=text, **more)] * bool(text)
+        return found + [self._part(f"{CONTENT_TYPES[item_type]}.delta", delta=text, **more)] * bool(text)
 
     def _close(self) -> list[dict]:
         if not self.items:
@@ -219,25 +224,25 @@ class ResponsesReply(ChatReply):
         last["status"], part = "completed", last["content"][0]
         more = {"logprobs": []} if last["type"] == "message" else {}
         return [
-            self._part(f"{NAMES[last['type']]}.done", text=part["text"], **more),
+            self._part(f"{CONTENT_TYPES[last['type']]}.done", text=part["text"], **more),
             self._part("content_part.done", part=part),
             self._event("response.output_item.done", output_index=len(self.items) - 1, item=last),
         ]
 
 
-NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
-PREFIXES = {"message": "msg", "reasoning": "rs"}  # of ids
+CONTENT_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
+ID_PREFIXES = {"message": "msg", "reasoning": "rs"}
 
 
-def item(item_type: str, text: str | None) -> dict:
+def text_item(item_type: str, text: str | None) -> dict:
     """Return an output item: a message or reasoning."""
     more = {"annotations": [], "logprobs": []} if item_type == "message" else {}
-    found = {"id": f"{PREFIXES[item_type]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
+    found = {"id": f"{ID_PREFIXES[item_type]}_{uuid.uuid4().hex}", "type": item_type, "status": "completed"}
     found |= {"role": "assistant"} if item_type == "message" else {"summary": []}
-    return found | {"content": [{"type": NAMES[item_type], "text": text or ""} | more]}
+    return found | {"content": [{"type": CONTENT_TYPES[item_type], "text": text or ""} | more]}
 
 
-def called(call: dict) -> dict:
+def function_call_item(call: dict) -> dict:
     """Return the output item of a call."""
     return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed",
             "call_id": call["id"], **call["function"]}

@@ -49,29 +49,29 @@ def sort_kernel(
 
 
 @triton.jit
-def count_above(order, thresholds, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """Count the logits of each sorted chunk at or above each of thresholds [n] -> [BLOCK_CHUNKS, n]."""
+def count_above(order, candidates, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """Count the logits of each sorted chunk at or above each of candidates [n] -> [BLOCK_CHUNKS, n]."""
     chunk = tl.arange(0, BLOCK_CHUNKS)[:, None]
-    live = (chunk < CHUNKS) & (thresholds[None] >= MIN_ORDERED)
-    count = tl.zeros((BLOCK_CHUNKS, thresholds.shape[0]), tl.int32)
+    live = (chunk < CHUNKS) & (candidates[None] >= MIN_ORDERED)
+    count = tl.zeros((BLOCK_CHUNKS, candidates.shape[0]), tl.int32)
     step = tl.full((), CHUNK, tl.int32)
     while step > 0:
         further = count + step
         fits = live & (further <= CHUNK)
         last = tl.load(order + chunk * CHUNK + further - 1, mask=fits, other=MIN_ORDERED)
-        count = tl.where(fits & (last >= thresholds[None]), further, count)
+        count = tl.where(fits & (last >= candidates[None]), further, count)
         step >>= 1
     return count
 
 
 @triton.jit
-def total_above(order, mass, kept, thresholds, SUM_MASS: tl.constexpr, CHUNK: tl.constexpr,
+def total_above(order, mass, kept, candidates, SUM_MASS: tl.constexpr, CHUNK: tl.constexpr,
                 CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """Count the logits of a row at or above each of thresholds [n]; if SUM_MASS, sum their weights instead.
+    """Count the logits of a row at or above each of candidates [n]; if SUM_MASS, sum their weights instead.
 
     kept [BLOCK_CHUNKS, 1]: how many logits of each chunk top-k has kept; others have no weight.
     """
-    count = count_above(order, thresholds, CHUNK, CHUNKS, BLOCK_CHUNKS)
+    count = count_above(order, candidates, CHUNK, CHUNKS, BLOCK_CHUNKS)
     if SUM_MASS:
         count = tl.minimum(count, kept)
         at = tl.arange(0, BLOCK_CHUNKS)[:, None] * CHUNK + count - 1
@@ -84,12 +84,12 @@ def bisect(order, mass, kept, needed, SUM_MASS: tl.constexpr, CHUNK: tl.constexp
            BLOCK_CHUNKS: tl.constexpr):
     """Return the highest threshold with `total_above` of at least `needed`.
 
-    Each round tries 32 thresholds and keeps a 32nd of the range, which is 2^32 at first.
+    Each round tries 32 candidates and keeps a 32nd of the range, which is 2^32 at first.
     """
     low, step = tl.full((), -(2**31), tl.int64), tl.full((), 2**27, tl.int64)
     for _ in range(ROUNDS):
-        thresholds = low + step * tl.arange(0, THRESHOLDS)
-        reached = total_above(order, mass, kept, thresholds, SUM_MASS, CHUNK, CHUNKS, BLOCK_CHUNKS) >= needed
+        candidates = low + step * tl.arange(0, THRESHOLDS)
+        reached = total_above(order, mass, kept, candidates, SUM_MASS, CHUNK, CHUNKS, BLOCK_CHUNKS) >= needed
         low += step * (tl.sum(reached.to(tl.int64), 0) - 1)  # the first is always reached
         step = tl.maximum(step // THRESHOLDS, 1)
     return low.to(tl.int32)
@@ -100,7 +100,7 @@ def threshold_kernel(
     order, mass, temperature, top_k, top_p, out, T, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Write the lowest logit of a row that is kept to out [B * T]."""
+    """Write the lowest kept logit of each row to out [B * T]."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = row // T
@@ -129,7 +129,7 @@ def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     chunks = triton.cdiv(V, chunk)
     order = logits.new_empty(B * T, chunks * chunk, dtype=torch.int32)
     mass = logits.new_empty(B * T, chunks * chunk, dtype=torch.int64)
-    out, options = _thresholds(logits, temperature, top_k, top_p), (temperature, top_k, top_p)
+    out, options = logits.new_empty(B, T), (temperature, top_k, top_p)
     constants = {"CHUNK": chunk, "CHUNKS": chunks, "num_warps": 8, **launch_options(logits.device)}
     sort_kernel[B * T, chunks](logits.contiguous(), logits.amax(-1), *options, order, mass, T, V, **constants)
     constants["BLOCK_CHUNKS"] = triton.next_power_of_2(chunks)

@@ -103,7 +103,7 @@ def test_startup():
 
 @pytest.mark.slow
 def test_serving():
-    rounds = run("serving", f"{TEXTS}/q.jsonl --clients 2 --each 1 --rounds 1")["rounds"]
+    rounds = run("serving", f"{TEXTS}/q.jsonl --clients 2 --answers 1 --rounds 1")["rounds"]
     assert [r["server"] for r in rounds] == ["ours plain", "ours EAGLE-3"]
     assert all(r["tokens/s"] > 0 for r in rounds)
 
