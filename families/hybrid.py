@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.schema import whole
 from families.experts import Experts, MixtureArgs, MixtureBlock
-from families.mixed import MixedCaches, causal
+from families.mixed import MixedCaches
 from families.norms import ZeroCenteredNorm, invariant, ordered_sum
 from families.rope import PartialRotaryArgs, scale_pairs
 from model import MLP, KVCache, KVCaches, Linear, PassInputs, Transformer
@@ -313,7 +313,7 @@ class DeltaCache(nn.Module):
 
     def attend(self, block: DeltaBlock, projected: Tensor, shared: PassInputs) -> Tensor:
         """Outputs of `w_in` [B, T, ...] -> the input of `wo` [B, T, nv*dv]."""
-        if MAX_PASS_TOKENS < projected.shape[1] < self.inputs.shape[1]:  # `causal` has a ring of T tokens
+        if MAX_PASS_TOKENS < projected.shape[1] < self.inputs.shape[1]:  # GPTQ has a ring of all tokens
             raise ValueError(f"a pass of {projected.shape[1]} tokens: at most {MAX_PASS_TOKENS} (delta nets)")
         inputs, gate, step, decay = projected.split(block.widths, dim=-1)
         paths = shared.cached("paths", lambda: Paths(shared, block.taps.shape[1], self.start))
@@ -434,17 +434,12 @@ class Hybrid(Transformer):
     def make_layer(self, layer: int) -> HybridBlock:
         return (DeltaBlock if self.args.delta_layers[layer] else GatedBlock)(self.args, layer)
 
-    def caches(
-        self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
-    ) -> MixedCaches:
+    def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
         embed, layers = self.embed, self.args.delta_layers
         where = embed.dtype, device or embed.device
         args = replace(self.args, num_layers=layers.count(0))  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
         ops = getattr(self.backend, "ops", None) if self.runs_on_backend else None
-        deltas = DeltaCaches(DeltaCache(batch, ring, self.args, *where, ops) for _ in range(sum(layers)))
+        deltas = DeltaCaches(DeltaCache(batch, RING, self.args, *where, ops) for _ in range(sum(layers)))
         places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
         return MixedCaches((attention, deltas), places)
-
-    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        return causal(self, tokens, aux_layers, ring=tokens.shape[1])

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from model import KVCaches, Transformer
 
+CHUNK, RECURRENT_CHUNK = 512, 64  # tokens of a pass over complete sequences: they bound the mask
+
 
 class MixedCaches(nn.Module):
     """The caches of all layers, in groups of one kind. places: group and index of each layer's cache."""
@@ -53,13 +55,15 @@ class MixedCaches(nn.Module):
 
 
 def causal(
-    target: Transformer, tokens: Tensor, aux_layers: tuple[int, ...] = (), **ring
+    target: Transformer, tokens: Tensor, aux_layers: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `Transformer.forward` over complete sequences [B, T], with caches of their own.
-
-    ring: see `families.hybrid.Hybrid.caches`.
-    """
-    B, T = tokens.shape
-    at = torch.arange(T, device=tokens.device).expand(B, T)
-    visible = at[:, None] <= at[..., None]
-    return target.for_length(T)(tokens, at, at, visible, target.caches(B, T, **ring), aux_layers)
+    """Run `Transformer.forward` over complete sequences [B, T], in chunks, with caches of their own."""
+    (B, T), found = tokens.shape, []
+    target, caches, slots = target.for_length(T), target.caches(B, T), torch.arange(T, device=tokens.device)
+    size = RECURRENT_CHUNK if target.is_recurrent else CHUNK
+    for start in range(0, T, size):
+        at = slots[start : start + size].expand(B, -1)
+        visible = slots[: start + size] <= at[..., None]
+        found.append(target(tokens[:, start : start + size], at, at, visible, caches, aux_layers))
+    x, features = zip(*found)
+    return torch.cat(x, 1), torch.cat(features, 1) if aux_layers else None
