@@ -118,6 +118,14 @@ class Gate:
         return bytes(body)
 
 
+EMBEDDINGS = "embeddings: not supported; this server has a text generation model"
+REASONS = {
+    "/embeddings": EMBEDDINGS, "/rerank": EMBEDDINGS, "/score": EMBEDDINGS, "/pooling": EMBEDDINGS,
+    **dict.fromkeys(("/audio/transcriptions", "/audio/speech", "/images/generations"),
+                    "this server reads and writes text only"),
+}
+
+
 def add_handlers(app: FastAPI) -> None:
     """Return every error of an app as a Refusal."""
 
@@ -125,7 +133,7 @@ def add_handlers(app: FastAPI) -> None:
     async def http_error(http: HttpRequest, e: HTTPException) -> Response:
         words, cause = str(e.detail), e.__cause__
         if e.status_code == 404:
-            words = "no such route; see /docs"
+            words = REASONS.get(http.url.path.removeprefix("/v1"), "no such route; see /docs")
         elif isinstance(cause, UnicodeDecodeError):
             words = f"the body is not UTF-8 (byte {cause.start})"
         elif isinstance(cause, RecursionError):
