@@ -187,7 +187,7 @@ def run(o) -> None:
     parts = judge(o, source, out)
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
-    calibrated = parts[""].before["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
+    calibrated = parts[""].source_config["kind"] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
     text, errors = calibration_text(o, calibrate, source) if calibrated else None, {}
     # The target and its heads are there together, or not at all.
     with staging(out) as folder:

@@ -39,37 +39,39 @@ from kernels.stored import Kind, fit, restored, round_to
 from model import PassInputs
 from tokens.tokenizer import Tokenizer
 
-MEASURED = 512  # calibration tokens for the relative error of outputs
-MEASURED_PARTS = 8  # the relative error of weights samples one block of rows in 8
+ERROR_TOKENS = 512  # calibration tokens that sample the output error
+ERROR_STRIDE = 8  # the weight error is measured on every 8th block of rows
 
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """A converted folder to quantize: config.json and module, before and after."""
+    """A converted folder to quantize: its config.json and module (source_*), and those of the result."""
 
     source: Path
-    before: dict
-    after: dict
-    exact: nn.Module
+    source_config: dict
+    config: dict
+    source_module: nn.Module
     module: nn.Module
 
     @classmethod
     def of(cls, source: Path, scheme: Scheme, kind: str | None = None) -> QuantizationPlan:
         """Plan a folder of this kind.
 
-        Raises InputError unless it is ours, not quantized yet, its weights are complete and what the config
-        says, and the scheme's group divides its layers.
+        Raises InputError if it is not a converted folder of this kind, is already quantized, its weights are
+        incomplete or contradict the config, or the group size does not divide a layer.
         """
-        before = read_config(source, kind)
-        check_exact(source, before)
-        exact = build_checked_module(source, before, stored_tensors(source / WEIGHTS, ADVICE))
-        experts = before.get("quantization", {}).get("experts")  # in MXFP4, they are copied
-        after = dict(before)
-        if before["kind"] == "target" and before.get("tie_embeddings") and scheme.lm_head:
-            after["tie_embeddings"] = False  # the lm_head becomes a quantized matrix beside the embedding
+        source_config = read_config(source, kind)
+        check_exact(source, source_config)
+        stored = stored_tensors(source / WEIGHTS, ADVICE)
+        source_module = build_checked_module(source, source_config, stored)
+        experts = source_config.get("quantization", {}).get("experts")  # in MXFP4, they are copied
+        config = dict(source_config)
+        if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
+            config["tie_embeddings"] = False  # the lm_head becomes a quantized matrix beside the embedding
         with named(source / CONFIG, "choose another --group"):
-            after["quantization"] = replace(scheme, experts=experts).with_kinds(exact).to_config()
-            return cls(source, before, after, exact, build_module(after))
+            scheme = replace(scheme, experts=experts).with_kinds(source_module)
+            config["quantization"] = scheme.to_config()
+            return cls(source, source_config, config, source_module, build_module(config))
 
 
 @dataclass
@@ -100,7 +102,7 @@ class _LayerWriter:
         exact = self.read_exact()
         weight = self.layer.round(exact, *self.scales)
         errors = norms = 0.0
-        for rows, *stored in by_rows(exact, weight, *self.scales)[::MEASURED_PARTS]:
+        for rows, *stored in by_rows(exact, weight, *self.scales)[::ERROR_STRIDE]:
             rows = rows.float()
             norms += float(rows.norm()) ** 2
             errors += float(self.layer.numbers(*stored).sub_(rows).norm()) ** 2
@@ -122,9 +124,9 @@ def quantize_folder(
     text [B, T]: token ids to calibrate 4-bit layers on. A tied lm_head becomes a separate quantized matrix.
     Raises OSError, and InputError on nonfinite weights unless allowed.
     """
-    source, module, names = plan.source, plan.module, plan.exact.state_dict()
-    path, scheme = source / WEIGHTS, Scheme.from_config(plan.after["quantization"])
-    ready = {} if text is None else calibrated_layers(source, plan.before, scheme, text)
+    source, module, names = plan.source, plan.module, plan.source_module.state_dict()
+    path, scheme = source / WEIGHTS, Scheme.from_config(plan.config["quantization"])
+    ready = {} if text is None else calibrated_layers(source, plan.source_config, scheme, text)
     layers: dict[str, _LayerWriter] = {}
     stored = stored_tensors(path, ADVICE)
 
@@ -152,7 +154,7 @@ def quantize_folder(
         return Planned(name, tuple(tensor.shape), dtype, [Entry(tensor.shape, dtype, read)])
 
     tensors = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-    fill(folder, plan.after, tensors, allow_nonfinite=allow_nonfinite, where=str(path))
+    fill(folder, plan.config, tensors, allow_nonfinite=allow_nonfinite, where=str(path))
     errors = {name: ("of weights", layer.error) for name, layer in layers.items()}
     return errors | {name: ("of outputs", layer.error) for name, layer in ready.items()}
 
@@ -197,7 +199,7 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
             for name, p in block.named_parameters():
-                if p.ndim == 3 and p.is_floating_point():
+                if p.ndim == 3 and p.is_floating_point():  # a stack of experts: rounded to nearest
                     kind = scheme.mode_of(f"layers.{i}.{name}")
                     p.data = restored(kind, round_to(kind, p, *(scales := fit(kind, p))), *scales)
             for name in linear_names(block):
@@ -214,23 +216,23 @@ def _quantize(layer: nn.Linear, inputs: tuple[Tensor, ...], kind: Kind, put) -> 
     x, weight = inputs[0].flatten(0, -2), layer.weight.data
     stored = gptq(weight, second_moments(x), kind)
     layer.weight.data = restored(kind, *stored)
-    put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // MEASURED)])))
+    put(Calibrated(*stored, output_error(weight, layer.weight.data, x[:: max(1, len(x) // ERROR_TOKENS)])))
 
 
-def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tensor:
-    """Return the first tokens of a text, at most `most`, [N] int64.
+def text_ids(source: Path, name: str, text: str, min_tokens: int, max_tokens: int) -> Tensor:
+    """Return the first tokens of a text, at most `max_tokens`, [N] int64.
 
-    name: option and file, for errors. Raises InputError if it has less than `least`
+    name: option and file, for errors. Raises InputError if it has less than `min_tokens`
     tokens, or if there is no tokenizer.
     """
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
         raise InputError(f"{source}: {name} needs a tokenizer")
-    ids = torch.tensor(tokenizer.encode(text[: 16 * most])[:most])
-    if len(ids) < least:
-        raise InputError(f"{name}: holds {counted(len(ids), 'token')}; at least {least:,} are needed")
-    if (most_id := int(ids.max())) >= (size := read_config(source)["vocab_size"]):
-        raise InputError(f"{name}: holds token id {most_id}, the vocabulary is 0..{size - 1}")
+    ids = torch.tensor(tokenizer.encode(text[: 16 * max_tokens])[:max_tokens])
+    if len(ids) < min_tokens:
+        raise InputError(f"{name}: holds {counted(len(ids), 'token')}; at least {min_tokens:,} are needed")
+    if (max_id := int(ids.max())) >= (size := read_config(source)["vocab_size"]):
+        raise InputError(f"{name}: holds token id {max_id}, the vocabulary is 0..{size - 1}")
     return ids
 
 
