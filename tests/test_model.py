@@ -22,7 +22,7 @@ HEAD = CONFIG | {"kind": "eagle3", "draft_vocab_size": 24, "target_hidden_size":
     (CONFIG, {"norm_eps": float("nan")}, "norm_eps is nan; expected a finite number"),
     (CONFIG, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing; expected a value"),
     (CONFIG, {"rope_scaling": {"rope_type": "divisors", "divisors": [1.0] * 3}}, "expected 4 divisors"),
-    (CONFIG, {"activation": "gelu"}, "activation is 'gelu'; expected 'silu', 'gelu_tanh' or"),
+    (CONFIG, {"activation": "gelu"}, "activation is 'gelu'; expected one of silu, gelu_tanh"),
     (CONFIG, {"quantization": {"mode": "int4", "group": 0, "lm_head": None}}, "quantization.group is 0"),
     (HEAD, {"draft_vocab_size": 97}, "draft_vocab_size is 97; expected at most vocab_size, 96"),
     (HEAD, {"aux_layers": [2, 1]}, "aux_layers is (2, 1); expected ascending layers"),
