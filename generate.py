@@ -51,7 +51,7 @@ def parser() -> Options:
 def add_prompts(p: Options) -> None:
     """Add the options of prompts."""
     add = p.add_argument_group("prompts").add_argument
-    add("words", nargs="*", metavar="PROMPT", help="the same as --prompt PROMPT")
+    add("words", nargs="*", metavar="PROMPT", help="a prompt; several words are one")
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="prompt; repeat for a batch; - is standard input")
     add("--prompt-ids", action="append", default=[], type=token_ids, metavar="1,2,3",
@@ -153,7 +153,8 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """
     from engine.sampling import Sampling
 
-    texts: Prompts = [read_prompt_file("-") if text == "-" else text for text in o.words + o.prompt]
+    given = [" ".join(o.words)] * bool(o.words) + o.prompt
+    texts: Prompts = [read_prompt_file("-") if text == "-" else text for text in given]
     prompts = texts + o.prompt_ids
     for path in o.prompt_file:
         if path.endswith(".jsonl"):

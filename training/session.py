@@ -164,8 +164,9 @@ class Session:
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
             note(f"left out: {counted(count, 'conversation')} {reason}")
         if not rows:
+            late = f", or were not written in half of --minutes {o.minutes:g}: raise it" if o.minutes else ""
             raise InputError(f"no usable answers: all have less than {data.MIN_ANSWER_TOKENS} tokens or are"
-                             f" after --max-len {o.max_len}{' or --minutes' * bool(o.minutes)}")
+                             f" after --max-len {o.max_len}{late}")
         return rows
 
     def _collector(self) -> Collector:

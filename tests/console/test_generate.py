@@ -227,3 +227,8 @@ def test_runs_as_a_program(golden):
     assert runs[0].returncode == 0 and json.loads(out)["tokens"] == 5, err
     _, err = runs[1].communicate(timeout=300)
     assert runs[1].returncode == 141 and "error" not in err and "Traceback" not in err
+
+
+def test_bare_words_are_one_prompt():
+    o = generate.parser().read(["-m", "DIR", "why", "is it", "blue?", "--prompt", "another"])
+    assert generate.read_options(o)[0] == ["why is it blue?", "another"]
