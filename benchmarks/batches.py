@@ -94,8 +94,8 @@ def action(o) -> None:
     if not questions:
         raise InputError(f"no question and its answer fit in --max-seq-len {o.max_seq_len}")
     room, tree = (max(o.batch), o.max_seq_len), o.tree and read_tree(o.tree)
-    contenders = {PLAIN: model.places("none", None, *room).answer}
-    contenders[DRAFTED] = model.places(o.speculate, tree, *room).answer
+    contenders = {PLAIN: model.slot_batch("none", None, *room).answer}
+    contenders[DRAFTED] = model.slot_batch(o.speculate, tree, *room).answer
     if o.transformers:
         contenders[PEER] = peer_of(o.transformers, model.stop_ids)
     for answer in contenders.values():

@@ -90,10 +90,10 @@ class Model:
             )
         return Runner(engine)
 
-    def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> SlotBatch:
+    def slot_batch(self, method: str, tree: TreeShape | None, slots: int, max_seq_len: int) -> SlotBatch:
         """Return a decoder whose requests come and go, as a server's."""
         engine = self.target.engine(
-            Drafting(method, tree=tree), batch=places, max_seq_len=max_seq_len, serves=True
+            Drafting(method, tree=tree), batch=slots, max_seq_len=max_seq_len, serves=True
         )
         return SlotBatch(engine)
 

@@ -50,7 +50,7 @@ SAME = {
 }
 KINDS = "full_attention", "sliding_attention"  # of layers without and with a window
 INTERLEAVED = "llama", "mistral3", "granite", "smollm3", "eagle3"
-MODEL, NO_MODELS = "model", {  # by general.type
+NO_MODELS = {  # by general.type
     "adapter": "a LoRA adapter (llama-export-lora merges it into its model)",
     "imatrix": "an importance matrix",
     "mmproj": "the part of a model that reads images or sounds", "vocab": "a vocabulary without weights",
@@ -94,8 +94,8 @@ def open_file(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
     fields, stored = _all_parts(path)
     arch = str(fields.get("general.architecture"))
-    if (kind := _kind(fields, bool(stored))) not in (MODEL, *HEADS):
-        raise InputError(f"{path}: is {kind}, not a model; name the GGUF file of the model")
+    if other := _other_content(fields, stored):
+        raise InputError(f"{path}: is {other}, not a model; name the GGUF file of the model")
     mixture = "+experts" if fields.get(f"{arch}.expert_count") else ""
     family = f"gguf:{HEADS[arch].family if arch in HEADS else arch}{mixture}"
     known = family_of(path, family)
@@ -133,17 +133,17 @@ def kind_of_file(path: Path) -> str:
     """Return what a GGUF file holds, in words. Raises InputError if it is damaged."""
     fields, stored = read_gguf(path)
     part = f", part {fields['split.no'] + 1} of {fields['split.count']}" if "split.no" in fields else ""
-    kind, arch = _kind(fields, bool(stored)), fields.get("general.architecture")
-    return {MODEL: f"a model ({arch})"}.get(kind, f"a draft head ({kind})" if kind in HEADS else kind) + part
-
-
-def _kind(fields: dict, has_tensors: bool) -> str:
-    """Return `MODEL`, a name in `HEADS`, or in words what else a file holds. fields: its metadata."""
-    kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else MODEL)
-    if kind != MODEL or not (has_tensors or "split.no" in fields):
-        return NO_MODELS.get("vocab" if kind == MODEL else kind, f"of the type {kind!r}")
     arch = fields.get("general.architecture")
-    return arch if arch in HEADS else MODEL
+    content = f"a draft head ({arch})" if arch in HEADS else f"a model ({arch})"
+    return (_other_content(fields, stored) or content) + part
+
+
+def _other_content(fields: dict, stored: dict) -> str | None:
+    """Return in words what a file with this metadata and these tensors holds; None: a model or a head."""
+    kind = fields.get("general.type") or ("adapter" if "adapter.type" in fields else "model")
+    if kind == "model":
+        return None if stored or "split.no" in fields else NO_MODELS["vocab"]
+    return NO_MODELS.get(kind, f"of the type {kind!r}")
 
 
 def _all_parts(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:

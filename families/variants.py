@@ -134,9 +134,9 @@ class Variant(Transformer):
     Layer = property(lambda self: ZeroCenteredBlock if self.args.zero_centred else VariantBlock)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.process_logits(super().logits(x))
+        return self.cap_logits(super().logits(x))
 
-    def process_logits(self, logits: Tensor) -> Tensor:
+    def cap_logits(self, logits: Tensor) -> Tensor:
         """Divide and cap the lm_head's outputs [..., V]."""
         logits, cap = logits / self.args.logit_divisor, self.args.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)

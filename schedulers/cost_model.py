@@ -150,7 +150,7 @@ class Tuner:
         self.candidates = PLAIN_TRIAL, Trial(shapes[0].nodes, True)
         if prunes:
             self.candidates = tuple(t for t in TRIALS if t in REQUIRED_TRIALS or t.nodes <= largest)
-        self.acceptance_by_temperature: dict[float, Acceptance] = defaultdict(Acceptance)  # by temperature
+        self.acceptance_by_temperature: dict[float, Acceptance] = defaultdict(Acceptance)
         self._costs: dict[tuple[int, bool], Costs] = {}  # by (sequences, sampled)
         self._measured: set[tuple[int, bool]] = set()  # keys with trials; other costs are interpolated
         self._trials: Trials = {}  # of `run_trials`

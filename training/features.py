@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Features:
         self.dtype, self.read_dtype = dtype or own_dtype, read_dtype or own_dtype
         self.cached = {}  # states by `digest` of the ids
 
-    def read(self, rows: list[dict]) -> TargetStates:
+    def read(self, rows: Iterable[dict]) -> TargetStates:
         """Return the states of rows, padded to one length [B, T, ...], on the target's device."""
         parts = []
         for ids in (row["ids"] for row in rows):

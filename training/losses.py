@@ -153,14 +153,14 @@ class Eagle3Objective(Objective):
     def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
         super().__init__(target, head, head.args.drafts or steps or TTT_STEPS, **more)
         self.lm_head_weight = target.lm_head_weight[head.draft_ids]
-        self.process_logits = getattr(target, "process_logits", lambda x: x)  # of `families.variants`
+        self.cap_logits = getattr(target, "cap_logits", lambda x: x)  # of `families.variants`
 
     def loss(self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]):
         args = self.head.args
         features = (states.features / self.scale).to(states.features.dtype)
         with self.autocast():
             x = self.run(self.head, batch, features, len(batch.scored))
-        teacher = self.process_logits(F.linear(batch.after(states.normed), self.lm_head_weight))
+        teacher = self.cap_logits(F.linear(batch.after(states.normed), self.lm_head_weight))
         weight, rows, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
         if getattr(args, "markov_rank", 0):  # one product with both lm_heads: their sum is the logits
             with self.autocast():

@@ -27,7 +27,7 @@ from common.cli import note
 from common.errors import InputError, counted
 from common.names import program
 from common.writing import staging
-from drafters.estimate import describe, measured_flops, min_minutes, phases, usual_flops
+from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases, usual_flops
 from engine.engine import Engine
 from engine.step import TORCH
 from head import Head
@@ -47,7 +47,6 @@ from training.writing import Collector
 MAX_TEXT_FRACTION = 0.5  # of --minutes, for writing text
 LK_WEIGHT = 0.5  # of the acceptance loss with --loss lk, see `training.losses`
 DRAFT_VOCAB = 8192  # default size of the draft vocabulary
-FEATURE_CACHE_BYTES = 6 * 2**30
 LOW_TAU = 1.8  # a head with a lower acceptance length gets a warning
 OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
@@ -205,7 +204,7 @@ class Session:
         )
         features = Features(
             self.decoding if self.quantized else learning, objective.aux_layers,
-            cache_bytes=FEATURE_CACHE_BYTES, dtype=self.target.embed.dtype,
+            cache_bytes=STATE_BYTES, dtype=self.target.embed.dtype,
             read_dtype=learning.embed.dtype,
         )
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})

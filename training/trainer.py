@@ -93,9 +93,7 @@ class Trainer:
         """Set the objective's scale from a few rows, the same ones in any order of the rows."""
         sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())
         sample = sample[: SCALE_ROWS // 4 if self.plan.minutes else SCALE_ROWS]  # reading takes time
-        for row in progress_bar(sample, desc="target states", unit="row"):
-            self.features.read([row])  # into the cache
-        states = self.features.read(sample)
+        states = self.features.read(progress_bar(sample, desc="target states", unit="row"))
         lengths = torch.tensor([len(row["ids"]) for row in sample])
         real = torch.arange(states.normed.shape[1]) < lengths[:, None]
         self.objective.learn_scale(states, real.to(self.objective.device))
