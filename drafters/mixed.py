@@ -145,4 +145,4 @@ class Mixed(Drafter):
         if len(trees) < 2:
             return trees[0] if self.resizable_part else costs.limit(step, trees[0])
         joined = step.dispatch(join, *trees, self.shape.nodes, self.shape.levels, costs)
-        return joined._replace(levels=levels)
+        return Tree(*joined[:-1], levels=levels)  # torch 2.11 compiles no `_replace`

@@ -202,7 +202,8 @@ class NetworkDrafter(Drafter):
     ) -> Tree:
         last = self.catch_up(step, state, slots)
         growth = self.grow(step, last, state, slots, self.draft_noise(noise), costs)
-        return growth.prune(step, state.root[:, 0], costs)._replace(levels=len(growth.scores) - 1)
+        pruned = growth.prune(step, state.root[:, 0], costs)
+        return Tree(*pruned[:-1], levels=len(growth.scores) - 1)  # torch 2.11 compiles no `_replace`
 
     def grow(
         self, step: Step, last: Tensor, state: State, slots: Tensor, noise: Tensor | None, costs=None
