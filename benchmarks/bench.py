@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -28,6 +29,17 @@ from kernels.cpu import CpuStep  # noqa: E402
 from kernels.isa import cpuinfo  # noqa: E402
 
 CUDA = torch.cuda.is_available()
+# Processes with the same file TURNS in their environment compile at the same time and measure one at a time.
+# Each holds a shared lock from the start, and an exclusive one while it measures.
+TURNS = open(os.environ["TURNS"], "w") if os.environ.get("TURNS") else None  # noqa: SIM115: until exit
+if TURNS:
+    fcntl.flock(TURNS, fcntl.LOCK_SH)
+
+
+def wait_turn() -> None:
+    """Wait until this process alone measures, if TURNS is set; until its end."""
+    if TURNS:
+        fcntl.flock(TURNS, fcntl.LOCK_EX)
 
 
 def options(description: str, name: str) -> argparse.ArgumentParser:
@@ -137,6 +149,7 @@ def time_in_turns(contenders: dict[str, Contender], prompts: list[list[int]], to
     """
     for decode in contenders.values():
         decode(prompts[0], WARM_UP)
+    wait_turn()
     rows = []
     for i, prompt in enumerate(prompts):
         answers = {name: contenders[name](prompt, tokens) for name in rotated(contenders, i)}

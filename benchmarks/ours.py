@@ -86,7 +86,7 @@ class Model:
             drafter = None if method == "none" else HeadDrafter(self.head, tree)
             engine = Engine(
                 self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=note,
-                compile=target.runtime.compile,
+                compile=target.runtime.compile, batch_sizes=(batch,),
             )
         return Runner(engine)
 

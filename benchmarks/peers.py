@@ -58,12 +58,14 @@ def ours_of(o, slots: int) -> dict[str, Entry]:
     for checkpoint in (o.checkpoint, *o.quantized):
         model = ours.load(checkpoint, o.shape, autotune=o.autotune)
         is_quantized = checkpoint and "quantization" in read_config(checkpoint)
-        tree, suffix = PAPER_TREE if o.shape else None, f" {Path(checkpoint).name}" if is_quantized else ""
+        suffix = f" {Path(checkpoint).name}" if is_quantized else ""
         plain = f"ours plain{suffix}"
-        found[plain] = Entry(model.runner(max_seq_len=slots).warm_up().decode)
+        found[plain] = Entry(model.runner(max_seq_len=slots).warm_up(every=False).decode)
         for method, _, draft in (each.partition("=") for each in o.methods):
-            runner = model.runner(method, tree, draft=draft or None, max_seq_len=slots)
-            found[f"ours {method}{suffix}"] = Entry(runner.warm_up().decode, plain)
+            for tree in map(read_tree, o.tree) if o.tree else (PAPER_TREE if o.shape else None,):
+                runner = model.runner(method, tree, draft=draft or None, max_seq_len=slots)
+                name = f"ours {method}{f' {tree.name}' if o.tree else ''}{suffix}"
+                found[name] = Entry(runner.warm_up(every=False).decode, plain)
     return found
 
 
@@ -200,6 +202,8 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_model(p)
     add("--methods", nargs="+", default=["eagle3"], metavar="METHOD",
         help="ours, as --speculate has them (default eagle3); METHOD=DIR drafts with DIR")
+    add("--tree", nargs="+", default=[], metavar="T,D,K",
+        help="trees of EAGLE-3 (default: what pays at each step, for a shape 60,7,10)")
     add("--quantized", nargs="+", default=[], metavar="DIR", help="the same checkpoint, by quantize.py")
     add("--questions", help="JSON lines whose first turns are asked; needed for a checkpoint")
     add("--limit", type=positive, help="questions at most")

@@ -90,7 +90,7 @@ def profile(steps: ours.Passes) -> dict:
     }
 
 
-def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) -> Iterator[dict]:
+def measure(model: Model, trees: list[TreeShape], batch: int, o) -> Iterator[dict]:
     """Yield a row for each tree and context. Print what does not fit."""
     contexts = [n for n in o.context if n + max_emitted(max(trees, key=lambda t: t.depth), o) < model.longest]
     if len(contexts) < len(o.context):
@@ -101,10 +101,13 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
             how = ("eagle3", tree) if tree.nodes > 1 else ("none",)
             longest = max(contexts, default=1) + max_emitted(tree, o)
             runner = model.runner(*how, batch=batch, max_seq_len=longest, stops=False)
+            if not o.check:
+                runner.engine.self_check = None
             # On our kernels one graph serves every length, and nothing else is timed.
             runners[tree] = runner.warm_up(every=not runner.engine.runner.device_step.reads_length)
         except (ValueError, torch.OutOfMemoryError) as e:
             note(f"left out: tree {tree.name}, batch {batch}: {first_line(e)}")
+    bench.wait_turn()
     for n in contexts:
         steps = {tree: passes_at(runner, tree, n, batch, o) for tree, runner in runners.items()}
         times: dict[TreeShape, list[float]] = {tree: [] for tree in steps}
@@ -123,7 +126,7 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
             row = {"batch": batch, "context": n, "tree": tree.name, "rows": tree.nodes, "step": step * 1e3}
             verify = runners[tree].verify_seconds(n, o.repeat)
             row |= {"verify": verify * 1e3, "rest": (step - verify) * 1e3}
-            row |= {"x plain": plain and step / plain, "gigabytes": read / 1e9, "roof": read / step / roof}
+            row |= {"x plain": plain and step / plain, "gigabytes": read / 1e9}
             yield row | (profile(passes) if o.top and bench.CUDA else {})
             passes.close()
 
@@ -156,13 +159,15 @@ def action(o) -> None:
             model = ours.load(source, **where)
         else:
             mode, model = source, ours.load(None, o.shape, None if source == "none" else source, **where)
-        roof = roof or bench.bandwidth(model.device)
         for batch in o.batch:
-            for row in measure(model, trees, batch, o, roof):
+            for row in measure(model, trees, batch, o):
+                roof = roof or bench.bandwidth(model.device)
+                row["roof"] = row["gigabytes"] * 1e12 / row["step"] / roof
                 rows.append({"mode": mode, **row})
                 bench.write(o.name, record | {"gigabytes_per_second": roof / 1e9, "rows": rows})
                 at = f"tree {row['tree']}, batch {batch}, context {row['context']}"
-                note(f"  {mode}, {at}: {row['step']:.2f} ms")
+                launched = f", {row['kernels']:.0f} kernels" if "kernels" in row else ""
+                note(f"  {mode}, {at}: {row['step']:.2f} ms, verify {row['verify']:.2f}{launched}")
             gc.collect()  # compiled parts and their owner refer to each other
         del model
     if not rows:
@@ -199,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--isa", help="of the CPU kernels (default: the best)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--kernels", action=argparse.BooleanOptionalAction, default=True)
+    add("--check", action=argparse.BooleanOptionalAction, default=True, help="check a GPU's kernels first")
     add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
     return bench.run(p, action, argv)
 
