@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -82,8 +83,9 @@ def parts_of(
     sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
     rows = (shape[0] // len(patterns),) * len(patterns)
     if len(patterns) > 1 and (stack := next((key for key in stacks if key in name), None)):
-        rows = stacks[stack](args)[: len(patterns)]
-    return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts), strict=True)}
+        rows = stacks[stack](args.of_layer(int(layer[0])) if hasattr(args, "of_layer") else args)
+        rows = tuple(n for n, end in zip(rows, accumulate(rows)) if end <= shape[0])  # layers may lack values
+    return {source: (count, *shape[1:]) for source, count in zip(sources, rows * len(experts))}
 
 
 def dense_fields(where: Path, config: dict) -> dict:

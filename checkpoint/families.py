@@ -173,7 +173,7 @@ class ExtendedFamily(Family):
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
-        tensors = _split_experts(tensors, self.interleaved) if self.experts else dict(tensors)
+        tensors = _split_experts(tensors, self.interleaved)
         if self.hybrid:
             return rearranged(source.path, config, tensors, source.architecture in TILED)
         if self.change:
@@ -315,11 +315,18 @@ def _family(
 
 GEMMA4 = _family(
     GEMMA | gemma4.LAYER, GEMMA_FIXED | {"qk_norm": True, "zero_centred": False}, GEMMA4_DEFAULTS,
-    required={"enable_moe_block": False}, read=gemma4.gemma4_fields, change=gemma4.joined)
+    read=gemma4.gemma4_fields, change=gemma4.without_unused)
 GEMMA4 = replace(GEMMA4, names=GEMMA4.names | gemma4.NAMES)
 DELTA_MIXTURE = _family(
     SHARED_EXPERT | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, experts=True, hybrid=True,
     read=hybrid_fields)
+LFM2 = ExtendedFamily(
+    "", short_conv.NAMES, {}, {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128000,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
+                "tie_embedding": "tie_word_embeddings"},
+    read=short_conv.conv_fields, change=short_conv.flat_taps)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
     "Qwen2ForCausalLM qwen2 gguf:qwen2": _extended("Qwen2ForCausalLM"),
@@ -358,7 +365,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
         GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
     "Gemma4ForConditionalGeneration gemma4 Gemma4ForCausalLM gemma4_text"
-    " Gemma4UnifiedForConditionalGeneration gemma4_unified": GEMMA4,
+    " Gemma4UnifiedForConditionalGeneration gemma4_unified gguf:gemma4 gguf:gemma4+experts": GEMMA4,
     "Gemma2ForCausalLM gemma2 gguf:gemma2": _family(GEMMA, GEMMA_FIXED, GEMMA2_DEFAULTS),
     "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": _family(
         LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True,
@@ -366,12 +373,10 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts": DELTA_MIXTURE,
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe_text qwen3_5_moe"
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
-    "Lfm2ForCausalLM lfm2 gguf:lfm2": ExtendedFamily("", short_conv.NAMES, {}, {
-        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128000,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
-        }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
-                    "tie_embedding": "tie_word_embeddings"},
-        read=short_conv.conv_fields, change=short_conv.flat_taps),
+    "Lfm2ForCausalLM lfm2 gguf:lfm2": LFM2,
+    "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
+        LFM2, experts=True, required={"use_expert_bias": True},
+        defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
         required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,11 +12,20 @@ from checkpoint.source import Entry
 from common.errors import InputError
 
 LAYER: NameTable = {
-    "wqkv.weight": ["self_attn.qkv_proj.weight"],  # `joined` makes it
     "layer_scalar": ["layer_scalar"],
     "w_input_gate.weight": ["per_layer_input_gate.weight"],
     "w_input_out.weight": ["per_layer_projection.weight"],
     "input_norm.weight": ["post_per_layer_input_norm.weight"],
+    # Of a mixture; the dense MLP has the names of that of other models.
+    "mlp.shared.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.shared.w_down.weight": ["mlp.down_proj.weight"],
+    "mlp.routed.w_gate_up": [f"experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.routed.w_down": ["experts.{e}.down_proj.weight"],
+    "mlp.routed.router.weight": ["router.proj.weight"], "router_norm.weight": ["router.scale"],
+    "mlp.routed.expert_scale": ["router.per_expert_scale"],
+    "experts_norm.weight": ["pre_feedforward_layernorm_2.weight"],
+    "dense_out_norm.weight": ["post_feedforward_layernorm_1.weight"],
+    "experts_out_norm.weight": ["post_feedforward_layernorm_2.weight"],
 }
 NAMES: NameTable = {
     "embed_inputs.weight": ["model.embed_tokens_per_layer.weight"],
@@ -51,6 +60,10 @@ def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
         "wide_mlp": bool(config.get("use_double_wide_mlp")),
         "layer_input_size": config.get("hidden_size_per_layer_input", 0),
     }
+    if config.get("enable_moe_block"):
+        fields |= {ours: config.get(theirs, 0) for ours, theirs in (
+            ("num_experts", "num_experts"), ("experts_per_token", "top_k_experts"),
+            ("intermediate_size", "moe_intermediate_size"), ("dense_size", "intermediate_size"))}
     if fields["layer_input_size"] and config.get("vocab_size_per_layer_input", 0) not in (
             0, config.get("vocab_size")):
         raise InputError(f"{path}: vocab_size_per_layer_input other than vocab_size is not supported")
@@ -60,17 +73,33 @@ def gemma4_fields(path: Path, config: dict) -> tuple[dict, dict]:
     return config | {"layer_types": kinds, "rope_parameters": plain}, fields
 
 
-def joined(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with q, k and v of each layer in one, and without keys that layers do not use."""
-    found, own = {}, fields["num_layers"] - fields["shared_kv_layers"]
-    for name, entry in tensors.items():
-        part = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn\.)([qkv])_(proj|norm)\.weight", name)
-        if not part or (part[4] == "norm" and (part[3] == "q" or int(part[2]) < own)):
-            found[name] = entry
-        elif part[3] == "q":
-            others = (tensors.get(f"{part[1]}{x}_proj.weight") for x in "kv" if int(part[2]) < own)
-            parts = [entry, *(one for one in others if one)]
-            rows = sum(one.shape[0] for one in parts)
-            read = partial(lambda parts: torch.cat([x.read() for x in parts]), parts)
-            found[f"{part[1]}qkv_proj.weight"] = Entry((rows, *entry.shape[1:]), entry.dtype, read)
-    return found
+def without_unused(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors without keys and values of layers that read those of others."""
+    own = fields["num_layers"] - fields["shared_kv_layers"]
+    parts = {n: re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_\w+\.weight", n) for n in tensors}
+    return {name: tensors[name] for name, part in parts.items() if not part or int(part[1]) < own}
+
+
+def from_gguf(path: Path, config: dict, get: Callable, tensors: dict, divisors: dict) -> dict:
+    """Return the keys of a published config that a GGUF file's say otherwise. get(key): of its metadata."""
+    kinds, by_layer = config["layer_types"], config["num_key_value_heads"]
+    local, full = map(kinds.index, ("sliding_attention", "full_attention"))
+    of_kind = by_layer if isinstance(by_layer, list) else [by_layer] * len(kinds)
+    inner = config["intermediate_size"]
+    inner = inner if isinstance(inner, list) else [inner]
+    numbers = divisors["divisors"].numbers() if divisors else torch.ones(1)  # 1, or infinite: not rotated
+    size, rotated = get("attention.key_length_swa"), numbers == 1
+    if get("rope.dimension_count_swa", size) != size or bool((~rotated & (numbers < 1e20)).any()):
+        raise InputError(f"{path}: RoPE of a part of local heads, or with other divisors, is not supported")
+    of_global = {"head_dim": config["head_dim"], "num_key_value_heads": of_kind[full]}
+    return {
+        "head_dim": size, "num_key_value_heads": of_kind[local], "per_layer_config": {str(full): of_global},
+        "intermediate_size": min(inner), "use_double_wide_mlp": max(inner) > min(inner),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "enable_moe_block": bool(config.get("num_experts")),
+        "top_k_experts": config.get("num_experts_per_tok"), "rope_scaling": None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": config.get("rope_local_base_freq")},
+            "full_attention": {"rope_type": "proportional", "rope_theta": config.get("rope_theta"),
+                               "partial_rotary_factor": rotated.float().mean().item()}},
+    }

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint import gemma4
 from checkpoint.families import Family, family_of
 from checkpoint.gguf_file import GGUFTensor, read_gguf
 from checkpoint.gguf_types import TYPES, read_stored
@@ -33,7 +34,7 @@ SAME = {
     "embedding_length": "hidden_size", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "vocab_size": "vocab_size",
-    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "intermediate_size",
+    "feed_forward_length": "intermediate_size", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
@@ -44,7 +45,9 @@ SAME = {
     "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-    "shortconv.l_cache": "conv_L_cache",
+    "shortconv.l_cache": "conv_L_cache", "leading_dense_block_count": "num_dense_layers",
+    "expert_weights_scale": "routed_scaling_factor", "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -83,10 +86,15 @@ HEADS = {
         "eagle3.norm_before_residual": "norm_before_residual",
     }, {"norm_before_residual": False, "tie_word_embeddings": False}),
 }
-FUSED = "model.layers.{i}.linear_attn.in_proj_ba.weight"  # of Qwen3-Next, in no table: it is taken apart
-MTP = {  # of the layer after the last, under nextn.
-    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
-    "shared_head_norm": "norm",
+FUSED = (  # in no table: they are taken apart
+    "model.layers.{i}.linear_attn.in_proj_ba.weight", "model.layers.{i}.experts.{e}.gate_up_proj.weight")
+LEAVES = {"sinks": ".weight", "layer_scalar": ".weight", "expert_bias": ".bias"}  # that llama.cpp adds
+OTHERS = {  # that gguf's table of names does not know: of Gemma 4, and of the MTP layer after the last
+    "blk.0.ffn_gate_inp.scale": "model.layers.{i}.router.scale",
+    "blk.0.ffn_down_exps.scale": "model.layers.{i}.router.per_expert_scale",
+    **{f"blk.0.nextn.{theirs}.weight": f"mtp.{ours}.weight" for theirs, ours in (
+        ("eh_proj", "fc"), ("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"),
+        ("shared_head_norm", "norm"))},
 }
 
 
@@ -110,7 +118,7 @@ def open_file(path: Path) -> Source:
     kept = {tensor.type.name for tensor in stored.values() if len(tensor.shape) == 3} == {"MXFP4"}
     for theirs, tensor in stored.items():
         name = _name(theirs, names, layers)
-        if "_exps." not in theirs and len(tensor.shape) < 3:
+        if len(tensor.shape) < 3 and not theirs.endswith("_exps.bias"):
             # llama.cpp rotates neighboring pairs in these families: its converter interleaves the halves of
             # every q and k head. Only the size of a head matters for undoing it, not the number of heads.
             interleaved = arch in INTERLEAVED and re.search(r"\.attn_[qk]\.weight$", theirs)
@@ -121,6 +129,10 @@ def open_file(path: Path) -> Source:
             own = name.replace("{e}", str(e)) if "{e}" in name else f"{name}[{e}]"
             if kept and len(tensor.shape) == 3:  # at 4 bits
                 tensors[own], tensors[f"{own.removesuffix('weight')}scale"] = _mxfp4(tensor, e)
+            elif "gate_up_exps" in theirs:
+                half = tensor.shape[1] // 2
+                for part, rows in ("gate", slice(half)), ("up", slice(half, None)):
+                    tensors[own.replace("gate_up", part)] = _entry(tensor, expert=e, rows=rows)
             else:
                 tensors[own] = _entry(tensor, expert=e)
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
@@ -170,12 +182,13 @@ def _names(arch: str, family: Family) -> dict[str, str]:
         return _names(head.family, family) | head.names
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     known, found = gguf.get_tensor_name_map(kind, 1), {}
-    for ours in chain([FUSED], *family.names.values()):
+    for ours in chain(FUSED, *family.names.values()):
         asked = ours.format(i=0, e="*").replace(".*", "").replace("dt_bias", "dt_proj.bias")
-        asked += ".weight" if asked.endswith("sinks") else ""
-        if theirs := known.get_name(asked, try_suffixes=(".weight", ".bias")):
-            found[theirs] = ours
-    return found | {f"blk.0.nextn.{theirs}.weight": f"mtp.{ours}.weight" for theirs, ours in MTP.items()}
+        asked += LEAVES.get(asked.rpartition(".")[2], "")
+        for name in asked, asked.removeprefix("model."):
+            if theirs := known.get_name(name, try_suffixes=(".weight", ".bias")):
+                found[theirs] = ours
+    return found | OTHERS
 
 
 def _name(theirs: str, names: dict[str, str], layers: int) -> str:
@@ -233,13 +246,15 @@ def _config(
         **_conv_layers(config),
         "partial_rotary_factor": rotary / head_dim if partial and rotary and head_dim else None,
     }
+    if arch == "gemma4":
+        config |= gemma4.from_gguf(path, config, get, tensors, divisors)
     # No key at all: then a family may have a default.
     return {key: value for key, value in config.items() if value is not None}
 
 
 def _conv_layers(config: dict) -> dict:
     """Return the keys of layers with and without key/value heads (LFM2): their counts come in a list."""
-    if not isinstance(heads := config.get("num_key_value_heads"), list):
+    if not isinstance(heads := config.get("num_key_value_heads"), list) or all(heads):
         return {}
     kinds = ["full_attention" if count else "conv" for count in heads]
     return {"layer_types": kinds, "num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
@@ -302,14 +317,17 @@ def _mxfp4(tensor: GGUFTensor, expert: int) -> tuple[Entry, Entry]:
         Entry((outputs, inputs // 32), torch.uint8, lambda: blocks()[..., 0]))
 
 
-def _entry(tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
+def _entry(
+    tensor: GGUFTensor, interleaved: int | None = None, expert: int | None = None, rows: slice = slice(None)
+) -> Entry:
     """One tensor, or one matrix (or bias) of a stack. Quantized types are read as bf16, or as stored.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
-    expert: which matrix of a stack.
+    expert: which matrix of a stack, and its `rows`.
     """
     if expert is not None:
-        tensor = GGUFTensor(tensor.type, tensor.shape[1:], tensor.data[expert])
+        count = len(range(*rows.indices(tensor.shape[1])))
+        tensor = GGUFTensor(tensor.type, (count, *tensor.shape[2:]), tensor.data[expert][rows])
     dtype = UNQUANTIZED.get(tensor.type.name, torch.bfloat16)
     shape, unit = tensor.shape, interleaved or 1
 

@@ -1,4 +1,4 @@
-"""Configs and tensors of LFM2 and LFM2.5, as published. Source: transformers' modeling file."""
+"""Configs and tensors of LFM2 and LFM2.5 as published, dense and MoE, from transformers' modeling files."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,6 +15,9 @@ LAYER: NameTable = {
     **{f"w_{x}.{leaf}": [f"conv.{x}_proj.{leaf}"] for x in ("in", "out") for leaf in ("weight", "bias")},
     "mlp.w_gate_up.weight": [f"feed_forward.{x}.weight" for x in ("w1", "w3")],
     "mlp.w_down.weight": ["feed_forward.w2.weight"],
+    "mlp.router.weight": ["feed_forward.gate.weight"], "mlp.score_bias": ["feed_forward.expert_bias"],
+    "mlp.w_gate_up": [f"feed_forward.experts.{{e}}.{x}.weight" for x in ("w1", "w3")],
+    "mlp.w_down": ["feed_forward.experts.{e}.w2.weight"],
 }
 NAMES = hugging_face({}) | with_prefix(LAYER, "layers.{i}.", "model.layers.{i}.") | {
     "norm.weight": ["model.embedding_norm.weight"]}
@@ -35,6 +38,9 @@ def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
         "conv_layers": [int(kind == "conv") for kind in kinds], "conv_taps": config.get("conv_L_cache", 3),
         "conv_bias": bool(config.get("conv_bias")), "intermediate_size": inner, "qk_norm": True,
     }
+    if config.get("num_experts"):
+        fields |= {"dense_layers": config.get("num_dense_layers", 2), "dense_size": inner,
+                   "router_factor": config.get("routed_scaling_factor", 1.0)}
     return {k: v for k, v in config.items() if k != "layer_types"}, fields
 
 

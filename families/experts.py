@@ -19,6 +19,7 @@ class MixtureArgs(ModelArgs):
     num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP
     experts_per_token: whole(0, 10_000) = 0  # A
     renormalise_experts: Flag = True  # scale the weights of the A chosen experts to sum to 1
+    dense_size: whole(0, 2**22) = 0  # inner size of dense MLPs in other layers, or beside the experts
     biases: Flag = False  # the router and the experts have biases (gpt-oss)
 
     def constraints(self) -> list[tuple[str, bool, str]]:
@@ -29,10 +30,10 @@ class MixtureArgs(ModelArgs):
 class Experts(nn.Module):
     """A mixture of E experts, A per token. All shapes are static.
 
-    fused: computes `mix` in a backend's kernels.
+    fused: computes `mix` in a backend's kernels. own_routing: a subclass overrides `route`.
     """
 
-    is_mixture = True  # for backends, which do not import this module
+    is_mixture, own_routing = True, False  # for backends, which do not import this module
     fused: Callable | None = None
 
     def __init__(self, args: MixtureArgs):
@@ -64,14 +65,17 @@ class Experts(nn.Module):
         y = torch.einsum("rk,rank->ran" if x.ndim == 2 else "rak,rank->ran", x, matrices)
         return y if bias is None else y + bias[chosen]
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """See `MLP.forward`."""
+    def forward(self, x: Tensor, residual: Tensor | None, router_input: Tensor | None = None) -> Tensor:
+        """See `MLP.forward`. router_input [B, T, H]: what the router reads, if not x."""
+        weight, chosen = self.route((x if router_input is None else router_input).flatten(0, -2))
         tokens = x.flatten(0, -2)  # [R, H]
-        weight, chosen = self.router(tokens).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
-        if self.renormalize:
-            weight = weight / weight.sum(-1, keepdim=True)
         out = (self.fused or Experts.mix)(self, tokens, weight.to(x.dtype), chosen).view_as(x)
         return out if residual is None else residual + out
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the experts of tokens [R, H]: float32 weights and indices [R, A]."""
+        weight, chosen = self.router(tokens).float().softmax(-1).topk(self.used, dim=-1)
+        return weight / weight.sum(-1, keepdim=True) if self.renormalize else weight, chosen
 
     def mix(self, tokens: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         """Sum the outputs of experts `chosen` [R, A] for tokens [R, H] by weight [R, A] -> [R, H]."""

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, Many, whole
+from families.experts import Experts, MixtureArgs
 from families.mixed import MixedCaches
 from families.norms import invariant, ordered_sum
 from families.variants import Variant, VariantArgs, VariantBlock
-from model import KVCache, Linear, PassInputs
+from model import MLP, KVCache, Linear, PassInputs
 
 
 @dataclass(frozen=True)
-class Gemma4Args(VariantArgs):
+class Gemma4Args(VariantArgs, MixtureArgs):
     """The shape of a Gemma 4 target."""
 
     global_head_dim: Many = 1
@@ -44,6 +45,7 @@ class Gemma4Args(VariantArgs):
              "fewer than the layers, with one of each kind before them"),
             ("global_kv_heads", heads, f"a divisor of num_heads, {self.num_heads}"),
             ("global_head_dim", size % 2 == 0 and self.global_pairs <= size // 2, "two for each pair"),
+            ("wide_mlp", not (self.wide_mlp and self.num_experts), "false with experts"),
         ]
 
     def of_layer(self, layer: int) -> Gemma4Args:
@@ -64,8 +66,23 @@ class Gemma4Args(VariantArgs):
         return torch.stack((frequencies(self.rope_base, self.global_head_dim, self.global_pairs), local))
 
 
+class ScaledExperts(Experts):
+    """Experts with a factor for each. The router's inputs are divided by the square root of H."""
+
+    own_routing = True
+
+    def __init__(self, args: Gemma4Args):
+        super().__init__(args)
+        self.factor, self.expert_scale = args.hidden_size**-0.5, nn.Parameter(torch.ones(args.num_experts))
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (self.router(tokens).float() * self.factor).softmax(-1)
+        weight, chosen = scores.topk(self.used, dim=-1)
+        return weight / ordered_sum(weight)[:, None] * self.expert_scale.float()[chosen], chosen
+
+
 class Gemma4Block(VariantBlock):
-    """A layer of Gemma 4.
+    """A layer of Gemma 4. With experts, each with norms of its own, a dense MLP runs beside them.
 
     producer: the layer whose keys and values it reads, in a list, or []. produces: others read its own.
     """
@@ -87,6 +104,23 @@ class Gemma4Block(VariantBlock):
         if size:
             self.w_input_gate, self.w_input_out = Linear(H, size, bias=False), Linear(size, H, bias=False)
             self.input_norm = self.Norm(H, own.norm_eps)
+        if own.num_experts:
+            for name in ("router_norm", "experts_norm", "dense_out_norm", "experts_out_norm"):
+                setattr(self, name, self.Norm(H, own.norm_eps))
+
+    def make_mlp(self, args: Gemma4Args) -> nn.Module:
+        if not args.num_experts:
+            return MLP(args)
+        dense = MLP(replace(args, intermediate_size=args.dense_size))
+        return nn.ModuleDict({"shared": dense, "routed": ScaledExperts(args)})
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        if not isinstance(self.mlp, nn.ModuleDict):
+            return super().finish(x, attended)
+        x = x + self.wo_norm(self.wo(attended))
+        dense = self.dense_out_norm(self.mlp["shared"](self.mlp_norm(x), None))
+        routed = self.mlp["routed"](self.experts_norm(x), None, self.router_norm(x))
+        return x + self.mlp_out_norm(dense + self.experts_out_norm(routed))
 
     @property
     def k_norm(self) -> nn.Module:

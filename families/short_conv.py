@@ -1,4 +1,4 @@
-"""Short convolutions beside attention: LFM2 and LFM2.5. Definitions only.
+"""Short convolutions beside attention: LFM2 and LFM2.5, dense and MoE. Definitions only.
 
 A convolution layer reads the last few tokens of each path only. Their inputs are in a cache by slot, as keys
 and values are, so a tree needs no state.
@@ -11,18 +11,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.schema import Flag, whole
+from common.schema import Flag, number, whole
+from families.experts import Experts, MixtureArgs
 from families.mixed import MixedCaches
-from model import KVCaches, Linear, ModelArgs, PassInputs, TargetBlock, Transformer, lazy_zeros
+from families.norms import invariant, ordered_sum
+from model import MLP, KVCaches, Linear, PassInputs, TargetBlock, Transformer, lazy_zeros
 
 
 @dataclass(frozen=True)
-class ShortConvArgs(ModelArgs):
+class ShortConvArgs(MixtureArgs):
     """The shape of a target with short convolutions."""
 
     conv_layers: tuple[whole(0, 1), ...] = ()  # 1: a convolution, 0: attention
     conv_taps: whole(1, 64) = 3  # tokens that it reads
     conv_bias: Flag = False
+    dense_layers: whole(0, 10_000) = 0  # the first layers, with an MLP of `dense_size` in place of experts
+    router_factor: number(above=0, high=1e6) = 1.0  # of the weights of experts
 
     shardable = False
 
@@ -70,14 +74,43 @@ class ConvCaches(KVCaches):
             cache.inputs.index_put_((rows, target), cache.inputs[rows, source])
 
 
-class ConvBlock(TargetBlock):
-    """A layer with a short convolution in place of attention."""
+class SigmoidExperts(Experts):
+    """Experts with independent scores; a bias changes which are chosen, but not their weights."""
 
-    standard = False
+    own_routing = True
+
+    def __init__(self, args: ShortConvArgs):
+        super().__init__(args)
+        self.factor, self.score_bias = args.router_factor, nn.Parameter(torch.zeros(args.num_experts))
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores = invariant(torch.sigmoid, self.router(tokens).float())
+        chosen = (scores + self.score_bias.float()).topk(self.used, dim=-1).indices
+        weight = scores.gather(-1, chosen)
+        if self.renormalize:
+            weight = weight / (ordered_sum(weight) + 1e-6)[:, None]
+        return weight * self.factor, chosen
+
+
+class AttentionBlock(TargetBlock):
+    """A layer with attention."""
+
+    def __init__(self, args: ShortConvArgs, layer: int = 0):
+        if layer < args.dense_layers:
+            args = replace(args, num_experts=0, intermediate_size=args.dense_size)
+        super().__init__(args, layer)
+        self.standard = not args.num_experts
+
+    def make_mlp(self, args: ShortConvArgs) -> nn.Module:
+        return SigmoidExperts(args) if args.num_experts else MLP(args)
+
+
+class ConvBlock(AttentionBlock):
+    """A layer with a short convolution in place of attention."""
 
     def __init__(self, args: ShortConvArgs, layer: int = 0):
         super().__init__(args, layer)
-        H = args.hidden_size
+        self.standard, H = False, args.hidden_size
         del self.wqkv, self.wo, self.q_norm, self.k_norm
         self.q_norm = self.k_norm = None
         self.w_in, self.w_out = (Linear(H, n * H, bias=args.conv_bias) for n in (3, 1))
@@ -94,7 +127,7 @@ class ShortConv(Transformer):
     Args = ShortConvArgs
 
     def make_layer(self, layer: int) -> TargetBlock:
-        return (ConvBlock if self.args.conv_layers[layer] else TargetBlock)(self.args, layer)
+        return (ConvBlock if self.args.conv_layers[layer] else AttentionBlock)(self.args, layer)
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
         embed, layers = self.embed, self.args.conv_layers

@@ -237,7 +237,8 @@ class Shard:
         Raises InputError, with the numbers, if the target cannot be sharded over these ranks.
         """
         if not getattr(args, "shardable", True):
-            raise InputError(f"{ranks} ranks: a target of this family runs in one process only")
+            raise InputError(f"{ranks} ranks: a target of this family runs in one process only; leave out"
+                             " torchrun")
         if args.tie_embeddings and scheme and EMBED in (scheme.kinds or {}):
             raise InputError(f"{ranks} ranks: an lm_head tied to embeddings as their source stores them"
                              " cannot be sharded; convert the source with --dtype bf16")

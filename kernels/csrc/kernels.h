@@ -88,6 +88,8 @@ struct Mixture {
   Weight router;
   int64_t experts = 0, used = 0;  // used: experts per token
   bool renormalize = false;  // the weights of a token's experts sum to 1
+  const float* weights = nullptr;  // [M, used], with `chosen` [M, used], if the caller routed the tokens
+  const int64_t* chosen = nullptr;
 };
 
 enum class Gate { NONE, SILU = 2, GELU = 3, CLAMPED = 4 };  // of an MLP, numbered as in packed.py: GATES

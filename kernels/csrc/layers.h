@@ -104,6 +104,9 @@ struct Experts {
 
   // Choose the experts of token m, best first, and their weights. Ties go to the lower index.
   void choose(const Mixture& mixture, int64_t m) const {
+    for (int64_t i = m * used; mixture.chosen && i < m * used + used; i++)
+      chosen[i] = mixture.chosen[i], weights[i] = mixture.weights[i];
+    if (mixture.chosen) return;
     std::vector<Candidate> order(mixture.experts);
     for (int64_t e = 0; e < mixture.experts; e++) order[e] = {E::get(scores + m * mixture.experts + e, 1)[0], e};
     std::partial_sort(order.begin(), order.begin() + used, order.end());
@@ -120,9 +123,11 @@ struct Experts {
   void add(const Team& team, const Layer& w, const Value<X>* x, int64_t inner, Rounded& rounded, Value<X>* gated,
            Value<E>* stream) const {
     const Mixture& mixture = w.mixture;
-    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, Gate::NONE, mixture.experts, rounded, nullptr,
-                      scores);
-    team.barrier();
+    if (!mixture.chosen) {
+      linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, Gate::NONE, mixture.experts, rounded, nullptr,
+                        scores);
+      team.barrier();
+    }
     team.parallel_for(M, [&](int64_t m) { choose(mixture, m); });
     team.barrier();
     // Every thread computes the same portions and indices.

@@ -115,14 +115,15 @@ Mixture mixture_of(const Weight& router, int64_t bits) {
   return {router, bits >> 24 & 0xFFFF, bits >> 40 & 0xFFFF, bool(bits >> 56)};
 }
 
-// residual [.., H] plus a mixture of experts of x [.., H]. mode: of its gate.
+// residual [.., H] plus a mixture of experts of x [.., H]. mode: of its gate. weights, chosen: see `Mixture`.
 Tensor experts(const Dense& x, const Tensor& residual, const Operands& router, const Operands& gate_up,
-               const Operands& down, int64_t bits, int64_t mode) {
+               const Operands& down, int64_t bits, int64_t mode, const Maybe& weights, const Maybe& chosen) {
   Tensor out = copy(residual);
   const int64_t H = x.size(-1);
   Layer layer{};
   layer.gate_up = weight(gate_up), layer.down = weight(down), layer.gate = gate_of(mode);
   layer.mixture = mixture_of(weight(router), bits);
+  layer.mixture.weights = floats(weights), layer.mixture.chosen = longs(chosen);
   dispatch_dtype(x, [&](auto kernels) {
     kernels.experts(threads(), data(x), x.numel() / H, H, layer, out.mutable_data_ptr());
   });

@@ -110,10 +110,12 @@ def test_types_side_by_side(tmp_path):
         assert torch.equal(weight, exact.get_submodule(name).weight), name
 
 
-def gguf_experts(stacks: dict) -> dict:
+def gguf_experts(stacks: dict, arch: str) -> dict:
     """The experts of a layer as a GGUF has them, from transformers' gate_up_proj, down_proj and their biases.
     """
     gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    if arch == "gemma4":
+        return {"gate_up_exps.weight": gate_up, "down_exps.weight": down}
     if "down_proj_bias" not in stacks:  # gate above up
         gate, up = gate_up.chunk(2, dim=1)
         return {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down}
@@ -125,39 +127,63 @@ def gguf_experts(stacks: dict) -> dict:
     }
 
 
+def gemma4_keys(config) -> dict:
+    """The keys of Gemma 4 in a GGUF: those of heads are of global layers, others are lists by layer."""
+    of_global = next(iter(config.to_dict()["per_layer_config"].values()))
+    heads = [2 if kind == "sliding_attention" else of_global.get("num_key_value_heads", 2)
+             for kind in config.layer_types]
+    own = LAYERS - config.num_kv_shared_layers
+    return {
+        "head_dim": 20, "num_key_value_heads": heads if {*heads} != {2} else 2,
+        "num_experts_per_tok": config.top_k_experts,
+        "intermediate_size": [80] * own + [160] * (LAYERS - own) if config.use_double_wide_mlp else 80}
+
+
 def family_gguf(file: Path, reference, arch: str, kind="F32") -> Path:
     """A model of transformers as a GGUF file. kind: of its matrices, if MXFP4 of its experts only."""
-    config, state = reference.config, dict(reference.state_dict())
+    config, state = reference.config.get_text_config(), {
+        n.replace("language_model.", ""): t for n, t in reference.state_dict().items() if "vision" not in n}
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    keys = config.to_dict() | {
+    keys = config.to_dict()
+    keys |= {
         "rope_theta": rope["rope_theta"], "num_experts": experts,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "head_dim": keys.get("head_dim") or config.hidden_size // config.num_attention_heads,
     }
     if arch == "gpt-oss":
         keys["moe_intermediate_size"] = config.intermediate_size
-    if config.tie_word_embeddings:
+    if reference.config.tie_word_embeddings:
         del state["lm_head.weight"]
-    if arch.startswith("gemma"):  # llama.cpp adds the 1 of zero-centered norms
+    if arch in ("gemma2", "gemma3"):  # llama.cpp adds the 1 of zero-centered norms
         state = {n: t + 1 if n.endswith("norm.weight") else t for n, t in state.items()}
-    if arch == "lfm2":
-        kinds = config.layer_types
+    kinds = getattr(config, "layer_types", None)
+    if arch == "gemma4":
+        keys |= gemma4_keys(config)
+        state = {n.replace("router.scale", "ffn_gate_inp.scale").replace(
+            "router.per_expert_scale", "ffn_down_exps.scale"): t for n, t in state.items()}
+    if arch.startswith("lfm2"):
         keys |= {
             "num_key_value_heads": [2 * (kind == "full_attention") for kind in kinds], "rms_norm_eps": 1e-5,
             "intermediate_size": state["model.layers.0.feed_forward.w1.weight"].shape[0]}
         state = {n: t[:, 0] if n.endswith("conv.conv.weight") else t for n, t in state.items()}
     if experts:  # transformers 5 holds them stacked: gate above up
         for i in range(config.num_hidden_layers):
-            prefix = f"model.layers.{i}.mlp.experts."
-            stacks = {n.removeprefix(prefix): state.pop(n) for n in [*state] if n.startswith(prefix)}
-            state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks).items()}
+            prefix = re.compile(rf"model\.layers\.{i}\.(\w+\.)?experts\.")
+            stacks = {prefix.sub("", n): state.pop(n) for n in [*state] if prefix.match(n)}
+            if stacks:
+                state |= {f"model.layers.{i}.ffn_{n}": t for n, t in gguf_experts(stacks, arch).items()}
 
     def extra(w) -> None:
         if arch == "gemma3":
             w.add_sliding_window_pattern(GEMMA3["sliding_window_pattern"])
-        if arch == "lfm2":
-            w.add_shortconv_l_cache(config.conv_L_cache)
-        if "partial_rotary_factor" in rope:
+        if arch == "gemma4":
+            w.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+            w.add_key_length_swa(12), w.add_value_length_swa(12), w.add_rope_freq_base_swa(1e4)
+            w.add_shared_kv_layers(config.num_kv_shared_layers)
+            w.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+            w.add_rope_dimension_count(20), w.add_rope_dimension_count_swa(12)
+            w.add_tensor("rope_freqs.weight", np.array([1, 1] + [1e30] * 8, np.float32))
+        elif "partial_rotary_factor" in rope:
             w.add_rope_dimension_count(int(keys["head_dim"] * rope["partial_rotary_factor"]))
         if "llama_4_scaling_beta" in rope:
             w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
@@ -216,7 +242,8 @@ def hybrid_gguf(file: Path, state: dict, config, arch: str) -> Path:
 
 
 ROPE = "attention_factor", "factor", "original_max_position_embeddings"
-OTHERS = {"name", "source", "sha256", "stop_ids", "bos_id", "query_scalar"}  # of which one says more
+OTHERS = {  # of which one says more
+    "name", "architecture", "source", "sha256", "stop_ids", "bos_id", "query_scalar"}
 
 
 def comparable(config: dict) -> dict:
@@ -232,7 +259,8 @@ def comparable(config: dict) -> dict:
     ("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen3", "qwen3"),
     ("Mixtral", "llama"), ("Qwen3-MoE", "qwen3moe"), ("Phi-3", "phi3"), ("Phi-3 with longrope", "phi3"),
     ("Phi-4-mini", "phi3"), ("Gemma 2", "gemma2"), ("SmolLM3", "smollm3"), ("OLMo 2", "olmo2"),
-    ("LFM2", "lfm2"), ("Granite 3", "granite"), ("GLM-4-0414", "glm4"), ("Ministral 3", "mistral3"),
+    ("LFM2", "lfm2"), ("LFM2-MoE", "lfm2moe"), ("Granite 3", "granite"), ("GLM-4-0414", "glm4"),
+    *((f"Gemma 4 {size}", "gemma4") for size in ("E2B", "31B", "26B-A4B")), ("Ministral 3", "mistral3"),
     ("Gemma 3", "gemma3"), ("Qwen3 tied, yarn", "qwen3"), ("gpt-oss", "gpt-oss"),
     ("Qwen3.5", "qwen35"), ("Qwen3.5-MoE", "qwen35moe"), ("Qwen3-Next", "qwen3next"),
 ])

@@ -5,17 +5,21 @@ import random
 import pytest
 from helpers.decoding import OPTIONS, alone, check_texts, decode, ids, load, prompts, requests
 from helpers.drafters import NAMES, cases, make_drafter
-from helpers.families import make_target
+from helpers.families import VARIANTS, make_target
 from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
 
 from checkpoint.convert import convert
 from checkpoint.load import load_head, load_model
+from checkpoint.quantizing import QuantizationPlan, quantize_folder
+from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.sampling import Sampling
 from engine.target import load_target
 from kernels.choose import choose_backend
+from kernels.quantized import Scheme
+from tree import TreeShape
 
 PROMPTS = [list(b"u:the tide comes in and the tide\na:"), [256, *range(97, 120)], [256, 1]]
 SAMPLED = [Sampling(40, 1.0, seed=seed) for seed in range(3)]
@@ -86,23 +90,28 @@ def test_on_the_kernels(on_kernels, name):
 
 
 # With a state, mixtures, sinks, windows, convolutions, shared keys.
-FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2", "Gemma 4 E2B"
+FAMILIES = "Qwen3-Next", "Qwen3-MoE", "gpt-oss", "Gemma 3", "LFM2-MoE", "Gemma 4 E2B", "Gemma 4 26B-A4B"
 
 
 @pytest.fixture(scope="module", params=[
     pytest.param(name, marks=[pytest.mark.expensive] * (name != "Qwen3-Next")) for name in FAMILIES
 ])
 def family(request, tmp_path_factory):
+    return family_of(tmp_path_factory.mktemp("family"), request.param)
+
+
+def family_of(made, name: str, dtype: str = "fp32", scheme: Scheme | None = None) -> tuple:
     """A target on the kernels, its EAGLE-3 and EAGLE-1 heads, requests and their plain texts."""
-    made = tmp_path_factory.mktemp("family")
-    (make_hybrid if request.param in HYBRIDS else make_target)(made / "in", request.param)
-    folder = convert(made / "in", made / "out", quiet=True)
+    (make_hybrid if name in HYBRIDS else make_target)(made / "in", name)
+    folder = convert(made / "in", made / "out", dtype=dtype, quiet=True)
+    if scheme:
+        quantize_folder(QuantizationPlan.of(folder, scheme), folder := made / "quantized")
     (raw, _), (target, _) = load_model(folder), load_model(folder)
     assert choose_backend("cpu").prepare(target)
     width, heads = target.args.hidden_size, []
     for kind in ("eagle3", "eagle"):
         source = write_head(made / kind, *make_head(kind, hidden=width, target=width))
-        heads.append(load_head(convert(source, target=folder, quiet=True), target, kind))
+        heads.append(load_head(convert(source, target=folder, dtype=dtype, quiet=True), target, kind))
     target.backend.prepare(*heads)
     asked = requests(6, seed=5)  # longer than windows and blocks, greedy and sampled
     return target, raw, heads, asked, alone((target, None), asked)
@@ -122,4 +131,15 @@ def test_families(family, name):
     model = target if name in WHOLE else raw
     drafter = make_drafter(name, model, *heads, lambda *models: target.backend.prepare(*models))
     engine = Engine(target, drafter, batch=3, max_seq_len=300, compile=False)
+    check_texts(decode(engine, asked, random.Random(1)), expected, asked)
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", (None, Scheme("int8", 0, "int8")))
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.expensive] * ("LFM2" not in name)) for name in VARIANTS])
+def test_families_in_few_bits(tmp_path, name, scheme):
+    target, _, (head, _), asked, expected = family_of(tmp_path, name, "bf16", scheme)
+    engine = Engine(target, HeadDrafter(head, TreeShape(8, 2, 3)), batch=3, max_seq_len=300, compile=False)
     check_texts(decode(engine, asked, random.Random(1)), expected, asked)

@@ -10,11 +10,13 @@ from helpers.heads import make_head, write_head
 from helpers.hybrids import HYBRIDS, make_hybrid
 from helpers.launching import TORCHRUN, run
 from helpers.ranked import OF_TWO, everything
+from helpers.refusals import refused
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
 from checkpoint.load import read_config
 from checkpoint.quantizing import QuantizationPlan, quantize_folder
+from checkpoint.sharded import shards_of
 from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, Scheme
 from kernels.quantized import MODES as PRECISIONS
 
@@ -74,6 +76,14 @@ def sharded(request, folder, tmp_path_factory):
     launch = *TORCHRUN, "--standalone", "--nproc-per-node", request.param
     run(*launch, "-m", "helpers.ranked", folder, out, timeout=900)
     return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", ("OLMo 3", "LFM2", "LFM2-MoE", "Gemma 4 E2B", "Gemma 4 26B-A4B"))
+def test_families_that_are_not_sharded(tmp_path, name):
+    make_target(tmp_path / "in", name)
+    config = read_config(convert(tmp_path / "in", tmp_path / "out", quiet=True))
+    with refused("2 ranks: a target of this family runs in one process only; leave out torchrun"):
+        shards_of(config, 2)
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *EXACT, "odd", "heads", "drafters", "modes"])

@@ -89,10 +89,17 @@ VARIANTS = {
     "LFM2 with biases": ("Lfm2", {
         "layer_types": ["conv", "full_attention"] * 4, "block_multiple_of": 16, "conv_bias": True,
         "conv_L_cache": 4}),
+    "LFM2-MoE": ("Lfm2Moe", {
+        "layer_types": ["conv", "full_attention"] * 4, "norm_eps": 1e-5, "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 2,
+        "routed_scaling_factor": 1.5}),
     "Gemma 4 E2B": ("Gemma4Text", GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 4,
                                             "use_double_wide_mlp": True}),
     "Gemma 4 31B": ("Gemma4", GEMMA4 | {
         "attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 0}),
+    "Gemma 4 26B-A4B": ("Gemma4", GEMMA4 | {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "pad_token_id": 0, "num_experts": 6,
+        "enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 32}),
     "Gemma 2": ("Gemma2", {"head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 36,
                            "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
 }
@@ -151,8 +158,9 @@ def make_target(folder: Path, name: str):
     auto = transformers.AutoModelForImageTextToText if kind in EYES else transformers.AutoModelForCausalLM
     reference = auto.from_config(config).float().eval()
     with torch.no_grad():
-        for n, p in reference.named_parameters():  # norms and biases too: ones and zeros would hide a swap
-            p.normal_(1 if n.endswith("norm.weight") and "Gemma" not in kind else 0, 0.2)
+        for n, p in reference.state_dict().items():  # norms and biases too: ones and zeros would hide a swap
+            one = n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in kind)
+            p.normal_(int(one), 0.2)
     reference.save_pretrained(folder)
     if "MXFP4" in name:
         to_mxfp4(folder, reference)

@@ -66,6 +66,9 @@ NEXTN = {  # of an MTP layer, the ninth here
 }
 
 
+LEAVES = {"attn_sinks": ".weight", "layer_output_scale": ".weight", "exp_probs_b": ".bias"}
+
+
 def write_gguf(
     file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama"
 ) -> Path:
@@ -83,6 +86,8 @@ def write_gguf(
         w.add_layer_norm_rms_eps: "rms_norm_eps", w.add_rope_freq_base: "rope_theta",
         w.add_sliding_window: "sliding_window", w.add_expert_count: "num_experts",
         w.add_expert_used_count: "num_experts_per_tok",
+        w.add_leading_dense_block_count: "num_dense_layers",
+        w.add_expert_weights_scale: "routed_scaling_factor", w.add_shortconv_l_cache: "conv_L_cache",
         w.add_expert_feed_forward_length: "moe_intermediate_size",
         w.add_expert_shared_feed_forward_length: "shared_expert_intermediate_size",
         w.add_ssm_conv_kernel: "linear_conv_kernel_dim", w.add_ssm_state_size: "linear_key_head_dim",
@@ -106,7 +111,7 @@ def write_gguf(
             name = name.replace("mtp.layers.0.", "model.layers.8.").replace("dt_bias", "dt_proj.bias")
             found = known.get_name(name, try_suffixes=(".weight", ".bias"))
             name = found or name.replace("model.layers", "blk")
-            name += ".weight" * name.endswith("sinks")
+            name += LEAVES.get(name.rpartition(".")[2], "")
         data = tensor.float()
         if arch in INTERLEAVED and re.search(r"attn_[qk]\.", name):  # halves become neighboring pairs
             pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
