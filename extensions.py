@@ -136,6 +136,7 @@ CHAT_TEMPLATES, STOP_TEXTS = "tokens.templates", "tokens.stops"
 GRAMMARS = "tokens.grammar:Grammars"
 PROCESSORS = "engine.processors:Processors"  # logits processors
 LOGPROBS_OF_ROW = "engine.processors:scores_of"
+ANNOUNCED = "common.progress:announced"  # prints a line if something takes long
 LAUNCH_ALL = "engine.warmup:launch_all"  # warmup of all passes
 PROMPT_SCORES = "engine.prompt_scores:score_prompt"  # log-probabilities of a prompt
 

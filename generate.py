@@ -151,6 +151,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 
     Replaces --json-schema by its content. Raises InputError or ValueError.
     """
+    from engine.request import IS_EMPTY
     from engine.sampling import Sampling
 
     given = [" ".join(o.words)] * bool(o.words) + o.prompt
@@ -164,7 +165,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
         else:
             prompts.append(read_prompt_file(path))
     if "" in prompts:
-        raise InputError("a prompt is empty (--prompt, --prompt-file or standard input); give a text")
+        raise InputError(f"the prompt {IS_EMPTY}")
     if o.trace:
         from console import trace
 

@@ -57,7 +57,7 @@ class LLM:
     - runtime_options: fields of `Runtime`, such as device="cpu" or dtype=torch.bfloat16
     - log: called with one line when something slow starts or ends
 
-    Raises ValueError, with one line, if anything is missing, damaged, wrong or does not fit.
+    Raises InputError, a ValueError, with one line, if anything is missing, damaged, wrong or does not fit.
     """
 
     def __init__(
@@ -69,13 +69,8 @@ class LLM:
     ):
         if checkpoint and model:
             raise InputError(f"checkpoint {checkpoint} and model {model} are the same argument: give one")
-        checkpoint = checkpoint or model
-        if speculate is None:
-            speculate = "none"
-        ARGUMENT_SCHEMA.check({
-            "checkpoint": checkpoint, "speculate": speculate, "draft": draft, "tree": tree,
-            "batch_size": batch_size, "max_seq_len": max_seq_len, "log": log,
-        })
+        checkpoint, speculate = checkpoint or model, "none" if speculate is None else speculate
+        ARGUMENT_SCHEMA.check(locals())
         if isinstance(speculate, Drafting) and (draft or tree):
             raise InputError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
@@ -92,9 +87,13 @@ class LLM:
         if drafting.method == "none":
             extensions.load(extensions.UNUSED_HEADS)(folder, log)
         self.target: Target = load_target(folder, runtime, log, ranks)
-        self.tokenizer = self.target.tokenizer
+        self.tokenizer, self.speculate = self.target.tokenizer, drafting.method
         self.engine = make_engine(self.target, drafting, batch=batch_size, max_seq_len=max_seq_len)
         self._warmed_up: set[bool] = set()  # by whether requests sample
+
+    def __repr__(self) -> str:
+        size = f"{self.engine.batch} x {self.engine.max_seq_len} tokens"
+        return f"LLM({self.target.checkpoint}, {self.speculate}, {size})"
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Encode a prompt as token ids. options: arguments of `engine.request.encode`."""
@@ -111,14 +110,15 @@ class LLM:
         False}. parse_special: False encodes special tokens in raw text as plain text. sampling: fields of
         `Sampling`; output i is sampled with `seed` + i. Returns a `Request`, or a list, with `n` outputs
         of each prompt in turn: their `text`, `ids`, `finish`, `tau` (acceptance length), `tokens_per_second`
-        and more. Raises ValueError, before anything is decoded, on an invalid prompt or option.
+        and more. Raises InputError, a ValueError, before anything is decoded, on an invalid prompt or option.
         """
         prompts = as_python(prompts)
         single = is_single_prompt(prompts)
         first, count = with_options(Sampling, sampling), COUNT_SCHEMA.check(n, "n")
-        encoding = {"raw": raw, "system": system, "variables": variables, "parse_special": parse_special}
-        encoded = (self.encode(prompt, **encoding) for prompt in ([prompts] if single else prompts))
-        ids = [each for each in encoded for _ in range(count)]
+        ids = []
+        for prompt in [prompts] if single else prompts:
+            ids += count * [self.encode(
+                prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)]
         self._warm_up(first)
         samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         continues = "continue_final_message" in (variables or ())
@@ -127,9 +127,11 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, *, raw: bool = False, system: str | None = None, variables: dict | None = None,
-        parse_special: bool = True, **sampling
+        parse_special: bool = True, n: int = 1, **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
+        if n != 1:
+            raise InputError(f"n {n}: a stream has one output; generate takes n")
         ids = self.encode(prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)
         self._warm_up(options := with_options(Sampling, sampling))
         return self.engine.run([ids], [options], [])
@@ -150,7 +152,8 @@ class LLM:
         noisy = sampling.temperature > 0
         if noisy not in self._warmed_up and not self.engine.busy:
             self._warmed_up.add(noisy)
-            self.engine.warm_up(Sampling(temperature=sampling.temperature))
+            with extensions.load(extensions.ANNOUNCED)("warming up: compiling and timing steps, once"):
+                self.engine.warm_up(Sampling(temperature=sampling.temperature))
 
 
 def joint_speed(requests: list[Request]) -> tuple[float, float]:

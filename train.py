@@ -19,25 +19,24 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
-import torch
-
+# torch takes seconds to import: `parser` imports it.
 from common.cli import Options, command, count, is_distributed, note, positive, seed, within
+from common.progress import announced
 from common.writing import check_replaceable
-from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, TTT_STEPS, describe, measured_flops
-from engine.runtime import Runtime
-from kernels.tp import local_device, process_group
-from training.data import MIN_ANSWER_TOKENS
-from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
-from training.processes import RANK_TIMEOUT, ProcessGroup
-from training.session import DRAFT_VOCAB, Session
-from training.trainer import Plan
 
 MEASUREMENT = 10  # seconds of --estimate
 
 
 def parser() -> Options:
     """Return the options of the command line, each with its rules."""
+    from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, TTT_STEPS
+    from training.data import MIN_ANSWER_TOKENS
+    from training.heads import BLOCK_DRAFTS, MARKOV_RANK, TRAINED
+    from training.session import DRAFT_VOCAB
+    from training.trainer import Plan
+
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
     p.add_checkpoint("target: a folder, hub id or .gguf")
@@ -101,6 +100,9 @@ def parser() -> Options:
 
 def add_rules(p: Options) -> None:
     """Add the rules of the options."""
+    from drafters.estimate import CONVERSATIONS
+    from training.heads import TRAINED
+
     reject_if = p.reject_if
     p.add_rule(lambda o: o.estimate and vars(o).update(
         out=o.out or "head", synthesize=o.synthesize or (not o.prompts and CONVERSATIONS)))
@@ -117,14 +119,24 @@ def add_rules(p: Options) -> None:
                lambda o, name=name: f"--{name.replace('_', '-')}: not for --kind {o.kind}; leave it out")
 
 
-def run(o: argparse.Namespace, words: list[str]) -> None:
-    """Train with the options. words: the command line.
+def run(o: argparse.Namespace, words: list[str], started: float) -> None:
+    """Train with the options. words: the command line. started: when it started, in `time.monotonic`.
 
     Raises InputError, ValueError, OSError and RuntimeError on bad input.
     """
+    import torch
+
+    from drafters.estimate import describe, measured_flops
+    from engine.runtime import Runtime
+    from kernels.tp import local_device, process_group
+    from training.processes import RANK_TIMEOUT, ProcessGroup
+    from training.session import Session
+
+    # Denormals take a third of a step on Intel's processors. Threads that start later inherit the setting.
+    torch.set_flush_denormal(True)
     runtime = Runtime(local_device(Runtime(o.device).device_name), compile=False)
     runtime.prepare()
-    session = Session(o, words)
+    session = Session(o, words, started)
     if o.estimate:
         count = o.synthesize + len(session.prompts)
         note(f"timing matrix products for {MEASUREMENT} seconds ...")
@@ -140,13 +152,13 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Return the exit status, see `common.cli.run_command`."""
-    words = sys.argv[1:] if argv is None else argv
+    words, started = sys.argv[1:] if argv is None else argv, time.monotonic()
+    with announced("importing PyTorch"):
+        options = parser()
     # PyTorch raises RuntimeError when memory runs out.
-    return command(parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
+    return command(options, argv, lambda o: run(o, words, started), OSError, ValueError, RuntimeError,
                    interrupted="\nstopped; run the same command to go on")
 
 
 if __name__ == "__main__":
-    # Denormals take a third of a step on Intel's processors. Threads that start later inherit the setting.
-    torch.set_flush_denormal(True)
     sys.exit(main())

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from common.errors import InputError
+
 if TYPE_CHECKING:
     from engine.step import Step
 
@@ -33,15 +35,11 @@ class TreeShape:
     def __post_init__(self):
         if self.nodes == 1 and not (self.depth or self.width):
             return
-        if self.nodes == 1:
-            raise ValueError("tree: 1 node is only the root; give at least 2, or decode without drafts")
         if self.nodes < 2 or self.depth < 0 or self.width < 1:
-            raise ValueError(
-                f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive"
-                " (depth may be 0)"
-            )
+            raise InputError(f"tree: {self.nodes} nodes, depth {self.depth}, width {self.width}: must be at"
+                             " least 2 (root included), 0 and 1")
         if self.nodes - 1 > self.candidates:
-            raise ValueError(
+            raise InputError(
                 f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft"
                 f" {self.candidates} + the root"
             )

@@ -48,7 +48,7 @@ Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a voc
 Layers = whole(1, 10_000)
 
 
-class InvalidValue(ValueError):
+class InvalidValue(InputError):
     """A key has an invalid value. The message names key, value and what is expected."""
 
     def __init__(self, key: str, found: Any, expected: str):

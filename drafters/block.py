@@ -158,7 +158,7 @@ def block_drafter(head: Head) -> type[BlockDrafter] | None:
 
 
 def build(setup: Setup) -> BlockDrafter:
-    """Load the head. Raises InputError for an unfit head or a static tree, ValueError for too deep trees."""
+    """Load the head. Raises InputError for an unfit head, and for a static or too deep tree."""
     tree = setup.tree
     if not isinstance(tree, TreeShape):
         raise InputError(f"--speculate {setup.method}: needs --tree T,D,K; a chain of n tokens is"

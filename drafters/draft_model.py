@@ -33,7 +33,7 @@ class DraftModel(NetworkDrafter):
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
         super().__init__(shape, model.args.vocab_size, coupled)
         if model.is_recurrent:  # passes over drafted tokens would advance its state
-            raise ValueError("--draft: a model with gated delta nets cannot draft for another one yet")
+            raise InputError("--draft: a model with gated delta nets cannot draft for another one yet")
         self.model = model
 
     @property
@@ -67,7 +67,7 @@ class DraftModel(NetworkDrafter):
 def load_drafter(setup: Setup) -> tuple[Transformer, dict]:
     """Load the converted model of --draft -> (model, its config.json).
 
-    Raises InputError for another vocabulary or a too short context, ValueError for an unfit tree.
+    Raises InputError for another vocabulary, a too short context or an unfit tree.
     """
     folder, target = setup.folder, setup.target
     if not isinstance(setup.tree, TreeShape):

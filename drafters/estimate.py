@@ -8,7 +8,6 @@ from itertools import pairwise
 import torch
 
 from common.errors import counted
-from common.machine import processors
 
 CONVERSATIONS, EPOCHS, ANSWER_TOKENS = 4000, 4, 256  # of a run, unless others are given
 TTT_STEPS = 7  # draft steps that EAGLE-3 unrolls
@@ -18,14 +17,7 @@ STATE_BYTES = 6 * 2**30  # of states that stay in memory; otherwise each epoch c
 STATES = 4  # states of the target that are kept of a token: three layers and the last
 # Answer tokens, and the acceptance length of EAGLE-3 heads trained on them: measured with a target of 135M.
 MEASURED = ((31_000, 2.05), (62_000, 2.21), (124_000, 2.39), (428_615, 3.11), (1_863_492, 3.82))
-CORE_FLOPS, GPU_FLOPS = 100e9, 100e12  # operations per second that are assumed: float32, bfloat16
 MATRIX_SIZES = {"cpu": 256, "cuda": 4096}  # of the measurement; on a CPU within a time slice of the system
-
-
-def usual_flops() -> tuple[float, str]:
-    """Return the operations per second that this machine has without other load, unmeasured, and its name."""
-    count = processors()
-    return (GPU_FLOPS, "a GPU") if torch.cuda.is_available() else (CORE_FLOPS * count, counted(count, "core"))
 
 
 def measured_flops(device: str | torch.device, seconds: float = 0.5) -> float:

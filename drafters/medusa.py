@@ -168,7 +168,7 @@ def published_tree() -> PathTree:
 def build(setup: Setup) -> MultiToken:
     """Load the heads for a static tree: --tree FILE, the published one, or one of the default size.
 
-    Raises InputError for unfit heads, ValueError for an unfit tree.
+    Raises InputError for unfit heads or an unfit tree.
     """
     tree, usual = setup.drafting.tree, setup.default_tree
     if not (tree in (None, "paper") or isinstance(tree, PathTree)):

@@ -36,7 +36,7 @@ class Pard(OnePassDrafter, DraftModel):
 
 
 def build(setup: Setup) -> DraftModel:
-    """Load the model of --draft. Errors are those of `load_drafter`; ValueError for an unfit tree."""
+    """Load the model of --draft. Errors are those of `load_drafter`."""
     (model, own), tree, coupled = load_drafter(setup), setup.tree, setup.drafting.coupled
     if (mask := own.get("pard_token")) is None:
         return DraftModel(model, tree, coupled)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.names import program
-from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, phases, usual_flops, weights
+from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, measured_flops, phases, weights
+from engine.runtime import Runtime
 
 # Heads on the Hugging Face hub by layers, hidden size and vocabulary of their target. Models share shapes.
 HEADS = {
@@ -50,8 +51,8 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     else:
         yield "  a smaller model: none is known; --draft takes any with the same vocabulary"
     openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
-    flops, machine = usual_flops()
+    flops = measured_flops(Runtime().device_name, 0.1)
     hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
-    yield (f"  your own head, trained in about {hours:.2g} hours on {machine} (--estimate measures):"
-           f" {program('train')} --checkpoint {checkpoint} --synthesize {CONVERSATIONS}{openings}"
+    yield (f"  your own head, trained in about {hours:.2g} hours on this machine: {program('train')}"
+           f" --checkpoint {checkpoint} --synthesize {CONVERSATIONS}{openings}"
            f" --out runs/{checkpoint.name}")

@@ -65,23 +65,23 @@ class PathTree:
     """A static tree of EAGLE-1 or Medusa.
 
     paths: ranks below the root; (0, 2) is the third child of the first child. Nodes are sorted by depth, then
-    by ranks, root first. Raises ValueError on a path without its parent, a repeated path, or invalid ranks.
+    by ranks, root first. Raises InputError on a path without its parent, a repeated path, or invalid ranks.
     """
 
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self):
         if not self.paths:
-            raise ValueError("tree: no paths")
+            raise InputError("tree: no paths")
         known = set(self.paths)
         for path in self.paths:
             ranks = all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path)
             if not path or not ranks:
-                raise ValueError(f"tree: path {list(path)} is not a list of ranks (0, 1, ...)")
+                raise InputError(f"tree: path {list(path)} is not a list of ranks (0, 1, ...)")
             if len(path) > 1 and path[:-1] not in known:
-                raise ValueError(f"tree: path {list(path)} has no parent {list(path[:-1])}")
+                raise InputError(f"tree: path {list(path)} has no parent {list(path[:-1])}")
         if len(known) != len(self.paths):
-            raise ValueError("tree: a path is given twice")
+            raise InputError("tree: a path is given twice")
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
 
     @property
@@ -140,9 +140,9 @@ class PathTree:
 
 
 def chain_tree(lengths: tuple[int, ...]) -> PathTree:
-    """Return a tree of chains below the root. Raises ValueError on a length below 1."""
+    """Return a tree of chains below the root. Raises InputError on a length below 1."""
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"tree: chains of {list(lengths)} tokens; each needs at least one")
+        raise InputError(f"tree: chains of {list(lengths)} tokens; each needs at least one")
     return PathTree(tuple((c,) + (0,) * i for c, length in enumerate(lengths) for i in range(length)))
 
 
@@ -150,10 +150,10 @@ def expected_tree(nodes: int, levels: int) -> PathTree:
     """Return the static tree of the nodes with the highest acceptance, root included.
 
     Assumed acceptance of the top-1 child: 60 % at the first level, 10 % less at each further level. That of
-    a child of rank n: 0.25/n of that. Raises ValueError if there is nothing to draft.
+    a child of rank n: 0.25/n of that. Raises InputError if there is nothing to draft.
     """
     if nodes < 2 or levels < 1:
-        raise ValueError(f"tree: {nodes} nodes on {levels} levels draft nothing")
+        raise InputError(f"tree: {nodes} nodes on {levels} levels draft nothing")
 
     def acceptance(path: tuple[int, ...]) -> float:
         return math.prod(0.6 * 0.9**depth * (0.25 / rank if rank else 1) for depth, rank in enumerate(path))
@@ -274,7 +274,7 @@ def read_paths(file: str) -> PathTree:
 def build(setup: Setup) -> HeadDrafter:
     """Build the EAGLE-1 drafter.
 
-    Raises InputError if the head does not fit, ValueError if the tree does not.
+    Raises InputError if the head or the tree does not fit.
     """
     if setup.drafting.tree is not None:  # --tree: dynamic, or another static tree
         return build_head_drafter(setup)

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from common.errors import InputError
 from engine.drafting import Setup
 from engine.state import State
 from extensions import STATIC_HEAD, load
@@ -165,7 +166,7 @@ class NetworkDrafter(Drafter):
     coupled: rank candidates by draft logits plus the noise that the target is sampled with, so that the
     network predicts which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). Coupling never
     changes the output. vocabulary: size of the network's vocabulary. max_levels: of a tree that it can draft,
-    None: any number. Raises ValueError on a tree that is wider or deeper.
+    None: any number. Raises InputError on a tree that is wider or deeper.
     """
 
     applies_costs = True
@@ -184,10 +185,10 @@ class NetworkDrafter(Drafter):
     def _check_shape(self) -> None:
         levels, max_levels = self.shape.max_commit - 1, self.max_levels
         if self.shape.width > self.vocabulary:
-            raise ValueError(f"tree: width {self.shape.width} exceeds the head's vocabulary of"
+            raise InputError(f"tree: width {self.shape.width} exceeds the head's vocabulary of"
                              f" {self.vocabulary}")
         if max_levels is not None and levels > max_levels:
-            raise ValueError(
+            raise InputError(
                 f"tree: {levels} levels below its root, the head drafts {max_levels} tokens ahead")
 
     def with_tree(self, shape: TreeShape) -> NetworkDrafter:
@@ -318,7 +319,7 @@ class HeadDrafter(NetworkDrafter):
 def build(setup: Setup) -> HeadDrafter:
     """Build the drafter of a head that grows trees: EAGLE-2, EAGLE-3 or MTP.
 
-    Raises InputError if the head does not fit, ValueError if the tree does not.
+    Raises InputError if the head or the tree does not fit.
     """
     head = setup.load_head()
     if not isinstance(setup.tree, TreeShape):

@@ -102,10 +102,7 @@ def tree_from_sizes(numbers: list[int]):
     """Return the tree [T, D, K]. Raises InputError if it is impossible or too large."""
     from tree import TreeShape  # imports torch
 
-    try:
-        return check_size(TreeShape(*numbers))
-    except ValueError as e:
-        raise InputError(f"--tree {','.join(map(str, numbers))}: {e}") from None
+    return check_size(TreeShape(*numbers))
 
 
 def check_size(tree):
@@ -269,10 +266,7 @@ def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **setu
     parts = []
     for name, folder in drafting.folders(checkpoint).items():
         given = Setup(name, drafting, METHODS[name].draft, folder, max_seq_len=max_seq_len, **setup)
-        try:
-            part = load(METHODS[name].module)(given)
-        except ValueError as e:  # impossible sizes
-            raise InputError(str(e)) from None
+        part = load(METHODS[name].module)(given)
         part.method = name
         parts.append(part)
     if len(parts) < 2:

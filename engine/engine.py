@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 import extensions
+from common.errors import InputError
 from engine.draft import Drafter
 from engine.request import Draft, Event, Finish, Guide, Request, check_prompt
 from engine.runner import Emission, Emitted, ModelRunner, SlotRange, default_batch_sizes, read_outputs
@@ -62,7 +63,7 @@ class Engine:
     - guide: makes the `Guide` of sampling options that need one
     - self_check: called once, at the start of the first warmup (`engine.check`)
 
-    Raises ValueError, with the numbers, if the caches do not fit in memory.
+    Raises InputError, with the numbers, if the caches do not fit in memory.
     """
 
     self_check: Callable[[ModelRunner, Modes, Callable[[str], None]], None] | None = None
@@ -118,16 +119,16 @@ class Engine:
     # -- admit and leave ----------------------------------------------------------------------
 
     def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:
-        """Raise ValueError, with the numbers, if a request cannot be decoded."""
+        """Raise InputError, with the numbers, if a request cannot be decoded."""
         size = self.target.args.vocab_size
         check_prompt(prompt, name, self.max_lengths, size)
         if sampling.is_guided and self.guide is None:
-            raise ValueError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
+            raise InputError("a JSON schema needs a tokenizer and an end token; this checkpoint lacks one")
         if sampling.stop and self.tokenizer is None:
-            raise ValueError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
+            raise InputError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
         for token, _ in sampling.logit_bias:
             if token >= size:
-                raise ValueError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
+                raise InputError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
 
     def admit(
         self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None,
@@ -138,7 +139,7 @@ class Engine:
 
         guide: its `Guide`; None: built if its options need one. watch: its events carry the drafted
         trees. plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole
-        prompt is read for that. shown, continues: see `TextStream`. Raises ValueError, with the numbers,
+        prompt is read for that. shown, continues: see `TextStream`. Raises InputError, with the numbers,
         if the request cannot be decoded; RuntimeError if no slot is free.
         """
         if not self.free:
@@ -201,7 +202,7 @@ class Engine:
         """Decode prompts and yield their events. A finished request frees its slot for the next.
 
         requests: receives the requests in order, when they are admitted. options: of `admit`. If the caller
-        stops early (Ctrl-C), unfinished requests are removed. Raises ValueError as `admit`, before decoding.
+        stops early (Ctrl-C), unfinished requests are removed. Raises InputError as `admit`, before decoding.
         """
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
@@ -236,13 +237,13 @@ class Engine:
     ) -> list[Request]:
         """Decode any number of prompts to their end; see `run`.
 
-        Raises ValueError as `admit` does, and if a JSON schema cannot be followed to its end.
+        Raises InputError as `admit` does, and if a JSON schema cannot be followed to its end.
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         requests: list[Request] = []
         for event in self.run(prompts, samplings, requests, **options):
             if event.finish == "error":
-                raise ValueError(event.request.error)
+                raise InputError(event.request.error)
         return requests
 
     def finish_prompts(self) -> None:

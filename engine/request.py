@@ -15,6 +15,7 @@ from tokens.tokenizer import PromptTooLong, TextStream, Tokenizer
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
 MAX_CHARACTERS_PER_TOKEN = 128  # upper bound of a prompt's mean
+IS_EMPTY = "is empty: give a text, token ids or messages"
 PROMPT_FORMS = 'a text, token ids, or a list with messages such as {"role": "user", "content": "Hello!"}'
 # "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
 # cache is full. "error": see `Request.error`.
@@ -138,7 +139,7 @@ class Request:
     @property
     def tau(self) -> float:
         """Acceptance length: mean tokens per step, 1 for plain decoding, 0 without a step."""
-        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 0.0
+        return fmean(self.accept_lengths) if self.accept_lengths else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -169,9 +170,8 @@ class Request:
 
 def is_prompt(prompt: object) -> bool:
     """Return whether this is a text, a list of token ids, or one of messages."""
-    if isinstance(prompt, str):
-        return prompt != ""
-    return isinstance(prompt, list) and (all(type(i) is int for i in prompt) or all(map(is_message, prompt)))
+    return isinstance(prompt, str) or (isinstance(prompt, list) and (
+        all(type(i) is int for i in prompt) or all(map(is_message, prompt))))
 
 
 def is_message(message: object) -> bool:
@@ -189,16 +189,18 @@ def encode(
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay unchanged.
     parse_special: encode special tokens in raw text as such. max_lengths: maximum sequence length of the KV
-    cache and of the model. name: the prompt's name in errors. Raises InvalidValue for a prompt of another
-    type; InputError for text without a tokenizer, or a system message without a chat template; PromptTooLong,
-    before encoding, if it has more characters than can fit.
+    cache and of the model. name: the prompt's name in errors. Raises InputError for an empty prompt or one of
+    another type, text without a tokenizer, or a system message without a chat template; PromptTooLong, before
+    encoding, if it has more characters than can fit.
     """
+    if prompt in ("", []):
+        raise InputError(f"{name} {IS_EMPTY}")
     if not is_prompt(prompt):
         raise InvalidValue("prompt", prompt, PROMPT_FORMS)
     for key, value, kind in ("system", system, str), ("variables", variables, dict):
         if not isinstance(value, kind | None):
             raise InvalidValue(key, value, f"a {kind.__name__}")
-    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
         if system is not None:
             raise InputError("a system message (--system) needs a text or messages, not token ids")
         return prompt
@@ -229,13 +231,13 @@ def too_long(name: str, what: object, size: int, longest: int) -> PromptTooLong:
 
 
 def check_prompt(prompt: list[int], name: str, max_lengths: tuple[int, int], vocab_size: int) -> None:
-    """Raise ValueError, with the numbers, if a prompt is empty, does not fit (see `encode`), or has an id
+    """Raise InputError, with the numbers, if a prompt is empty, does not fit (see `encode`), or has an id
     outside the vocabulary.
     """
     if not prompt:
-        raise ValueError(f"{name} is empty: give at least one token")
+        raise InputError(f"{name} {IS_EMPTY}")
     if len(prompt) >= max_lengths[0]:
         raise too_long(name, f"has {len(prompt):,} tokens", *max_lengths)
     for token in prompt:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")
+            raise InputError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import extensions
+from common.errors import InputError
 from common.machine import free_memory
 from engine.draft import Drafter
 from engine.request import Guide, Score
@@ -30,7 +31,7 @@ GPU_WORKSPACE = 320 << 20  # bytes: cuBLAS takes 32 MB for each of two streams, 
 MAX_UNREAD_TOKENS = 512  # maximum number of tokens decoded without the head before it reads them
 
 
-class CachesTooLarge(ValueError):
+class CachesTooLarge(InputError):
     """The caches do not fit in memory. The message gives the numbers."""
 
 

@@ -52,7 +52,7 @@ class Sampling:
     json_schema: a schema that the output must fit, as JSON or a dictionary. limits: `tokens.limits: Limits`,
     such as a grammar or banned words. Forbidden tokens are masked before all of the above. Numbers may be
     numpy's.
-    Raises ValueError on invalid values.
+    Raises InputError on invalid values.
     """
 
     max_new_tokens: whole(1) = 256

@@ -84,11 +84,8 @@ class Target:
 
         max_seq_len: maximum number of tokens of prompt and output (default: `default_max_seq_len`). serves:
         compile steps for smaller batches too, as requests come and go. Raises InputError, one line, if the
-        head or draft model is missing, damaged or does not fit; ValueError, with the numbers, if the caches
-        do not fit in memory.
+        head or draft model is missing, damaged or does not fit, or the caches do not fit in memory.
         """
-        if batch < 1:
-            raise ValueError(f"batch {batch}: must be at least 1")
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
         drafting = drafting.resolve(self.checkpoint, self.log)

@@ -26,7 +26,8 @@ WRONG = (  # of LLM, arguments after the checkpoint, and what is said
 PROMPTS = (  # of generate: prompts, sampling options, and what is said
     *((one, {}, f"prompt is {one!r}; expected a text, token ids, or a list with messages")
       for one in (5, {"role": "user"}, [1, "a"], [{"content": "Hello"}])),
-    ("", {}, "prompt is ''; expected a text"), ("Hello", {"n": 0}, "n is 0; expected"),
+    *((one, {}, "the prompt is empty: give") for one in ("", [[]])), ("Hello", {"n": 0}, "n is 0; expected"),
+    ("Hello", {"json_schema": "file.json"}, "the JSON schema is 'file.json'; expected"),
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?)"),
     ("x" * 200_000, {}, "the prompt has 200,000 characters; prompt and output together"),
     ("x" * 3000, {}, "the prompt has 3,005 tokens; prompt and output together can have at most 1,024 tokens"),
@@ -51,6 +52,7 @@ def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):
 def test_numbers_of_numpy_types_of_torch_and_a_schema_as_a_dictionary(golden, llm):
     options = {"max_new_tokens": np.int64(20), "temperature": np.float32(0.5), "seed": torch.tensor(3)}
     given = LLM(model=golden, speculate=None, device=torch.device("cpu"), dtype=torch.float32, compile=False)
+    assert repr(given) == f"LLM({golden}, none, 8 x 1024 tokens)"
     usual = llm.generate("Hello", max_new_tokens=20, temperature=0.5, seed=3)
     assert given.generate("Hello", **options).ids == usual.ids
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
@@ -63,8 +65,10 @@ def test_wrong_types_and_options_get_a_sentence(golden, llm, monkeypatch):
     calls += [(lambda a=a, o=o: LLM(golden, *a, **o), words) for a, o, words in WRONG]
     calls += [(lambda call=call: call("Hello", variables=5), "variables is 5; expected")
               for call in (llm.generate, llm.stream, llm.chat)]
-    for call, words in (*calls, (lambda: llm.chat(["a"]), "prompt is ['a'")):
-        with pytest.raises(ValueError, match="^" + re.escape(words)):
+    calls += [(lambda: llm.chat(["a"]), "prompt is ['a'"), (lambda: llm.chat([]), "the prompt is empty"),
+              (lambda: llm.stream("a", n=2), "n 2: a stream has one output")]
+    for call, words in calls:
+        with pytest.raises(InputError, match="^" + re.escape(words)):
             call()
 
 

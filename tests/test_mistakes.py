@@ -30,7 +30,7 @@ MISTAKES = (
     ("quantize", "--mode Q8_0", "invalid choice: 'Q8_0' (choose from 'int8', 'w8a8', 'int4', 'w4a8', 'fp8')"),
     ("quantize", "--mode Q4_K_M", "(did you mean int4?)"),
     (DECODING, "-hf a/b", "unrecognized arguments: -hf (did you mean --checkpoint?)"),
-    ("generate", "--prompt=", "a prompt is empty"), ("generate", "--chat", "(did you mean --interactive?)"),
+    ("generate", "--prompt=", "the prompt is empty"), ("generate", "--chat", "(did you mean --interactive?)"),
     (DECODING, "--speculate rest", "--speculate rest: needs --datastore, the file that python -m drafters"),
     (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no such file; name the"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),

@@ -59,8 +59,8 @@ def test_pruned_tree_is_the_best_subset(shape, ties):
 
 
 @pytest.mark.parametrize("kind, arguments, words", [
-    (TreeShape, (0, 1, 1), "must be positive"), (TreeShape, (8, 1, 2), "only draft 6 + the root"),
-    (TreeShape, (1, 2, 0), "1 node is only the root"), (PathTree, [()], "no paths"),
+    (TreeShape, (0, 1, 1), "must be at least 2"), (TreeShape, (8, 1, 2), "only draft 6 + the root"),
+    (TreeShape, (1, 2, 0), "must be at least 2"), (PathTree, [()], "no paths"),
     (PathTree, [((0,), (-1,))], "not a list of ranks"), (PathTree, [((0,), (1, 0))], "has no parent"),
     (PathTree, [((0,), (0,))], "given twice"),
 ])

@@ -77,6 +77,8 @@ def grammar_of(text: str, tokenizer=None, constraint: str = SCHEMA) -> str:
 
     if len(text) > MAX_SCHEMA_CHARS:
         raise InputError(f"{constraint} has {len(text):,} characters, at most {MAX_SCHEMA_CHARS:,}")
+    if constraint == SCHEMA and not text.lstrip().startswith(("{", "true", "false")):
+        raise InputError(f"{constraint} is {text[:60]!r}; expected its text, or a dictionary, not a file")
     with library_errors(f"{constraint} cannot be used"):
         if constraint == SCHEMA:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)

@@ -80,11 +80,11 @@ def render(template, context: dict, messages: list[dict]) -> str:
     field = field if isinstance(field, str) else "content"
     given = messages[-1].get(field) if messages else None
     if not isinstance(given, str):
-        raise ValueError(f"{CONTINUE}: the last message has no {field}")
+        raise InputError(f"{CONTINUE}: the last message has no {field}")
     tagged = dict.fromkeys(THOUGHTS if field in THOUGHTS else [field], given + TAG)
     rendered = _render(template, context, [*messages[:-1], messages[-1] | tagged])
     if (at := rendered.rfind(TAG.rstrip())) < 0 or given.strip() not in rendered:
-        raise ValueError(f"{CONTINUE}: it does not write the last message as it is")
+        raise InputError(f"{CONTINUE}: it does not write the last message as it is")
     # Without the tag's space the template has trimmed the message.
     return rendered[:at] if rendered.startswith(TAG, at) else rendered[:at].rstrip()
 

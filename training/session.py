@@ -27,7 +27,7 @@ from common.cli import note
 from common.errors import InputError, counted
 from common.names import program
 from common.writing import staging
-from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases, usual_flops
+from drafters.estimate import STATE_BYTES, describe, measured_flops, min_minutes, phases
 from engine.engine import Engine
 from engine.step import TORCH
 from head import Head
@@ -40,7 +40,7 @@ from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
-from training.trainer import STATE, VALIDATION, Plan, Trainer
+from training.trainer import STATE, Plan, Trainer
 from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
@@ -52,15 +52,17 @@ OUTPUT_FILES = CONFIG, WEIGHTS, "README.md"
 
 
 class Session:
-    """A run with the options `o` of `train.py`. command: the command line, for the model card.
+    """A run with the options `o` of `train.py`. command: the command line, for the model card. started: when
+    the command started, in `time.monotonic`.
 
     `collect` sets `rows`, the training set (see `training.data`), `held_out`, the validation set, and
     `draft_ids`, the draft vocabulary.
     """
 
-    def __init__(self, o: argparse.Namespace, command: list[str]):
+    def __init__(self, o: argparse.Namespace, command: list[str], started: float):
         """Check the options and the files that they name, without loading a model. Raises InputError."""
-        self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
+        self.o, self.command, self.start_time = o, command, started
+        self.out, self.work = Path(o.out), Path(o.out.rstrip("/") + "-work")
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
                              " written; choose another folder or delete them")
@@ -78,7 +80,6 @@ class Session:
         if self.longest > (most := self.config["max_seq_len"]) and (o.prompts or o.synthesize):
             raise InputError(f"--max-prompt-tokens plus --max-new-tokens {self.longest}:"
                              f" the target has {most}")
-        self.start_time = time.monotonic()
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def run(self, processes: ProcessGroup, device: str) -> None:
@@ -92,11 +93,8 @@ class Session:
             self.training_seconds = 3600 * (hours["states"] + hours["training"])
             if not o.minutes:
                 note(describe(*plan))
-            elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, usual_flops()[0])):
+            elif o.minutes < (least := min_minutes(self.config, o.max_new_tokens, flops)):
                 raise InputError(f"--minutes {o.minutes:g}: this model needs at least {least} here")
-            else:  # conversations end early enough in a smaller batch
-                ending = 60 * o.minutes * MAX_TEXT_FRACTION / 4 / (3600 * hours["text"] / count)
-                o.decode_batch = min(o.decode_batch, max(4, int(ending)))
         self.target, _ = load_model(o.checkpoint, device)
         if self.target.embed.dtype == torch.float16:
             self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
@@ -212,22 +210,21 @@ class Session:
             objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
             tau=self._tau(),
         )
+        if trainer.resume():
+            note(f"resumed at step {trainer.step} of {trainer.total}")
         before = (time.monotonic() - self.start_time) * self.processes.is_main
         before = torch.tensor(before, device=objective.device)
         self.processes.all_reduce([before])  # all end at one step
-        trainer.before = float(before)
-        if trainer.resume():
-            note(f"resumed at step {trainer.step} of {trainer.total}")
+        trainer.before += float(before)
         return trainer
 
-    def _tau(self) -> Callable[[Head], float | None] | None:
+    def _tau(self) -> Callable[[float, Head], float | None] | None:
         """Return `acceptance_length` on held-out prompts that fit with an answer, None without any."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in self.held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + ANSWER_TOKENS <= self.target.args.max_seq_len]
         stop_ids = self.config["stop_ids"]
-        seconds = 60 * self.o.minutes * VALIDATION / 2
-        return partial(acceptance_length, self.decoding, prompts, stop_ids, seconds) if prompts else None
+        return partial(acceptance_length, self.decoding, prompts, stop_ids) if prompts else None
 
     # -- result ----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ WARMUP = 0.03  # fraction of the run in which the learning rate rises
 MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
 MICRO_BATCH_TOKENS = 8192  # padded tokens of a forward pass; gradients are accumulated
+TIMED_BATCH_TOKENS = 256  # of the first step with --minutes, which may end after any forward pass
 SAVE_INTERVAL = 300  # seconds
 VALIDATION = 0.1  # of --minutes, for the last validation
 
@@ -69,7 +70,7 @@ class Trainer:
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
-        work: Path, *, processes: ProcessGroup, tau: Callable[[Head], float | None] | None = None,
+        work: Path, *, processes: ProcessGroup, tau: Callable[[float, Head], float | None] | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
@@ -102,8 +103,9 @@ class Trainer:
 
     def micro_batches(self, indices: list[int]) -> list[list[int]]:
         """Return this rank's shard of a batch, split into parts of MICRO_BATCH_TOKENS tokens."""
-        mine = self.processes.shard(indices)
-        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], MICRO_BATCH_TOKENS)]
+        mine, untimed = self.processes.shard(indices), self.plan.minutes and not self.longest_step
+        size = TIMED_BATCH_TOKENS if untimed else MICRO_BATCH_TOKENS
+        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], size)]
 
     def gradients(self, indices: list[int], steps: int) -> tuple[float, list[float]]:
         """Set the gradients of one batch (rows at `indices`), summed over the ranks.
@@ -122,6 +124,8 @@ class Trainer:
             loss, hits = loss + micro_loss.detach(), hits + micro_hits
             if self.log:
                 self.log.advance(sum(len(row["ids"]) for row in rows), self._progress() + done / len(micros))
+            if done < len(micros) and self._left(1 - VALIDATION) < 0:
+                break
         for p in self.parameters.values():
             if p.grad is None:  # a rank without rows in this batch
                 p.grad = torch.zeros_like(p)
@@ -149,6 +153,12 @@ class Trainer:
         left = 60 * self.plan.minutes * (1 - VALIDATION) - self.before - self.longest_step
         return max(self.step, self.total * self.seconds / max(left, 1.0)) if self.plan.minutes else self.step
 
+    def _left(self, fraction: float = 1.0) -> float:
+        """Return the seconds until this fraction of --minutes is over."""
+        if not self.plan.minutes:
+            return math.inf
+        return 60 * self.plan.minutes * fraction - self.before - self.seconds - time.monotonic() + self.clock
+
     # -- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> list[dict]:
@@ -158,6 +168,9 @@ class Trainer:
         """
         self.log = TrainingLog(self.work, self.step, self.total) if self.processes.is_main else None
         self.saved, self.clock = time.time(), time.monotonic()
+        if not self.step and self._left() < 0:
+            raise InputError(f"--minutes {self.plan.minutes:g}: over before the first step; raise it (the"
+                             " text is kept)")
         try:
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
                 self._run_epoch()
@@ -209,7 +222,8 @@ class Trainer:
             self.log.bar.n = min(self._progress(), self.total)
             self.log.bar.set_description("validating")
             entry = {"step": self.step, "epoch": epochs, "held_out": self._held_out_accuracy()}
-            if self.tau and (tau := self.tau(self.objective.trained())):
+            seconds = min(self._left(), 60 * self.plan.minutes * VALIDATION / 2 or math.inf)
+            if self.tau and seconds > 0 and (tau := self.tau(seconds, self.objective.trained())):
                 entry["tau"] = tau
             self.log.add_validation(entry)
         self.processes.barrier()
@@ -223,6 +237,8 @@ class Trainer:
             batch, seeds = self.objective.batch(rows, steps), [0] * len(rows)
             _, batch_hits = self.objective.loss(batch, self.features.read(rows), batch.scored, seeds)
             hits, valid = hits + batch_hits.cpu(), valid + torch.tensor(batch.valid)
+            if self._left() < 0:
+                break
         return (hits / valid.clamp(min=1)).tolist()
 
     # -- state -----------------------------------------------------------------------------------------------
@@ -266,6 +282,6 @@ class Trainer:
                 p.data.copy_(state["head"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.objective.scale, self.seconds = state["scale"], state["seconds"]
-            self.before = state.get("before", 0.0)
+            self.before = state["before"]
             self.step, self.epoch, self.in_epoch = state["at"]
         return True

@@ -1,7 +1,6 @@
 """The acceptance length of a head in training, from decoding held-out prompts."""
 from __future__ import annotations
 
-import math
 import time
 
 from drafters.block import block_drafter
@@ -32,7 +31,7 @@ def acceptance_length(
 ) -> float | None:
     """Return the mean tokens per step, without prefill, of greedy answers to prompts (lists of ids).
 
-    target: prepared for a backend. seconds: at most, 0 for no limit. None if there was no step.
+    target: prepared for a backend. seconds: at most. None if there was no step.
     """
     copy = twin(head, target, target.embed.dtype)
     target.backend.prepare(copy)
@@ -41,7 +40,7 @@ def acceptance_length(
         max_seq_len=max(map(len, prompts)) + ANSWER_TOKENS, compile=False,
     )
     requests: list[Request] = []
-    deadline = time.monotonic() + (seconds or math.inf)
+    deadline = time.monotonic() + seconds
     for _ in engine.run(prompts, [Sampling(ANSWER_TOKENS)] * len(prompts), requests):
         if time.monotonic() > deadline:
             break

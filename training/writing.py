@@ -27,6 +27,7 @@ from training.processes import ProcessGroup
 from training.report import read_log
 
 MAX_USER_TOKENS = 96  # of a synthesized user turn
+FIRST_BATCH = 4  # conversations, with a deadline; as many more for each one that has ended
 REFUSED = "refused by the chat template ({})"
 
 
@@ -210,7 +211,9 @@ class Collector:
                 if time.monotonic() >= deadline:
                     break
                 advance(talk, self.planned[talk]())
-                while not self.engine.free and time.monotonic() < deadline:
+                # The fewer there are, the earlier the first ones end.
+                most = FIRST_BATCH * (1 + bar.n) if deadline < math.inf else batch
+                while (not self.engine.free or len(live) >= most) and time.monotonic() < deadline:
                     step()
             while live and time.monotonic() < deadline:
                 step()
