@@ -133,7 +133,7 @@ def run(o: argparse.Namespace, words: list[str], started: float) -> None:
     from training.session import Session
 
     # Denormals take a third of a step on Intel's processors. Threads that start later inherit the setting.
-    torch.set_flush_denormal(True)
+    torch.set_flush_denormal(words == sys.argv[1:])  # not in a caller's process
     runtime = Runtime(local_device(Runtime(o.device).device_name), compile=False)
     runtime.prepare()
     session = Session(o, words, started)
