@@ -31,7 +31,7 @@ from kernels.isa import cpuinfo  # noqa: E402
 CUDA = torch.cuda.is_available()
 # Processes with the same file TURNS in their environment compile at the same time and measure one at a time.
 # Each holds a shared lock from the start, and an exclusive one while it measures.
-TURNS = open(os.environ["TURNS"], "w") if os.environ.get("TURNS") else None  # noqa: SIM115: until exit
+TURNS = os.environ.get("TURNS") and open(os.environ["TURNS"], "w")  # noqa: SIM115
 if TURNS:
     fcntl.flock(TURNS, fcntl.LOCK_SH)
 

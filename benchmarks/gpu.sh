@@ -7,8 +7,7 @@
 #
 #   steps   5 minutes: plain steps and trees of 8, 16 and 60 nodes after 128 and 8,192 tokens, with profiles;
 #           tests of the kernels and of captured steps
-#   modes   6 minutes: int8, fp8, int4, a batch of 8, fp8 caches, sampling, programmatic dependent launch;
-#           compute-sanitizer on the kernels
+#   modes   6 minutes: int8, fp8, int4, a batch of 8, fp8 caches; compute-sanitizer on the kernels
 #   real    4 minutes: CHECKPOINT with its head on QUESTIONS: text with and without drafting, acceptance
 #           length and speed of three trees, transformers
 #
@@ -74,7 +73,6 @@ run_modes() {
     step int4 --modes int4 --tree 1,0,0 8,2,4 --context 128 &
     step batch-8 --batch 8 --tree 1,0,0 16,4,5 --context 1024 &
     step fp8-caches --kv fp8 --tree 1,0,0 8,2,4 --context 8192 &
-    TORCHINDUCTOR_ENABLE_PDL=1 step dependent-launch --tree 1,0,0 8,2,4 --context 128 &
     wait
     PATH=$PATH:/usr/local/cuda/bin
     command -v compute-sanitizer >/dev/null || { echo "left out: compute-sanitizer (not installed)"; return; }

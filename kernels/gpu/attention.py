@@ -296,7 +296,7 @@ def attend(
         *scratch, arrival_counters(qkv.device, tiles), T, M, S, eps, hd**-0.5 * LOG2_E.value,
         HEADS=nkv, GROUP=nh // nkv, HEAD_DIM=hd, BLOCK_HALF=max(16, triton.next_power_of_2(hd // 2)),
         BLOCK_D=depth, BLOCK_M=rows, BLOCK_N=keys, BLOCK_NEW=min(keys, 32), SPLITS=splits,
-        MIN_SPLIT=keys if rows == 16 else 2 * keys, CACHED_NODES=M > T,
+        MIN_SPLIT=2 * keys, CACHED_NODES=M > T,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         E4M3=gpu.capability >= (8, 9), SEPARATE_DOTS=qkv.dtype.itemsize == 2 and gpu.capability >= (10, 0),
         num_warps=warps, num_stages=stages, **launch_options(qkv.device),

@@ -1,9 +1,12 @@
 """The step on GPUs: Triton kernels for attention and KV caches, quantized products, experts and ranking.
 
-`kernels.gpu.cache` has attention, `kernels.gpu.products` products with quantized weights, and
-`kernels.gpu.experts` mixtures of experts. cuBLAS computes other products, inductor compiles the rest.
+`kernels.gpu.cache` has attention, `kernels.gpu.products` products with quantized weights, `kernels.gpu.dense`
+the pass of a 16-bit target over few tokens, and `kernels.gpu.experts` mixtures of experts. cuBLAS computes
+other products, inductor compiles the rest.
 """
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn as nn
@@ -12,11 +15,12 @@ from torch import Tensor
 from engine.draft import materialize
 from engine.step import Step
 from head import Head
-from kernels.gpu import experts, products, ranking, sampling
+from kernels.gpu import dense, experts, products, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
 from kernels.gpu.fallback import disabled, with_fallback
 from kernels.gpu.mask import TreeMask
 from model import Transformer
+from tree import gather_tokens
 
 
 class CudaStep(Step):
@@ -36,6 +40,8 @@ class CudaStep(Step):
             for module in model.modules():
                 products.fuse(module)
                 experts.fuse(module)
+            if isinstance(model, Transformer):
+                dense.fuse(model)
         return True
 
     def mask(self, slots: Tensor, length: Tensor, local: Tensor) -> TreeMask:
@@ -51,6 +57,15 @@ class CudaStep(Step):
     ) -> tuple[Tensor, Tensor]:
         scores, index = ranking.top_k(logits, noise, k)
         return scores, index if ids is None else ids[index]
+
+    def draw(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
+        if noise is not None:
+            logits = logits + (noise[:, :1] if depth is None else gather_tokens(noise, depth))
+        count = math.gcd(logits.shape[-1], 256)  # parts of the vocabulary; one program alone takes 30 us
+        parts = logits.unflatten(-1, (count, -1))
+        part = parts.amax(-1).argmax(-1, keepdim=True)
+        best = parts.gather(-2, part[..., None].expand(*part.shape, parts.shape[-1])).argmax(-1)
+        return (part * parts.shape[-1] + best)[..., 0]
 
     def gumbel(
         self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int, latest: list | None = None

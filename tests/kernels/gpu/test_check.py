@@ -105,7 +105,7 @@ def test_ranks_leave_out_what_fails_on_any(runner, monkeypatch):
     class Ranks:
         def all_gather(self, x):
             sent.append(x)
-            return torch.stack((x, torch.tensor([part == "rank" for part in fallback.KERNELS])))
+            return torch.stack((x, torch.tensor([part == "rank" for part in fallback.KERNELS], device=x.device)))
 
     runner.target.ranks = Ranks()
     assert checking.failed_on_any_rank(runner, {"attend": "wrong"}) == ["attend", "rank"]

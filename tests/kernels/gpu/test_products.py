@@ -46,8 +46,9 @@ def error(found, want):
 
 @pytest.mark.parametrize("dtype, limit", DTYPES)
 @pytest.mark.parametrize("rows, mode, N, K", CASES)
-def test_products(device, dtype, limit, rows, mode, N, K):
+def test_products(device, monkeypatch, dtype, limit, rows, mode, N, K):
     """Sums are rounded once, what is added to the residual stream first, as elsewhere; logits are not."""
+    monkeypatch.setattr(products, "tile_index", 0)  # float32 results may have another fastest tile
     layer, x, onto = case(device, dtype, mode, rows, N, K)
     want, alone, both, logits = exactly(layer, x), layer(x), layer(x, onto), layer.logits(x)
     assert error(alone, want) < limit and error(both, want + onto.double()) < limit
