@@ -90,7 +90,7 @@ def convert(
     else:
         out = Path(out or default_folder(checkpoint))
         parts = plan_target(source, cast_to)
-    weights = sum(math.prod(tensor.shape) for tensor in parts[""][1])
+    weights = {tensor.name: math.prod(tensor.shape) for tensor in parts[""][1]}
     if not target and cast_to is None and any(entry.quantized for entry in source.tensors.values()):
         parts[""] = extensions.load(extensions.AS_STORED)(*parts[""])
     name, (config, plan) = _name(checkpoint), parts[""]
@@ -110,8 +110,11 @@ def convert(
     if not quiet:
         what = config.get("architecture", config["kind"])
         what += f", {counted(config['num_layers'], 'layer')}" if "num_layers" in config else ""
-        size = sum(tensor.nbytes for tensor in plan)
-        print(f"wrote {out}: {what}, {weights / 1e6:,.0f} million weights, {size / 1e9:,.2f} GB")
+        lm_head, size = weights.get("lm_head.weight", 0), sum(tensor.nbytes for tensor in plan)
+        of_which = f" ({lm_head / 1e6:,.0f} of them lm_head)" * bool(lm_head)
+        stored = "quantized as stored" if "quantization" in config else str(plan[0].dtype).split(".")[1]
+        print(f"wrote {out}: {what}, {sum(weights.values()) / 1e6:,.0f} million weights{of_which}, {stored},"
+              f" {size / 1e9:,.2f} GB")
     return out
 
 

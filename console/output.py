@@ -61,7 +61,7 @@ def answer(
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        note(figures(requests, engine, o.stats or o.compare))
+        note(figures(requests, engine, o.stats))
         if comparison and comparison.runs:
             note(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):

@@ -623,7 +623,7 @@ $("dark").addEventListener("click", () => {
 $("form").addEventListener("submit", send);
 $("stop").addEventListener("click", () => { running?.stop(); $("input").focus(); });
 $("export").addEventListener("click", save);
-$("tree").open = store.read("tree", innerWidth > 736);
+$("tree").open = store.read("tree", false);
 $("tree").firstElementChild.addEventListener("click", () => store.write("tree", !$("tree").open)); // soon so
 $("earlier").addEventListener("click", () => showTree(shown - 1));
 $("later").addEventListener("click", () => showTree(shown + 1));

@@ -76,6 +76,8 @@ def test_a_first_visit_an_answer_its_tree_and_an_export(page):
     expect(panels.last.locator(".figures")).to_contain_text("1.00 tokens per step")
     expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
     expect(page.locator(".speedup")).to_contain_text("identical output")
+    expect(page.locator("#drawing")).to_be_hidden()
+    page.locator("#tree summary").click()
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
     assert "taken" not in (page.locator("#drawing g").first.get_attribute("class") or "")
     steps = int(page.locator("#step").inner_text().split()[-1])
@@ -256,6 +258,7 @@ def test_an_answer_says_why_it_ended_and_is_kept_until_another_has(page):
     page.reload()
     expect(page.locator(".assistant .text")).to_have_text(text)
     begin_another()
+    page.locator("#tree summary").click()
     expect(page.get_by_role("button", name="Earlier step")).to_be_enabled()
     press(page, "Earlier step")
     chosen = page.locator("#step").inner_text().split()[1]
