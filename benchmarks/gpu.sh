@@ -59,6 +59,8 @@ sanitize() {
 
 run_steps() {
     step plain --tree 1,0,0 --context 128 8192 --top 14 &
+    EAGLE_DENSE=1 step dense --tree 1,0,0 --context 128 8192 --top 8 &
+    EAGLE_DENSE=1 TORCHINDUCTOR_ENABLE_PDL=1 step dense-early --tree 1,0,0 16,4,5 --context 128 8192 --top 8 &
     step tree-8 --tree 8,2,4 --context 128 8192 --top 8 &
     step tree-16 --tree 16,4,5 --context 128 8192 --no-check &
     step tree-60 --tree 60,7,10 --context 128 8192 --top 20 --no-check &

@@ -41,8 +41,3 @@ def gpu_of(device: torch.device) -> Gpu:
         return Gpu((8, 0), 1 << 30, 4)
     found = torch.cuda.get_device_properties(device)
     return Gpu((found.major, found.minor), found.shared_memory_per_block_optin, found.multi_processor_count)
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Return whether a device is of the one architecture on which our choices for speed were measured."""
-    return device.type == "cuda" and gpu_of(device).capability == (9, 0)

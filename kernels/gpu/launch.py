@@ -1,10 +1,12 @@
 """Launch options and counters that our kernels share.
 
-Programmatic dependent launch, on Hopper, where it was measured: a kernel is set up early and waits, before it
-reads or writes what others do, until the kernel before it has ended.
+TORCHINDUCTOR_ENABLE_PDL=1 in the environment, which torch.compile reads too, enables programmatic dependent
+launch (compute capability 9.0 and later): a kernel is set up early and waits, before it reads or writes what
+others do, until the kernel before it has ended.
 """
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.device import is_hopper
+from kernels.gpu.device import gpu_of
 
 MAX_COUNTERS = 1 << 16
 
@@ -20,7 +22,8 @@ MAX_COUNTERS = 1 << 16
 @cache
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Return the launch arguments of a kernel that calls `wait_for_previous`."""
-    return {"PDL": True, "launch_pdl": True} if is_hopper(device) else {"PDL": False}
+    enabled = os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1" and gpu_of(device).capability >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
 
 
 @triton.jit

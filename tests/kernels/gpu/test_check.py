@@ -89,7 +89,7 @@ def test_a_wrong_step_is_launched_uncompiled(runner, monkeypatch):
 
 @pytest.mark.parametrize("what, wrong", (
     ("kernels.gpu.cache.LayerCaches.move", lambda right, a: None),
-    ("engine.step.Step.draw", lambda right, a: (right(*a) - 1).clamp(min=0)),
+    ("kernels.gpu.backend.CudaStep.draw", lambda right, a: (right(*a) - 1).clamp(min=0)),
 ))
 def test_what_only_the_step_shows(runner, monkeypatch, what, wrong):
     """A path that is not moved, tokens that are not the best."""
@@ -105,7 +105,7 @@ def test_ranks_leave_out_what_fails_on_any(runner, monkeypatch):
     class Ranks:
         def all_gather(self, x):
             sent.append(x)
-            return torch.stack((x, torch.tensor([part == "rank" for part in fallback.KERNELS], device=x.device)))
+            return torch.stack((x, x.new_tensor([part == "rank" for part in fallback.KERNELS])))
 
     runner.target.ranks = Ranks()
     assert checking.failed_on_any_rank(runner, {"attend": "wrong"}) == ["attend", "rank"]
