@@ -17,7 +17,7 @@ from common.errors import InputError, library_errors
 from tokens.calls import TAGS
 from tokens.files import END_TOKENS, Template
 from tokens.templates import render_template
-from tokens.word_rules import WORD_RULES, byte_level_bpe
+from tokens.word_rules import GEMMA4, WORD_RULES, byte_level_bpe
 
 # The values of tokenizer.ggml.token_type, numbered as sentencepiece's pieces.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -130,11 +130,12 @@ def _write(metadata: dict, templates: list[str], folder: Path) -> dict:
 
 
 def _write_bpe(metadata: dict, folder: Path) -> bool:
-    """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
+    """Write the tokenizer.json of a BPE. Returns whether a text starts with BOS."""
     name, tokens = metadata.get("pre"), metadata["tokens"]
-    if name not in WORD_RULES:
+    rules = {name: GEMMA4} if metadata["model"] == "gemma4" else WORD_RULES
+    if name not in rules:
         raise ValueError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
-    rule = WORD_RULES[name]
+    rule = rules[name]
     types = list(zip(tokens, metadata["token_type"], strict=True))
     vocab = {token: i for i, (token, type_) in enumerate(types) if type_ != UNUSED}
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
@@ -172,4 +173,4 @@ def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
     return bool(metadata.get("add_bos_token", True))
 
 
-WRITERS = {"gpt2": _write_bpe, "llama": _write_sentencepiece}  # by tokenizer.ggml.model
+WRITERS = {"gpt2": _write_bpe, "gemma4": _write_bpe, "llama": _write_sentencepiece}  # by tokenizer.ggml.model

@@ -49,7 +49,7 @@ def _split(*patterns: str, digits: bool = False) -> list:
 class WordRule(NamedTuple):
     """A way to cut a text into words before the merges run.
 
-    steps: pre-tokenizers, in order.
+    steps: pre-tokenizers, in order; the last spells bytes. []: see `GEMMA4`.
     nfc: whether the text is brought to Unicode's normal form C first.
     ignore_merges: whether a word of the vocabulary is taken in one piece, whatever the merges say.
     add_bos: whether a text starts with BOS unless the file says otherwise.
@@ -83,13 +83,23 @@ WORD_RULES = {
 }
 
 
+GEMMA4 = WordRule([], add_bos=True)  # merges run over whole texts, in characters, with ▁ for a space
+
+
 def byte_level_bpe(
     vocab: dict[str, int], merges: list[tuple[str, str]], rule: WordRule, prefix_space: bool = False
 ) -> tokenizers.Tokenizer:
-    """Make a tokenizer. Its merges are spelled in the byte alphabet. Raises the library's errors.
+    """Make a tokenizer. Merges are in the byte alphabet (but `GEMMA4`'s). Raises the library's errors.
 
     prefix_space: put a space before a text that begins with none.
     """
+    if not rule.steps:
+        bpe = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        model = tokenizers.Tokenizer(bpe)
+        model.normalizer = normalizers.Replace(" ", "▁")
+        model.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        return model
     model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
     model.normalizer, (*cuts, spell) = normalizers.NFC() if rule.nfc else None, rule.steps
     if prefix_space:

@@ -101,7 +101,15 @@ def test_user_defined_runs_of_spaces(tmp_path):
     assert tok.encode("x   x x") == [261, 260, 261, 259, 261] and tok.decode([261, 260, 261]) == "x   x"
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_merges_over_whole_texts(tmp_path):
+    """Gemma 4's, whose metadata has no rule of words."""
+    tokens = ("<unk>", 2), ("<bos>", 3), ("▁", 1), ("a", 1), ("\n", 1), ("▁a", 1), ("\n\n", 1), ("a\n\n", 1)
+    tok = tiny(tmp_path, "gemma4", *tokens, merges=["▁ a", "\n \n", "a \n\n"], pre=None, bos_token_id=257)
+    assert tok.encode("a\n\n a é") == [257, 263, 261, 258, 0xC3, 0xA9]
+    assert tok.decode([263, 261, 258, 0xC3, 0xA9]) == "a\n\n a é"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma4"])
 @pytest.mark.parametrize("type_", range(7))
 def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_, tmp_path):
     names = "<|im_start|>", "<|im_end|>", "<|mine|>", "<|eot_id|>", "[INST]", "STOP", "<think>", "<|other|>"
