@@ -206,7 +206,8 @@ def _text_part(tensors: dict[str, Entry]) -> dict[str, Entry]:
         name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name.removeprefix("thinker."))
         return name.replace("model.lm_head.", "lm_head.")
 
-    text = re.compile(r"(model\.)?language_model\.|thinker\.(model|lm_head)\.|lm_head\.|mtp\.")
+    own = r"(thinker\.)?(lm_head|model\.(embed_tokens|layers|norm))\."
+    text = re.compile(rf"(model\.)?language_model\.|{own}|mtp\.")
     return {renamed(name): entry for name, entry in tensors.items() if text.match(name)}
 
 
@@ -329,7 +330,8 @@ LFM2 = ExtendedFamily(
     read=short_conv.conv_fields, change=short_conv.flat_taps)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
-    "Qwen2ForCausalLM qwen2 gguf:qwen2": _extended("Qwen2ForCausalLM"),
+    "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl": _extended(
+        "Qwen2ForCausalLM"),
     "Qwen3ForCausalLM qwen3 gguf:qwen3": _extended("Qwen3ForCausalLM"),
     "MistralForCausalLM mistral MinistralForCausalLM ministral Mistral3ForConditionalGeneration"
     " mistral3": _family(
@@ -365,7 +367,8 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "Gemma3ForCausalLM Gemma3ForConditionalGeneration gemma3_text gemma3 gguf:gemma3": _family(
         GEMMA, GEMMA_FIXED | {"qk_norm": True}, GEMMA3_DEFAULTS),
     "Gemma4ForConditionalGeneration gemma4 Gemma4ForCausalLM gemma4_text"
-    " Gemma4UnifiedForConditionalGeneration gemma4_unified gguf:gemma4 gguf:gemma4+experts": GEMMA4,
+    " Gemma4UnifiedForConditionalGeneration gemma4_unified Gemma4UnifiedForCausalLM gemma4_unified_text"
+    " gguf:gemma4 gguf:gemma4+experts": GEMMA4,
     "Gemma2ForCausalLM gemma2 gguf:gemma2": _family(GEMMA, GEMMA_FIXED, GEMMA2_DEFAULTS),
     "Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration qwen3_5_text qwen3_5 gguf:qwen35": _family(
         LAYER | HYBRID, HYBRID_FIXED, HYBRID_DEFAULTS, stacks=DELTA_STACKS, hybrid=True,
@@ -373,7 +376,7 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "Qwen3NextForCausalLM qwen3_next gguf:qwen3next+experts": DELTA_MIXTURE,
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3_5_moe_text qwen3_5_moe"
     " gguf:qwen35moe+experts": DELTA_MIXTURE,
-    "Lfm2ForCausalLM lfm2 gguf:lfm2": LFM2,
+    "Lfm2ForCausalLM lfm2 Lfm2VlForConditionalGeneration lfm2_vl gguf:lfm2": LFM2,
     "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
         LFM2, experts=True, required={"use_expert_bias": True},
         defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),

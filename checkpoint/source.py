@@ -187,7 +187,7 @@ def _open_folder(path: Path) -> Source:
     if encoder := encoder_of(path):
         check_file(path / encoder)
     if text := config.get("thinker_config", config).get("text_config"):  # of a model that reads images, too
-        config = text | {key: value for key, value in config.items() if value is not None}
+        config = text | {k: v for k, v in config.items() if v is not None} | {"text_config": text}
     if any(map(config.get, QUANTIZATION)):
         config, tensors = extensions.load(extensions.DEQUANTIZE)(path, config, tensors)
     file = path / "generation_config.json"

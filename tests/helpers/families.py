@@ -1,4 +1,5 @@
 """Tiny random targets of every family, written by transformers in its own layout."""
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor"
 OLMO3 = {"sliding_window": WINDOW, "rope_parameters": {
     "full_attention": YARN | {"attention_factor": 1.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+LFM2 = {"layer_types": (["conv"] * 2 + ["full_attention"]) * 2 + ["conv", "full_attention"],
+        "block_multiple_of": 16, "norm_eps": 1e-5}
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 2, 2]}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT_OSS = {
     "rope_parameters": {
@@ -63,6 +67,10 @@ EYES = {  # of the classes that see
     "Qwen3VL": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": H,
                 "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
 }
+EYES |= {"Qwen3OmniMoeThinker": EYES["Qwen3VL"], "Lfm2Vl": TINY, "Qwen2_5_VL": EYES["Qwen3VL"] | {
+    "deepstack_visual_indexes": None}}
+EARS = {"d_model": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 8,
+        "num_mel_bins": 8, "downsample_hidden_size": 8, "output_dim": H}
 
 # name: (transformers' classes, what differs)
 VARIANTS = {
@@ -74,8 +82,7 @@ VARIANTS = {
     "Ministral 3": ("Ministral3", {"rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         "original_max_position_embeddings": 256}, "head_dim": 16}),
-    "Qwen3-VL": ("Qwen3VL", {"head_dim": 12, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 2, 2]}}),
+    "Qwen3-VL": ("Qwen3VL", {"head_dim": 12, "rope_parameters": MROPE}),
     "SmolLM3": ("SmolLM3", {}),
     "OLMo 2": ("Olmo2", {}), "OLMo 3": ("Olmo3", OLMO3),
     "Granite 3": ("Granite", GRANITE),
@@ -84,8 +91,7 @@ VARIANTS = {
         "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
     "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
     "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}),
-    "LFM2": ("Lfm2", {"layer_types": (["conv"] * 2 + ["full_attention"]) * 2 + ["conv", "full_attention"],
-                     "block_multiple_of": 16, "norm_eps": 1e-5}),
+    "LFM2": ("Lfm2", LFM2),
     "LFM2 with biases": ("Lfm2", {
         "layer_types": ["conv", "full_attention"] * 4, "block_multiple_of": 16, "conv_bias": True,
         "conv_L_cache": 4}),
@@ -122,6 +128,9 @@ TARGETS = VARIANTS | {
                  "original_max_position_embeddings": 256}),
     "Gemma 3": ("Gemma3Text", GEMMA3),
     "Gemma 3 with eyes": ("Gemma3", GEMMA3),
+    "LFM2-VL": ("Lfm2Vl", LFM2 | {"model_type": "lfm2"}),
+    "Qwen2.5-VL": ("Qwen2_5_VL", {"rope_parameters": MROPE}),
+    "Qwen3-Omni": ("Qwen3OmniMoeThinker", {"head_dim": 12, "rope_parameters": MROPE, **EXPERTS}),
     "Mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": True, **EXPERTS}),
     "Qwen3-MoE, not renormalized": ("Qwen3Moe", {"head_dim": 20, "norm_topk_prob": False, **EXPERTS}),
@@ -146,6 +155,15 @@ def to_mxfp4(folder: Path, reference) -> None:
     edit(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
+def as_thinker(folder: Path) -> None:
+    """Make a whole Qwen3-Omni of its thinker."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    state = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(state | {"talker.model.norm.weight": torch.ones(2)}, file)
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": config}))
+
+
 def make_target(folder: Path, name: str):
     """Write the named model as its publishers do -> the model of transformers."""
     transformers = pytest.importorskip("transformers")
@@ -153,15 +171,20 @@ def make_target(folder: Path, name: str):
     sizes = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, **changes}
     if kind in EYES:
         sizes = {"text_config": sizes, "vision_config": EYES[kind], "tie_word_embeddings": False}
+    if "Omni" in kind:
+        sizes["audio_config"] = EARS
     config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(sorted(TARGETS).index(name))
-    auto = transformers.AutoModelForImageTextToText if kind in EYES else transformers.AutoModelForCausalLM
-    reference = auto.from_config(config).float().eval()
+    make = getattr(transformers, f"{kind}ForConditionalGeneration") if kind in EYES else (
+        transformers.AutoModelForCausalLM.from_config)
+    reference = make(config).float().eval()
     with torch.no_grad():
         for n, p in reference.state_dict().items():  # norms and biases too: ones and zeros would hide a swap
             one = n.endswith("layer_scalar") or (n.endswith("norm.weight") and "Gemma" not in kind)
             p.normal_(int(one), 0.2)
     reference.save_pretrained(folder)
+    if "Omni" in kind:
+        as_thinker(folder)
     if "MXFP4" in name:
         to_mxfp4(folder, reference)
     return reference
