@@ -152,7 +152,7 @@ class LLM:
         noisy = sampling.temperature > 0
         if noisy not in self._warmed_up and not self.engine.busy:
             self._warmed_up.add(noisy)
-            with extensions.load(extensions.ANNOUNCED)("warming up: compiling and timing steps, once"):
+            with extensions.load(extensions.ANNOUNCED)("warming up: compiling and timing steps"):
                 self.engine.warm_up(Sampling(temperature=sampling.temperature))
 
 

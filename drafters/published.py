@@ -51,7 +51,7 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     else:
         yield "  a smaller model: none is known; --draft takes any with the same vocabulary"
     openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
-    flops = measured_flops(Runtime().device_name, 0.1)
+    flops = measured_flops(Runtime().device_name)
     hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
     yield (f"  your own head, trained in about {hours:.2g} hours on this machine: {program('train')}"
            f" --checkpoint {checkpoint} --synthesize {CONVERSATIONS}{openings}"
