@@ -131,7 +131,7 @@ class LLM:
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         if n != 1:
-            raise InputError(f"n {n}: a stream has one output; generate takes n")
+            raise InputError("n: a stream has one output; generate takes n")
         ids = self.encode(prompt, raw=raw, system=system, variables=variables, parse_special=parse_special)
         self._warm_up(options := with_options(Sampling, sampling))
         return self.engine.run([ids], [options], [])
@@ -163,14 +163,17 @@ def joint_speed(requests: list[Request]) -> tuple[float, float]:
     return seconds, sum(max(len(r.ids) - 1, 0) for r in requests) / seconds if seconds else 0.0
 
 
-def summary(requests: list[Request], drafts: bool) -> str:
-    """Return a line about requests that were decoded together. drafts: they have a drafter."""
+def summary(requests: list[Request], drafts: bool, estimate: bool = True) -> str:
+    """Return a line about requests that were decoded together. drafts: they have a drafter. estimate: with
+    the speedup over this request's steps without a draft.
+    """
     _, speed = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
-    plain = requests[0].step_times["plain"] if requests[0].step_times["drafted"] and not requests[1:] else []
+    times = requests[0].step_times
+    plain = times["plain"] if estimate and times["drafted"] and not requests[1:] else []
     return (
         counted(sum(len(r.ids) for r in requests), "token") + (f", {speed:.1f} tok/s" if speed else "")
-        + (f", about {speed * fmean(plain):.2f}x plain" if drafts and len(plain) > 3 else "")
+        + (f", about {speed * fmean(plain):.2f}x plain" if len(plain) > 3 else "")
         + (f", acceptance length {fmean(lengths):.2f}" if drafts and lengths else "")
         + f"; {', '.join(sorted({ENDINGS[r.finish] for r in requests}))}"
     )

@@ -61,7 +61,7 @@ def answer(
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        note(figures(requests, engine, o.stats))
+        note(figures(requests, engine, o.stats, not comparison))
         if comparison and comparison.runs:
             note(comparison.line())
     if trace and requests and (ranks is None or ranks.rank == 0):
@@ -77,12 +77,12 @@ def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
     return request.text if tokenizer else ",".join(map(str, request.ids))
 
 
-def figures(requests: list[Request], engine: Engine, full: bool) -> str:
-    """Return a line about requests that were decoded together, or several if `full`."""
+def figures(requests: list[Request], engine: Engine, full: bool, estimate: bool = True) -> str:
+    """Return a line about requests that were decoded together, or several if `full`. See `llm.summary`."""
     seconds, _ = joint_speed(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
     drafts = bool(lengths) and engine.drafter.shape.nodes > 1
-    line = summary(requests, drafts)
+    line = summary(requests, drafts, estimate)
     if not full:
         return line
     used = sum((r.trees for r in requests), Counter())
