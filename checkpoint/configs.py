@@ -126,8 +126,8 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
 
 def _longrope(path: Path, config: dict, scaling: dict, longest: int) -> dict:
     """Return the field rope_scaling of longrope."""
-    original = config.get("original_max_position_embeddings") or longest
-    original = scaling.get("original_max_position_embeddings", original)
+    key = "original_max_position_embeddings"
+    original = config.get(key) or scaling.get(key) or longest
     factor = scaling.get("factor") or longest / original
     default_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {

@@ -138,7 +138,7 @@ class ExtendedFamily(Family):
 
     def fields(self, source: Source) -> dict:
         path, config = source.path, self.config(source)
-        biased = self.fixed.get("biases") or self.fixed.get("qkv_bias")
+        biased = self.fixed.get("biases") or self.fixed.get("qkv_bias") or self.neighbors
         if config.get("use_bidirectional_attention") != "vision":  # which is that of images
             reject(path, config, "use_bidirectional_attention")
         reject(path, config, *(() if biased else ("attention_bias",)))
@@ -148,6 +148,8 @@ class ExtendedFamily(Family):
         if self.experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
             del config["quantization_config"]
         config, more = self.read(path, config) if self.read else (config, {})
+        if self.neighbors:  # some GLM have biases
+            more["qkv_bias"] = any(name.endswith("self_attn.q_proj.bias") for name in source.tensors)
         if self.hybrid:
             more["shared_expert_size"] *= self.experts
         if self.experts and "moe_intermediate_size" in config:  # Qwen3.5's mixtures name no other
@@ -173,7 +175,10 @@ class ExtendedFamily(Family):
 
     def _all_tensors(self, source: Source, config: dict) -> dict[str, Entry]:
         tensors = _text_part(source.tensors) if "text_config" in source.config else source.tensors
-        tensors = _split_experts(tensors, self.interleaved)
+        tensors = {  # taps of convolutions [H, 1, taps] -> [H, taps]
+            name: entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
+            if re.search(r"conv(1d)?\.weight$", name) and len(entry.shape) == 3 else entry
+            for name, entry in _split_experts(tensors, self.interleaved).items()}
         if self.hybrid:
             return rearranged(source.path, config, tensors, source.architecture in TILED)
         if self.change:
@@ -271,7 +276,6 @@ GEMMA4_DEFAULTS = {k: v for k, v in GEMMA3_DEFAULTS.items() if k not in (
     "query_pre_attn_scalar", "rope_local_base_freq", "rope_theta", "sliding_window_pattern")} | {
     "vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_size_per_layer_input": 256,
 }
-GLM_FIXED = {"qkv_bias": True}
 GLM_DEFAULTS = {
     "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7,
     "max_position_embeddings": 131072,
@@ -327,7 +331,7 @@ LFM2 = ExtendedFamily(
         "num_key_value_heads": 8, "tie_word_embeddings": True,
     }, renamed={"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size",
                 "tie_embedding": "tie_word_embeddings"},
-    read=short_conv.conv_fields, change=short_conv.flat_taps)
+    read=short_conv.conv_fields)
 ROWS = {  # class in transformers, other classes and model types of configs and of GGUF files: the family
     "LlamaForCausalLM llama gguf:llama": _extended("LlamaForCausalLM"),
     "Qwen2ForCausalLM qwen2 gguf:qwen2 Qwen2_5_VLForConditionalGeneration qwen2_5_vl": _extended(
@@ -349,9 +353,9 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "GraniteMoeHybridForCausalLM granitemoehybrid": _family(
         GRANITE4, defaults={"position_embedding_type": "none"}, required={"num_local_experts": 0},
         renamed={"shared_intermediate_size": "intermediate_size"}),
-    "GlmForCausalLM glm": _family(GLM, GLM_FIXED, GLM_DEFAULTS, neighbors=True),
+    "GlmForCausalLM glm": _family(GLM, {}, GLM_DEFAULTS, neighbors=True),
     "Glm4ForCausalLM glm4 gguf:glm4": _family(
-        GLM4, GLM_FIXED | {"output_norms": True}, GLM_DEFAULTS, neighbors=True),
+        GLM4, {"output_norms": True}, GLM_DEFAULTS, neighbors=True),
     "MixtralForCausalLM mixtral": _family(
         MIXTRAL, {"renormalise_experts": True}, MIXTRAL_DEFAULTS, experts=True),
     "gguf:llama+experts": _family(

@@ -56,8 +56,6 @@ def rearranged(path: Path, fields: dict, tensors: dict[str, Entry], tiled: bool)
     orders, found = _orders(path, fields, tiled), {}
     for name, entry in tensors.items():
         stem, last = re.fullmatch(r"(.*?)((?:linear|self)_attn\..*)?", name, re.DOTALL).groups()
-        if last == "linear_attn.conv1d.weight" and len(entry.shape) == 3:
-            entry = entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
         if last == "linear_attn.out_proj.weight" and tiled:
             entry = entry.changed(lambda x: x[:, orders["linear_attn.in_proj_z.weight"]["in_proj_z.weight"]])
         if last not in orders:

@@ -4,7 +4,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpoint.dense import NameTable, hugging_face, with_prefix
-from checkpoint.source import Entry
 from common.errors import InputError
 
 LAYER: NameTable = {
@@ -42,10 +41,3 @@ def conv_fields(path: Path, config: dict) -> tuple[dict, dict]:
         fields |= {"dense_layers": config.get("num_dense_layers", 2), "dense_size": inner,
                    "router_factor": config.get("routed_scaling_factor", 1.0)}
     return {k: v for k, v in config.items() if k != "layer_types"}, fields
-
-
-def flat_taps(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the tensors with the taps of convolutions [H, 1, taps] as [H, taps]."""
-    return {name: entry.changed(lambda x: x[:, 0], (entry.shape[0], entry.shape[2]))
-            if name.endswith("conv.conv.weight") and len(entry.shape) == 3 else entry
-            for name, entry in tensors.items()}

@@ -90,7 +90,7 @@ VARIANTS = {
         "num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * LAYERS,
         "position_embedding_type": "rope", "mamba_n_heads": 2, "mamba_n_groups": 1}),
     "GLM-4": ("Glm", {"head_dim": 16, "rope_parameters": PARTIAL}),
-    "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL}),
+    "GLM-4-0414": ("Glm4", {"head_dim": 16, "rope_parameters": PARTIAL, "attention_bias": False}),
     "LFM2": ("Lfm2", LFM2),
     "LFM2 with biases": ("Lfm2", {
         "layer_types": ["conv", "full_attention"] * 4, "block_multiple_of": 16, "conv_bias": True,
