@@ -14,8 +14,9 @@ import numpy as np
 
 from common.errors import InputError, library_errors, one_line
 from common.files import read_json
+from common.schema import InvalidValue
 from engine.sampling import Sampling
-from tokens.limits import LimitGuide, Pieces
+from tokens.limits import LimitGuide, Limits, Pieces
 from tokens.tokenizer import Tokenizer
 
 # Small models that may write any amount of white space sometimes write nothing else.
@@ -154,6 +155,8 @@ class Grammars:
             guide = self.guide(schema)
         if limits is None:
             return guide
+        if not isinstance(limits, Limits):
+            raise InvalidValue("limits", limits, "a tokens.limits: Limits")
         if limits.min_tokens > sampling.max_new_tokens:
             raise InputError(f"min_tokens {limits.min_tokens}: at most {sampling.max_new_tokens} may come")
         if limits.grammar is not None:
