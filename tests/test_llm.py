@@ -26,8 +26,8 @@ WRONG = (  # of LLM, arguments after the checkpoint, and what is said
 PROMPTS = (  # of generate: prompts, sampling options, and what is said
     *((one, {}, f"prompt is {one!r}; expected a text, token ids, or a list with messages")
       for one in (5, {"role": "user"}, [1, "a"], [{"content": "Hello"}])),
-    *((one, {}, "the prompt is empty: give") for one in ("", [[]])), ("Hello", {"n": 0}, "n is 0; expected"), ("Hello", {"limits": 5}, "limits is 5; expected"),
-   
+    *((one, {}, "the prompt is empty: give") for one in ("", [[]])),
+    ("Hello", {"n": 0}, "n is 0; expected"), ("Hello", {"limits": 5}, "limits is 5; expected"),
     ("Hello", {"json_schema": "file.json"}, "the JSON schema is 'file.json'; expected"),
     ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?)"),
     ("x" * 200_000, {}, "the prompt has 200,000 characters; prompt and output together"),
