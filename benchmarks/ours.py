@@ -15,6 +15,7 @@ import torch
 from bench import Decoded, synchronize
 from shapes import random_models
 
+import extensions
 from common.cli import note
 from engine.draft import Drafter, HeadDrafter
 from engine.drafting import Drafting
@@ -88,6 +89,8 @@ class Model:
                 self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, log=note,
                 compile=target.runtime.compile, batch_sizes=(batch,),
             )
+            if target.backend.self_check:
+                engine.self_check = extensions.load(target.backend.self_check)
         return Runner(engine)
 
     def slot_batch(self, method: str, tree: TreeShape | None, slots: int, max_seq_len: int) -> SlotBatch:

@@ -6,7 +6,7 @@ back to its definition (`kernels.gpu.fallback`). If the captured step is wrong, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import first_line
 from engine.runner import ModelRunner, round_up
-from engine.sampling import Modes, restrict
+from engine.sampling import Modes, Sampling, restrict
 from engine.step import accept_and_commit, draft_and_verify
 from kernels.float8 import from_bytes
 from kernels.gpu import fallback
@@ -167,8 +167,12 @@ def failed_on_any_rank(runner: ModelRunner, failed: dict[str, str], names=fallba
 
 
 @torch.no_grad()
-def check(runner: ModelRunner, modes: Modes, log: Callable[[str], None]) -> None:
-    """Check the kernels, disable those that fail, then check the captured step. Log every fallback."""
+def check(runner: ModelRunner, samplings: Sequence[Sampling]) -> None:
+    """Check the kernels, disable those that fail, then check the captured step. Log every fallback.
+
+    samplings: of the first request, whose step is checked; none: a greedy one.
+    """
+    modes = Modes.of_requests(samplings, runner.has_graphs)
     epsilon = torch.finfo(runner.target.embed.dtype).eps
     of_kernel, of_step = (max(n * epsilon, MIN_MAX_ERROR) for n in (KERNEL_EPS, STEP_EPS))
     try:
@@ -191,4 +195,4 @@ def check(runner: ModelRunner, modes: Modes, log: Callable[[str], None]) -> None
                 runner.fell_back("the captured step is wrong and runs uncompiled:"
                                  f" {found.name} {found.error:.2g} from its definition")
     except torch.OutOfMemoryError:
-        log("the kernels are not checked: too little memory is free")
+        runner.fell_back("the kernels are not checked: too little memory is free")

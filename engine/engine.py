@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class Engine:
     Raises InputError, with the numbers, if the caches do not fit in memory.
     """
 
-    self_check: Callable[[ModelRunner, Modes, Callable[[str], None]], None] | None = None
+    self_check: Callable[[ModelRunner, Sequence[Sampling]], None] | None = None
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
@@ -298,7 +298,7 @@ class Engine:
         context = max(r.length for r in requests)
         live_slots = runner.live_slots(context + len(self._pending) * runner.max_commit + runner.extra_slots)
         if self._modes is None:
-            self._modes = Modes.of_requests([r.sampling for r in requests], compiled=runner.compiled)
+            self._modes = Modes.of_requests([r.sampling for r in requests], runner.has_graphs)
         modes = self._modes
         choice = Choice(runner.plain) if plain else self.scheduler.next(requests, group)
         if runner.max_unread:
@@ -399,7 +399,7 @@ class Engine:
         """
         if check := self.self_check:
             self.self_check = None  # once, before any request: it overwrites the caches
-            check(self.runner, Modes.of_requests((samplings or (Sampling(),))[:1]), self.runner.fell_back)
+            check(self.runner, samplings[:1])
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # else the first token might end the request before a step runs
         try:
@@ -408,7 +408,7 @@ class Engine:
                 self.generate([[0]], replace(sampling, max_new_tokens=2))
                 self.scheduler.warm_up(self, sampling)
                 if self.runner.has_graphs:
-                    extensions.load(extensions.LAUNCH_ALL)(self, Modes.of_requests([sampling]), exhaustive)
+                    extensions.load(extensions.LAUNCH_ALL)(self, sampling, exhaustive)
         finally:
             self.state.stop_ids.copy_(stop_ids)
 

@@ -35,7 +35,7 @@ def compile_graph(function: Callable, **options) -> Callable:
 
 
 class CompiledFunction:
-    """`function` as a compiled graph for each key, made by the first call with that key.
+    """`function` as a compiled graph for each key, made by the first call with that key. None: uncompiled.
 
     The caller promises that calls of one key differ in nothing but the values of tensors, the sizes of
     dimensions marked dynamic, and which slots of the batch their views show. So a graph has no guards:
@@ -47,7 +47,7 @@ class CompiledFunction:
         self, function: Callable, what: str, log: Callable[[str], None], failed: Callable[[str], None]
     ):
         self.function, self.what, self.log, self.failed = function, what, log, failed
-        self.graphs: dict[Hashable, Callable] = {}
+        self.graphs: dict[Hashable, Callable] = {None: function}
 
     def __call__(self, key: Hashable, *args):
         if key in self.graphs:

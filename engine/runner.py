@@ -60,8 +60,8 @@ class Emitted(NamedTuple):
 
 
 def default_batch_sizes(batch: int, compiled: bool) -> tuple[int, ...]:
-    """Return the batch sizes that steps run with, ascending. compiled: powers of two and `batch` only."""
-    below = (1 << i for i in range(16)) if compiled else range(1, batch)
+    """Return the batch sizes that steps run with, ascending. compiled: powers of four and `batch` only."""
+    below = (4**i for i in range(8)) if compiled else range(1, batch)
     return *(count for count in below if count < batch), batch
 
 
@@ -151,7 +151,8 @@ class ModelRunner:
             from engine.graphs import CompiledFunction
 
             compiling = partial(CompiledFunction, log=log, failed=fell_back)
-            self._prefill = compiling(prefill, "prefill")
+            if not self.on_cuda:  # there it would gain little, and every start would wait for it
+                self._prefill = compiling(prefill, "prefill")
             self._draft_and_verify = compiling(draft_and_verify, "step")
             self._accept_and_commit = compiling(accept_and_commit, "commit")
         if compile and self.on_cuda:
@@ -215,8 +216,7 @@ class ModelRunner:
         """
         args, shapes = self.target.args, [one.shape for one in self._drafters]
         logits = 24 * self.batch * max(shape.nodes for shape in shapes)
-        per_slot = sum(2 * s.nodes + s.max_commit for s in shapes)
-        graph_values = sum(default_batch_sizes(self.batch, compiled=True)) * per_slot
+        graph_values = 2 * self.batch * sum(2 * s.nodes + s.max_commit for s in shapes)
         activations = self.batch * self.chunks[-1] * (2 * args.intermediate_size + args.hidden_size)
         return (logits + 4 * graph_values) * args.vocab_size + 4 * activations + GPU_WORKSPACE
 
@@ -233,17 +233,16 @@ class ModelRunner:
         """
         if modes.needs_processors:
             _ = group.state.processors  # created lazily; must exist before compilation
-        capture_key, graph_key = (drafter, live_slots.shape[0]), (drafter, group.count)
         arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
-        verify = partial(
-            self._draft_and_verify, (*graph_key, modes.noisy), *arguments, live_slots, modes.noisy, costs)
-        commit = partial(self._accept_and_commit, (*graph_key, *modes), *arguments)
+        # Plain steps beside a drafter and rare modes are not worth compiling.
+        key = None if drafter is self.plain is not self.drafter else (drafter, group.count, modes.noisy)
+        verify = partial(self._draft_and_verify, key, *arguments, live_slots, modes.noisy, costs)
+        commit = partial(self._accept_and_commit, None if modes.is_rare else key, *arguments)
         if guides is None:
-            return self.run(
-                group, ("step", *capture_key, *modes), lambda: commit(verify(), *modes),
-            )
+            key = "step", drafter, live_slots.shape[0], *modes
+            return self.run(group, key, lambda: commit(verify(), *modes))
         with self.device_context():
-            verified = self.run(group, ("verify", *capture_key, modes.noisy), verify)
+            verified = self.run(group, ("verify", drafter, live_slots.shape[0], modes.noisy), verify)
             # The host says what may follow each node.
             tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
             for i, guide in guides.items():

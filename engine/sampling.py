@@ -117,7 +117,12 @@ class Modes(NamedTuple):
     @property
     def needs_processors(self) -> bool:
         """True if a step needs `engine.state.State.processors`."""
-        return self.adjusted or self.scored or self.guided
+        return any(self[3:])
+
+    @property
+    def is_rare(self) -> bool:
+        """True if few requests need these modes: their part of a step is not compiled."""
+        return any(self[2:])
 
     @property
     def changes_logits(self) -> bool:
@@ -126,8 +131,8 @@ class Modes(NamedTuple):
 
     @classmethod
     def of_requests(cls, samplings: Sequence[Sampling], compiled: bool = False) -> Modes:
-        """Return the modes for these requests. compiled: if one rare mode is needed, switch on all, so that
-        fewer combinations are compiled.
+        """Return the modes for these requests. compiled: fewer combinations, top-k and top-p with all noise,
+        rare modes all together.
         """
         noisy = any(s.temperature > 0 for s in samplings)
         modes = cls(
@@ -136,7 +141,9 @@ class Modes(NamedTuple):
             any(s.logprobs is not None for s in samplings),
             any(s.is_guided for s in samplings),
         )
-        return cls.all_modes(noisy) if compiled and modes.changes_logits else modes
+        if compiled:
+            return cls.all_modes(noisy) if modes.is_rare else cls(noisy, noisy)
+        return modes
 
     @classmethod
     def all_modes(cls, noisy: bool) -> Modes:

@@ -3,12 +3,15 @@ from __future__ import annotations
 
 from engine.engine import Engine
 from engine.runner import SLOT_STEP
-from engine.sampling import Modes
+from engine.sampling import Modes, Sampling
 
 
-def launch_all(engine: Engine, modes: Modes, exhaustive: bool) -> None:
-    """Launch each kind of step at each batch size, with all sequences frozen."""
-    runner = engine.runner
+def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
+    """Launch each kind of step that requests like `sampling` need at each batch size, with all sequences frozen.
+
+    exhaustive: also at each context length, of each drafter, with every option, and each pass over prompts.
+    """
+    runner, modes = engine.runner, Modes.of_requests([sampling], compiled=True)
     needs = range(1, runner.cache_slots + 1, SLOT_STEP) if exhaustive and runner.captured else (1,)
     sizes = {live_slots.shape[0]: live_slots for live_slots in map(runner.live_slots, needs)}
     drafters = [*dict.fromkeys(engine.scheduler.drafters)]

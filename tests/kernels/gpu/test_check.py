@@ -8,7 +8,7 @@ from helpers.drafters import small_models
 from engine import check as checking
 from engine.draft import HeadDrafter
 from engine.engine import Engine
-from engine.sampling import Modes, restrict
+from engine.sampling import Sampling, restrict
 from kernels.gpu import attention, fallback, products, sampling
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.quantized import Scheme, quantize_linears
@@ -41,7 +41,7 @@ def check(runner) -> list[str]:
     lines = []
     runner.fell_back = lines.append
     before = {name: x.clone() for name, x in runner.state.named_buffers()}
-    checking.check(runner, Modes(noisy=True), lines.append)
+    checking.check(runner, [Sampling(temperature=1.0)])
     assert all(torch.equal(x, before[name]) for name, x in runner.state.named_buffers())
     assert not fallback.observers
     return lines
