@@ -7,7 +7,7 @@ from engine.sampling import Modes, Sampling
 
 
 def launch_all(engine: Engine, sampling: Sampling, exhaustive: bool) -> None:
-    """Launch each kind of step that requests like `sampling` need at each batch size, with all sequences frozen.
+    """Launch each step that requests like `sampling` need at each batch size, with all sequences frozen.
 
     exhaustive: also at each context length, of each drafter, with every option, and each pass over prompts.
     """
