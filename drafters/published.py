@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from common.names import program
 from drafters.estimate import ANSWER_TOKENS, CONVERSATIONS, EPOCHS, measured_flops, phases, weights
@@ -41,7 +42,7 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     if names := HEADS.get((config["num_layers"], config["hidden_size"], config["vocab_size"])):
         others = f"; or {', '.join(names[1:])}" if names[1:] else ""
         yield (f"  a published head of this shape, if it was trained for this model: {program('convert')}"
-               f" --checkpoint {names[0]} --target {checkpoint}{others}")
+               f" --checkpoint {names[0]} --target {quote(str(checkpoint))}{others}")
     else:
         yield "  a published head: none is known for a model of this shape"
     name, size = str(config.get("name", checkpoint.name)).lower(), weights(config, 0)[0]
@@ -54,5 +55,5 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     flops = measured_flops(Runtime().device_name)
     hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
     yield (f"  your own head, trained in about {hours:.2g} hours on this machine: {program('train')}"
-           f" --checkpoint {checkpoint} --synthesize {CONVERSATIONS}{openings}"
-           f" --out runs/{checkpoint.name}")
+           f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}{openings}"
+           f" --out {quote(f'runs/{checkpoint.name}')}")
