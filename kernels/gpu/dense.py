@@ -26,7 +26,7 @@ from kernels.gpu.products import program_count, sum_partials
 from model import MLP, Linear, PassInputs, RMSNorm, TargetBlock, Transformer, _finish, _project, silu_gate
 
 MAX_TOKENS = 16  # BLOCK_M; cuBLAS is faster for more tokens
-BLOCK_N, BLOCK_K, WARPS, STAGES = 64, 128, 4, 5
+BLOCK_N, BLOCK_K, WARPS, STAGES = 64, 128, 4, 4
 PREFETCHED = 2  # steps of weights that a program asks L2 for before it waits
 TO_FLOAT32 = tl.constexpr(INTERPRETED)  # the interpreter has no 16-bit products
 
@@ -148,6 +148,11 @@ def dense_kernel(
             )
 
 
+def stages(shared: int) -> int:
+    """Return how many steps of loads fit in `shared` bytes, of those that pay."""
+    return min(STAGES, shared // (2 * BLOCK_K * (BLOCK_N + MAX_TOKENS)))
+
+
 @torch.library.custom_op("eagle_gpu::dense", mutates_args=())
 def dense(
     x: Tensor, weight: Tensor, squares: Tensor | None, bias: Tensor | None, residual: Tensor | None,
@@ -161,12 +166,11 @@ def dense(
     programs = program_count(N // BLOCK_N, triton.cdiv(K, BLOCK_K), gpu.multiprocessors, 1)
     out, weighted, next_squares = allocate(x, weight, squares, bias, residual, norm, eps, gated)
     partial_sums = torch.empty(2 * programs * MAX_TOKENS * BLOCK_N, dtype=torch.float32, device=x.device)
-    stage_bytes = 2 * BLOCK_K * (BLOCK_N + MAX_TOKENS)
     dense_kernel[(programs,)](
         x.contiguous(), weight, squares, bias, residual, out, norm, weighted, next_squares, partial_sums,
         arrival_counters(x.device, programs), M, N, K, 0 if squares is None else len(squares), eps,
         EVEN_K=K % BLOCK_K == 0, GATED=gated, PREFETCHED=PREFETCHED, BLOCK_M=MAX_TOKENS, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, num_warps=WARPS, num_stages=min(STAGES, gpu.shared_memory // stage_bytes),
+        BLOCK_K=BLOCK_K, num_warps=WARPS, num_stages=stages(gpu.shared_memory),
         **launch_options(x.device),
     )
     return out, weighted, next_squares

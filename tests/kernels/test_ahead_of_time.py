@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from helpers.ahead_of_time import SHARED, compile_for, devices, expensive
 from triton import next_power_of_2
 
-from kernels.gpu import attention, experts, products, ranking, sampling
+from kernels.gpu import attention, dense, experts, products, ranking, sampling
 
 pytestmark = pytest.mark.slow
 EACH, THREE = devices(80, 86, 89, 90, 100, 120), devices(80, 90, 100)
@@ -106,6 +106,25 @@ def test_programmatic_launch():
     assert "griddepcontrol.launch_dependents" in after and "griddepcontrol.wait" not in after
     assert not re.search(r"\b(ld|cp\.async|st)\.global|cp\.async", before)
     assert "griddepcontrol" not in attend(90, BF16, "llama", 1).ptx
+
+
+@pytest.mark.parametrize("capability", EACH)
+@pytest.mark.parametrize("gated, pdl", [(True, True), (False, True), *expensive((True, False), (False, False))])
+def test_dense(capability, gated, pdl):
+    """It fits beside itself, so that the next one can start early: its first weights come before the wait."""
+    pdl = pdl and capability >= 90
+    tensors = "x", "weight", "bias", "residual", "out", "norm", "weighted"
+    given = dict.fromkeys(tensors, BF16) | dict.fromkeys(("squares", "next_squares"), F32) | {
+        "EVEN_K": True, "GATED": gated, "PREFETCHED": dense.PREFETCHED, "BLOCK_M": dense.MAX_TOKENS,
+        "BLOCK_N": dense.BLOCK_N, "BLOCK_K": dense.BLOCK_K, **dict.fromkeys("MNK", "i32"),
+    }
+    if gated:
+        given |= dict.fromkeys(("bias", "residual", "norm"))
+    stages = dense.stages(SHARED[capability])
+    made = compiled(capability, dense.dense_kernel, given, warps=dense.WARPS, stages=stages, pdl=pdl)
+    assert made.on_tensor_cores and (capability != 90 or 2 * made.shared <= SHARED[90])
+    before = made.ptx.partition("griddepcontrol.wait")[0]
+    assert not pdl or ("prefetch.global.L2" in before and "ld.global" in before and "st.global" not in before)
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
