@@ -182,6 +182,10 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
     visible = positions[:, None] <= positions[:, :, None]
     shared = PassInputs(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
+    if model.is_recurrent:  # other caches hold fewer tokens than a text has
+        caches = [layer.Cache(*ids.shape, args, torch.float32, "cpu") for layer in model.layers]
+    else:
+        caches = model.caches(*ids.shape, "cpu")
     with open_safetensors(source / WEIGHTS, ADVICE) as file:
 
         def read(name: str) -> Tensor:
@@ -192,9 +196,10 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
                                  " --allow-nonfinite")
             return tensor
 
-        embed = read("embed.weight")
-        x = embed[ids].float() * args.embedding_scale(embed.dtype)
-        for i, block in enumerate(progress_bar(model.layers, desc="calibrating", unit="layer")):
+        def apply(i: int, block: nn.Module, x: Tensor) -> Tensor:
+            if i and not getattr(model.layers[i - 1], "produces", False):  # others read its norm of keys
+                model.layers[i - 1].to("meta")
+            bar.update()
             state = {name: read(f"layers.{i}.{name}") for name in block.state_dict()}
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
             block.load_state_dict(state, assign=True)
@@ -206,8 +211,12 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
                 kind, layer = scheme.mode_of(f"layers.{i}.{name}"), block.get_submodule(name)
                 put = partial(layers.__setitem__, f"layers.{i}.{name}")
                 layer.register_forward_pre_hook(partial(_quantize, kind=kind, put=put))
-            x = block(x, block.Cache(*ids.shape, args, torch.float32, "cpu"), shared)
-            block.to("meta")
+            return block(x.float(), caches[i], shared)
+
+        outside = (n for n in model.state_dict() if not n.startswith(("layers.", "norm.", "lm_head.")))
+        model.load_state_dict({name: read(name) for name in outside}, strict=False, assign=True)
+        with progress_bar(total=len(model.layers), desc="calibrating", unit="layer") as bar:
+            model.run_layers(ids, (), apply)
     return layers
 
 

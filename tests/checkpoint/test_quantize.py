@@ -165,6 +165,18 @@ def test_a_head_quantized_as_it_is_loaded(golden, tmp_path, kind):
         load_head(tmp_path / "q", target)
 
 
+@pytest.mark.parametrize("name", ("LFM2-MoE", "Gemma 4 E2B", "Gemma 4 26B-A4B"))
+def test_families_are_calibrated(tmp_path, name):
+    """Their layers differ in caches, and in what they read beside the stream."""
+    make_target(tmp_path / "in", name, hidden_size=64, intermediate_size=96, head_dim=32, global_head_dim=64,
+                hidden_size_per_layer_input=32 * ("E2B" in name))
+    source = convert(tmp_path / "in", tmp_path / "out", quiet=True)
+    ids = torch.arange(256).view(2, 128) % 50
+    errors = quantize_folder(QuantizationPlan.of(source, Scheme("int4", 32, "int8")), tmp_path / "q", ids)
+    linear = [error for what, error in errors.values() if what == "of outputs"]
+    assert len(linear) >= 20 and max(linear) < 0.3
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("scheme", (Scheme("w8a8", 0, "w8a8"), Scheme("int4", 32, "int8")))
 def test_experts_in_mxfp4_stay_as_they_are(tmp_path, scheme):

@@ -164,11 +164,11 @@ def as_thinker(folder: Path) -> None:
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": config}))
 
 
-def make_target(folder: Path, name: str):
-    """Write the named model as its publishers do -> the model of transformers."""
+def make_target(folder: Path, name: str, **other):
+    """Write the named model as its publishers do -> the model of transformers. other: sizes."""
     transformers = pytest.importorskip("transformers")
     kind, changes = TARGETS[name]
-    sizes = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, **changes}
+    sizes = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, **changes, **other}
     if kind in EYES:
         sizes = {"text_config": sizes, "vision_config": EYES[kind], "tie_word_embeddings": False}
     if "Omni" in kind:
