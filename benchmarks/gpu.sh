@@ -12,8 +12,8 @@
 #           length and speed of three trees, transformers
 #
 # steps and modes run random weights of SHAPE (llama-3.1-8b), made on the GPU. real needs CHECKPOINT
-# (checkpoints/smollm2-135m), or its parts runs/carry/part-*, which
-# `tar ch -C checkpoints smollm2-135m | split -b 48M - runs/carry/part-` makes, and QUESTIONS, JSON lines.
+# (checkpoints/smollm2-135m), or a small GGUF file of it in parts, `split -b 48M FILE runs/carry/part-`; HEAD
+# (heads/smollm2-135m-eagle3); and QUESTIONS, JSON lines.
 # Wheels in runs/wheels are installed first, outside the project. PYTHON is .venv/bin/python, or else python3.
 # Raw figures go to benchmarks/results/gpu-*, or to OUT.
 
@@ -84,10 +84,14 @@ run_modes() {
 }
 
 run_real() {
-    [ -d "$CHECKPOINT" ] || { mkdir -p checkpoints && cat runs/carry/part-* | tar x -C checkpoints; }
+    [ -d "$CHECKPOINT" ] || {
+        cat runs/carry/part-* >runs/carry/model.gguf &&
+            "$PYTHON" convert_checkpoint.py --checkpoint runs/carry/model.gguf --out "$CHECKPOINT" --dtype bf16
+    }
     [ -d "$CHECKPOINT" ] || { echo "left out: real (no $CHECKPOINT)"; return; }
     [ -f "${QUESTIONS:-}" ] || { echo "left out: real (no QUESTIONS)"; return; }
-    set -- benchmarks/peers.py --checkpoint "$CHECKPOINT" --questions "$QUESTIONS" --limit 12 --max-new-tokens 200
+    set -- benchmarks/peers.py --checkpoint "$CHECKPOINT" --questions "$QUESTIONS" --limit 12 --max-new-tokens 200 \
+        --methods "eagle3=${HEAD:-heads/smollm2-135m-eagle3}"
     for tree in 8,2,4 16,4,5 60,7,10; do
         part 220 "tree $tree" "$PYTHON" "$@" --name "gpu-real-${tree%%,*}" --tree "$tree" &
     done
