@@ -28,21 +28,25 @@ def available_heads(checkpoint: Path, draft: str | Path | None = None) -> Iterat
             yield name, folder
 
 
+def size(checkpoint: str | Path) -> int:
+    """Return the bytes of a converted model's weights; 0 if they are missing."""
+    weights = Path(checkpoint) / WEIGHTS
+    return weights.stat().st_size if weights.is_file() else 0
+
+
 def find_draft_model(checkpoint: Path) -> Path | None:
     """Return the smallest model in the target's parent folder that may draft for it; None without one.
 
     It has the same vocabulary size, except for padding, and at most MAX_DRAFT_SIZE of the target's bytes.
     Loading checks that the token ids are the same.
     """
-    def size(folder: Path) -> int:
-        return (folder / WEIGHTS).stat().st_size
-
     vocabulary, found = read_config(checkpoint, "target")["vocab_size"], []
     for config in sorted(checkpoint.resolve().parent.glob(f"*/{CONFIG}")):
         with contextlib.suppress(InputError, OSError):  # of another program, or damaged
             folder, other = config.parent, read_config(config.parent, "target")
             near = abs(other["vocab_size"] - vocabulary) <= MAX_PADDING
-            if near and not other.get("delta_layers") and size(folder) <= MAX_DRAFT_SIZE * size(checkpoint):
+            small = 0 < size(folder) <= MAX_DRAFT_SIZE * size(checkpoint)
+            if near and small and not other.get("delta_layers"):
                 found.append(folder)
     return min(found, key=size, default=None)
 
@@ -54,7 +58,9 @@ def choose(drafting: Drafting, checkpoint: Path, log: Callable[[str], None]) -> 
     log: receives a line about the choice. Raises InputError if --draft is not a head.
     """
     if drafting.draft and read_config(drafting.draft)["kind"] == TARGET:
-        log(f"--draft {drafting.draft}: a draft model; drafting with lookup+draft-model")
+        too_large = size(drafting.draft) > MAX_DRAFT_SIZE * size(checkpoint)
+        log(f"--draft {drafting.draft}: a draft model; drafting with lookup+draft-model"
+            + "; it has more than half of the target's bytes, so expect no gain" * too_large)
         return replace(drafting, method="lookup+draft-model", window=None)
     for name, folder in available_heads(checkpoint, drafting.draft):
         found = replace(drafting, method=f"lookup+{name}", optional=not drafting.draft)

@@ -57,7 +57,8 @@ def read_sets(
             log(f"--sets {name}: asking our own questions ({ours}); for those of {name} add --questions FILE")
             chosen = [ours if one == name else one for one in chosen]
     for name in {*chosen} - {*sets}:
-        words = f"no such set{did_you_mean(name, sets)}; choose from {', '.join(sets)}"
+        known = sets if path else [*sets, *STAND_INS]
+        words = f"no such set{did_you_mean(name, known)}; choose from {', '.join(known)}"
         raise InputError(f"--sets {name}: {words}")
     return {name: sets[name] for name in chosen}
 

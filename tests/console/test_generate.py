@@ -118,7 +118,7 @@ def test_every_method_and_tree_gives_the_plain_text(cli, golden, tmp_path, flags
 
 
 def test_auto_tree_says_what_it_drafts(cli):
-    done = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "--max-new-tokens", 20)
+    done = cli("--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "-n", 20, "--stats")
     assert "trees of up to 32 nodes, sized by the cost model (measured: a" in done.err
 
 
