@@ -93,9 +93,9 @@ def action(o) -> None:
     questions = [ids for ids in map(model.encode, mixed) if len(ids) + o.max_new_tokens < o.max_seq_len]
     if not questions:
         raise InputError(f"no question and its answer fit in --max-seq-len {o.max_seq_len}")
-    room, tree = (max(o.batch), o.max_seq_len), o.tree and read_tree(o.tree)
-    contenders = {PLAIN: model.slot_batch("none", None, *room).answer}
-    contenders[DRAFTED] = model.slot_batch(o.speculate, tree, *room).answer
+    size, tree = (max(o.batch), o.max_seq_len), o.tree and read_tree(o.tree)
+    contenders = {PLAIN: model.slot_batch("none", None, *size).answer}
+    contenders[DRAFTED] = model.slot_batch(o.speculate, tree, *size).answer
     if o.transformers:
         contenders[PEER] = peer_of(o.transformers, model.stop_ids)
     for answer in contenders.values():

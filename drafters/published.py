@@ -54,7 +54,6 @@ def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
     flops = measured_flops(Runtime().device_name)
     hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
-    hours = f"{max(hours, 0.1):.{int(hours < 10)}f}"
-    yield (f"  your own head, trained in about {hours} hours on this machine: {program('train')}"
+    yield (f"  your own head, trained in about {hours:.1f} hours on this machine: {program('train')}"
            f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}{openings}"
            f" --out {quote(f'runs/{checkpoint.name}')}")

@@ -234,15 +234,13 @@ def forward(
 
 def fuse(model: Transformer) -> None:
     """Let a target run `forward` if all its layers are standard and in 16 bits."""
-    weight = model.embed.weight
-    layers = all(
+    chosen = INTERPRETED or (os.environ.get("EAGLE_DENSE") == "1" and model.embed.dtype.itemsize == 2)
+    if chosen and type(model) is Transformer and model.ranks is None and all(
         type(layer) is TargetBlock and layer.standard and layer.sinks is None
         and type(layer.mlp) is MLP and layer.mlp.gate is silu_gate
         and all(type(norm) is RMSNorm for norm in (layer.attn_norm, layer.mlp_norm))
         and all(type(linear) is Linear and linear.weight.shape[0] % BLOCK_N == 0
                 for linear in (layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down))
         for layer in model.layers
-    )
-    chosen = INTERPRETED or (os.environ.get("EAGLE_DENSE") == "1" and weight.dtype.itemsize == 2)
-    if layers and chosen and type(model) is Transformer and model.ranks is None:
+    ):
         model.fused = forward
