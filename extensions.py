@@ -66,6 +66,7 @@ TREE_FILES = "drafters.static:read_paths"  # reads --tree FILE
 STATIC_HEAD = "drafters.static:StaticHeadDrafter"
 # Target classes by the config field that selects them. The first field that is set wins, so order matters.
 TARGETS = {
+    "latent_rank": "families.latent:Latent",
     **dict.fromkeys(("delta_layers", "shared_expert_size"), "families.hybrid:Hybrid"),
     **dict.fromkeys(("sinks", "biases"), "families.gpt_oss:GptOss"),
     "global_head_dim": "families.gemma4:Gemma4", "conv_layers": "families.short_conv:ShortConv",
@@ -75,9 +76,6 @@ TARGETS = {
          "logit_divisor", "logit_cap", "score_cap"), "families.variants:Variant"),
     "num_experts": "families.experts:Mixture",
 }
-# Fields of TARGETS that do not run on GPUs yet, and their names in the error message.
-CPU_ONLY = {"delta_layers": "gated delta nets", "conv_layers": "short convolutions",
-            "global_head_dim": "models with two sizes of heads"}
 # Draft head classes by kind. The kind is also the name of the head's folder in the target's folder.
 HEADS = {
     "eagle": "head:Eagle1Head", "eagle3": "head:Eagle3Head",

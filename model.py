@@ -531,11 +531,12 @@ class Transformer(nn.Module):
     - ranks: the tensor-parallel group, or None
     - make_sharded_step(step, model): makes the step of a sharded model; None without ranks
     - is_recurrent: its cache holds a state, too, so a sequence must be read in order
+    - cpu_only: what GPUs do not run yet, in words, or None
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
     backend, runs_on_backend, fused, ranks, make_sharded_step = None, False, None, None, None
-    is_recurrent = False
+    is_recurrent, cpu_only = False, None
 
     def __init__(self, args: ModelArgs):
         super().__init__()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import gemma4, short_conv
+from checkpoint import gemma4, latent, short_conv
 from checkpoint.configs import model_fields, reject
 from checkpoint.convert import plan_tensors, planned_ids
 from checkpoint.dense import (
@@ -384,6 +384,12 @@ ROWS = {  # class in transformers, other classes and model types of configs and 
     "Lfm2MoeForCausalLM lfm2_moe gguf:lfm2moe+experts": replace(
         LFM2, experts=True, required={"use_expert_bias": True},
         defaults=LFM2.defaults | {"block_auto_adjust_ff_dim": False, "norm_topk_prob": True}),
+    "Glm4MoeLiteForCausalLM glm4_moe_lite": _family(
+        SHARED_EXPERT | latent.LAYER | {"mlp.w_gate_up.weight": LAYER["mlp.w_gate_up.weight"],
+                                        "mlp.w_down.weight": LAYER["mlp.w_down.weight"]},
+        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1, "norm_topk_prob": True},
+        renamed={"n_routed_experts": "num_experts"}, required={"n_group": 1, "rope_interleave": True},
+        experts=True, stacks=latent.LATENT_STACKS, read=latent.latent_fields, change=latent.in_our_order),
     "GptOssForCausalLM gpt_oss gguf:gpt-oss+experts": _family(
         GPT_OSS, GPT_OSS_FIXED, GPT_OSS_DEFAULTS, experts=True,
         required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, interleaved=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import extensions
-from checkpoint.load import check_length, load_model, read_config
+from checkpoint.load import check_length, class_of, load_model, read_config
 from common.errors import InputError
 from common.machine import free_memory
 from engine.draft import Drafter
@@ -40,8 +40,7 @@ def load_target(
     if ranks is not None:
         extensions.load(extensions.CHECK_RANKS)(checkpoint, runtime, log, ranks)
     on_cpu = torch.device(runtime.device_name).type == "cpu"
-    config = {} if on_cpu else read_config(checkpoint, "target")
-    if what := next((what for field, what in extensions.CPU_ONLY.items() if config.get(field)), None):
+    if not on_cpu and (what := class_of(read_config(checkpoint, "target")).cpu_only):
         raise InputError(f"{checkpoint}: {what} run on CPUs only yet; give --device cpu")
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend, kernels = TORCH, runtime.compile and runtime.kernels

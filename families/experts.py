@@ -1,14 +1,15 @@
-"""Mixture-of-experts targets: Mixtral, Qwen3-MoE."""
+"""Mixture-of-experts targets: Mixtral, Qwen3-MoE; mixtures of DeepSeek-V3's kind, for other families."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.schema import Flag, whole
+from common.schema import Flag, number, whole
+from families.norms import invariant, ordered_sum
 from model import MLP, Linear, ModelArgs, TargetBlock, Transformer, gated_activation
 
 
@@ -89,6 +90,45 @@ class Experts(nn.Module):
             return (out * weight[..., None]).sum(1)
         weights = weight.new_zeros(tokens.shape[0], out.shape[0]).scatter(1, chosen, weight)
         return torch.einsum("erh,re->rh", out, weights)
+
+
+@dataclass(frozen=True)
+class SigmoidArgs(MixtureArgs):
+    """The shape of a target whose router scores each expert on its own."""
+
+    dense_layers: whole(0, 10_000) = 0  # the first layers, with an MLP of `dense_size` in place of experts
+    router_factor: number(above=0, high=1e6) = 1.0  # of the weights of experts
+
+
+class SigmoidExperts(Experts):
+    """Experts with independent scores; a bias changes which are chosen, but not their weights."""
+
+    own_routing = True
+
+    def __init__(self, args: SigmoidArgs):
+        super().__init__(args)
+        self.factor, self.score_bias = args.router_factor, nn.Parameter(torch.zeros(args.num_experts))
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        scores = invariant(torch.sigmoid, self.router(tokens).float())
+        chosen = (scores + self.score_bias.float()).topk(self.used, dim=-1).indices
+        weight = scores.gather(-1, chosen)
+        if self.renormalize:
+            weight = weight / (ordered_sum(weight) + 1e-6)[:, None]
+        return weight * self.factor, chosen
+
+
+class SigmoidBlock(TargetBlock):
+    """A layer with such experts, or with a dense MLP."""
+
+    def __init__(self, args: SigmoidArgs, layer: int = 0):
+        if layer < args.dense_layers:
+            args = replace(args, num_experts=0, intermediate_size=args.dense_size)
+        super().__init__(args, layer)
+        self.standard = not args.num_experts
+
+    def make_mlp(self, args: SigmoidArgs) -> nn.Module:
+        return SigmoidExperts(args) if args.num_experts else MLP(args)
 
 
 class MixtureBlock(TargetBlock):

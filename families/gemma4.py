@@ -159,7 +159,7 @@ class Gemma4Block(VariantBlock):
 class Gemma4(Variant):
     """A Gemma 4 target."""
 
-    Args, Layer = Gemma4Args, Gemma4Block
+    Args, Layer, cpu_only = Gemma4Args, Gemma4Block, "models with two sizes of heads"
 
     def __init__(self, args: Gemma4Args):
         super().__init__(args)

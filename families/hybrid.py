@@ -420,7 +420,7 @@ class DeltaCaches(KVCaches):
 class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
-    Args, Layer = HybridArgs, HybridBlock
+    Args, Layer, cpu_only = HybridArgs, HybridBlock, "gated delta nets"
     is_recurrent = True
 
     def check_tree(self, shape) -> None:

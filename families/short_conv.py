@@ -11,22 +11,19 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.schema import Flag, number, whole
-from families.experts import Experts, MixtureArgs
+from common.schema import Flag, whole
+from families.experts import SigmoidArgs, SigmoidBlock
 from families.mixed import MixedCaches
-from families.norms import invariant, ordered_sum
-from model import MLP, KVCaches, Linear, PassInputs, TargetBlock, Transformer, lazy_zeros
+from model import KVCaches, Linear, PassInputs, TargetBlock, Transformer, lazy_zeros
 
 
 @dataclass(frozen=True)
-class ShortConvArgs(MixtureArgs):
+class ShortConvArgs(SigmoidArgs):
     """The shape of a target with short convolutions."""
 
     conv_layers: tuple[whole(0, 1), ...] = ()  # 1: a convolution, 0: attention
     conv_taps: whole(1, 64) = 3  # tokens that it reads
     conv_bias: Flag = False
-    dense_layers: whole(0, 10_000) = 0  # the first layers, with an MLP of `dense_size` in place of experts
-    router_factor: number(above=0, high=1e6) = 1.0  # of the weights of experts
 
     shardable = False
 
@@ -74,38 +71,7 @@ class ConvCaches(KVCaches):
             cache.inputs.index_put_((rows, target), cache.inputs[rows, source])
 
 
-class SigmoidExperts(Experts):
-    """Experts with independent scores; a bias changes which are chosen, but not their weights."""
-
-    own_routing = True
-
-    def __init__(self, args: ShortConvArgs):
-        super().__init__(args)
-        self.factor, self.score_bias = args.router_factor, nn.Parameter(torch.zeros(args.num_experts))
-
-    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        scores = invariant(torch.sigmoid, self.router(tokens).float())
-        chosen = (scores + self.score_bias.float()).topk(self.used, dim=-1).indices
-        weight = scores.gather(-1, chosen)
-        if self.renormalize:
-            weight = weight / (ordered_sum(weight) + 1e-6)[:, None]
-        return weight * self.factor, chosen
-
-
-class AttentionBlock(TargetBlock):
-    """A layer with attention."""
-
-    def __init__(self, args: ShortConvArgs, layer: int = 0):
-        if layer < args.dense_layers:
-            args = replace(args, num_experts=0, intermediate_size=args.dense_size)
-        super().__init__(args, layer)
-        self.standard = not args.num_experts
-
-    def make_mlp(self, args: ShortConvArgs) -> nn.Module:
-        return SigmoidExperts(args) if args.num_experts else MLP(args)
-
-
-class ConvBlock(AttentionBlock):
+class ConvBlock(SigmoidBlock):
     """A layer with a short convolution in place of attention."""
 
     def __init__(self, args: ShortConvArgs, layer: int = 0):
@@ -124,10 +90,10 @@ class ConvBlock(AttentionBlock):
 class ShortConv(Transformer):
     """A target with short convolutions."""
 
-    Args = ShortConvArgs
+    Args, cpu_only = ShortConvArgs, "short convolutions"
 
     def make_layer(self, layer: int) -> TargetBlock:
-        return (ConvBlock if self.args.conv_layers[layer] else AttentionBlock)(self.args, layer)
+        return (ConvBlock if self.args.conv_layers[layer] else SigmoidBlock)(self.args, layer)
 
     def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
         embed, layers = self.embed, self.args.conv_layers

@@ -112,6 +112,8 @@ MEANT = [  # configs as published, which leave much unsaid: the windows of 8 lay
      None, 32768),
     ("Qwen2", {"max_position_embeddings": 32768, **YARN}, None, 131072),
     ("GraniteMoeHybrid", {"layer_types": ["attention"] * 8, "num_local_experts": 0}, None, 2048),
+    ("Glm4MoeLite", {"q_lora_rank": 8, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16,
+                     "first_k_dense_replace": 1}, None, 2048),
     ("Ministral3", {"max_position_embeddings": 4096, "rope_parameters": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
         "llama_4_scaling_beta": 0.1}}, None, 1024),

@@ -99,6 +99,8 @@ BAD_TARGETS = {
     "an unknown parameter of RoPE": (folder_with(
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "odd_scale": 2.0}), "odd_scale of RoPE's"),
     "queries and keys with a limit": (folder_with("Olmo2", clip_qkv=8.0), "clip_qkv 8.0 is not supported"),
+    "values of another size than keys": (
+        folder_with("Glm4MoeLite", q_lora_rank=8, v_head_dim=16), "v_head_dim 16 is not supported"),
     "another limit of the activation": (folder_with("GptOss", swiglu_limit=5.0), "swiglu_limit 5.0 is not"),
     "experts quantized otherwise": (
         folder_with("GptOss", quantization_config={"quant_method": "hqq"}), "hqq"),

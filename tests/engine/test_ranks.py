@@ -78,7 +78,8 @@ def sharded(request, folder, tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", ("OLMo 3", "LFM2", "LFM2-MoE", "Gemma 4 E2B", "Gemma 4 26B-A4B"))
+@pytest.mark.parametrize("name", (
+    "OLMo 3", "LFM2", "LFM2-MoE", "GLM-4.7-Flash", "Gemma 4 E2B", "Gemma 4 26B-A4B"))
 def test_families_that_are_not_sharded(tmp_path, name):
     make_target(tmp_path / "in", name)
     config = read_config(convert(tmp_path / "in", tmp_path / "out", quiet=True))

@@ -99,6 +99,10 @@ VARIANTS = {
         "layer_types": ["conv", "full_attention"] * 4, "norm_eps": 1e-5, "num_experts": 6,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 2,
         "routed_scaling_factor": 1.5}),
+    "GLM-4.7-Flash": ("Glm4MoeLite", {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}),
     "Gemma 4 E2B": ("Gemma4Text", GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 4,
                                             "use_double_wide_mlp": True}),
     "Gemma 4 31B": ("Gemma4", GEMMA4 | {
@@ -185,6 +189,9 @@ def make_target(folder: Path, name: str, **other):
     reference.save_pretrained(folder)
     if "Omni" in kind:
         as_thinker(folder)
+    if "GLM-4.7" in name:  # published with an MTP layer behind its layers
+        file, more = folder / "model.safetensors", {f"model.layers.{LAYERS}.eh_proj.weight": torch.ones(2)}
+        save_file(load_file(file) | more, file)
     if "MXFP4" in name:
         to_mxfp4(folder, reference)
     return reference

@@ -1,0 +1,78 @@
+"""Configs and tensors of GLM-4.7-Flash, as published. Source: transformers' modeling file."""
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from checkpoint.dense import STACKS, NameTable, rope_of, rope_type
+from checkpoint.rotary import each_head, rotary_first
+from checkpoint.source import Entry
+from common.errors import InputError
+from model import ModelArgs
+
+LAYER: NameTable = {
+    "wqkv.weight": ["self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"],
+    "query_norm.weight": ["self_attn.q_a_layernorm.weight"],
+    "latent_norm.weight": ["self_attn.kv_a_layernorm.weight"],
+    "w_q.weight": ["self_attn.q_b_proj.weight"], "w_kv.weight": ["self_attn.kv_b_proj.weight"],
+    "mlp.routed.score_bias": ["mlp.gate.e_score_correction_bias"],
+    "mlp.shared.w_gate_up.weight": [f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.shared.w_down.weight": ["mlp.shared_experts.down_proj.weight"],
+}
+
+
+def latent_rows(a: ModelArgs) -> tuple[int, ...]:
+    """Return the rows of both vectors; the second one's include the rotary part of the keys."""
+    return a.query_rank, a.latent_rank + a.rotary_dim
+
+
+LATENT_STACKS = STACKS | {"wqkv.": latent_rows}
+
+
+def latent_fields(path: Path, config: dict) -> tuple[dict, dict]:
+    """Return the config for `checkpoint.configs.model_fields`, and further fields. Raises InputError."""
+    layers, inner = config.get("num_hidden_layers") or 0, config.get("moe_intermediate_size") or 0
+    kinds = config.get("mlp_layer_types") or ()
+    dense = kinds.count("dense") if kinds else config.get("first_k_dense_replace", 1)
+    size = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    if kinds and list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise InputError(f"{path}: mlp_layer_types {kinds}; expected dense layers before sparse ones")
+    if config.get("v_head_dim") != size:
+        raise InputError(f"{path}: v_head_dim {config.get('v_head_dim')} is not supported; expected"
+                         f" qk_nope_head_dim + qk_rope_head_dim, {size}")
+    if not config.get("q_lora_rank"):
+        raise InputError(f"{path}: a model without q_lora_rank is not supported")
+    if (kind := rope_type(rope_of(config))) != "default":
+        raise InputError(f"{path}: RoPE of type {kind} is not supported for this model")
+    fields = {
+        "query_rank": config["q_lora_rank"], "latent_rank": config.get("kv_lora_rank", 0),
+        "rotary_dim": config.get("qk_rope_head_dim", 0), "dense_layers": dense,
+        "dense_size": config.get("intermediate_size", 0), "num_kv_heads": config.get("num_attention_heads"),
+        "shared_expert_size": inner * config.get("n_shared_experts", 1),
+        "router_factor": config.get("routed_scaling_factor", 1.0),
+    }
+    return config | {"head_dim": size}, fields
+
+
+def in_our_order(path: Path, fields: dict, tensors: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors of all layers, without the MTP layer after them, rotary pairs as in `ModelArgs`.
+
+    In files these channels are the last of a head, and pairs are neighbors.
+    """
+    size, rotary, rank = fields["head_dim"], fields["rotary_dim"], fields["latent_rank"]
+    order = torch.arange(size).roll(rotary)[rotary_first(size, rotary, neighbors=True)]
+    q = each_head(fields["num_heads"], size, order)
+    kv = torch.cat((torch.arange(rank), rank + torch.arange(rotary).view(-1, 2).T.flatten()))
+    orders = {"q_b_proj.weight": q, "kv_a_proj_with_mqa.weight": kv}
+
+    def entry(name: str, entry: Entry) -> Entry:
+        rows = orders.get(name.rpartition("self_attn.")[2])
+        fits = rows is not None and entry.shape[0] == len(rows)  # others are reported with all shapes
+        return entry.changed(partial(torch.index_select, dim=0, index=rows)) if fits else entry
+
+    layer = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+    return {name: entry(name, tensor) for name, tensor in tensors.items()
+            if not layer[name] or int(layer[name][1]) < fields["num_layers"]}
