@@ -435,7 +435,7 @@ class Block(nn.Module):
     - score_cap: see `families.variants`
     """
 
-    Norm, Cache = RMSNorm, KVCache
+    Norm = RMSNorm
     standard, fused, score_cap = True, None, 0.0
 
     def __init__(self, args: ModelArgs, layer: int = 0, input_size: int | None = None):
@@ -532,11 +532,12 @@ class Transformer(nn.Module):
     - make_sharded_step(step, model): makes the step of a sharded model; None without ranks
     - is_recurrent: its cache holds a state, too, so a sequence must be read in order
     - cpu_only: what GPUs do not run yet, in words, or None
+    - can_compile: torch.compile takes its passes
     """
 
     Args, Layer, Caches = ModelArgs, TargetBlock, KVCaches
     backend, runs_on_backend, fused, ranks, make_sharded_step = None, False, None, None, None
-    is_recurrent, cpu_only = False, None
+    is_recurrent, can_compile, cpu_only = False, True, None
 
     def __init__(self, args: ModelArgs):
         super().__init__()

@@ -11,6 +11,7 @@ from checkpoint.load import class_of
 from common.errors import InputError
 from families.experts import MixtureArgs
 from families.gpt_oss import GptOssArgs
+from families.hybrid import HybridArgs
 from head import Eagle3Head, Head, HeadArgs, eagle3_aux_layers
 from kernels.quantized import FOUR_BITS, LM_HEAD_MODES, MXFP4, Scheme, replace_linears
 from model import ModelArgs, Transformer, meta_modules
@@ -47,6 +48,13 @@ SHAPES = {
             activation="clamped_swiglu",
         ), 32000, 17280
     ),
+    "qwen3.5-27b": (
+        HybridArgs(
+            248320, 5120, 17408, 64, 24, 4, 256, 1e-6, 1e7, max_seq_len=262144, qk_norm=True, rotary_dim=64,
+            delta_layers=(1, 1, 1, 0) * 16, delta_heads=48, delta_key_heads=16, delta_key_dim=128,
+            delta_value_dim=128, delta_taps=4,
+        ), 32000, 17408
+    ),
     "tiny-mixture": (
         MixtureArgs(512, 64, 128, 4, 4, 2, 16, max_seq_len=4096, num_experts=6, experts_per_token=2), 256, 128
     ),
@@ -60,7 +68,9 @@ def shape_of(name: str) -> tuple[ModelArgs, int, int]:
     if name not in SHAPES or not (layers or "1").isdigit():
         raise InputError(f"--shape {name}: unknown; choose from {', '.join(SHAPES)}, or NAME/LAYERS")
     args, *head_sizes = SHAPES[name]
-    return replace(args, num_layers=int(layers or args.num_layers)), *head_sizes
+    count = int(layers or args.num_layers)
+    kinds = {"delta_layers": args.delta_layers[:count]} if isinstance(args, HybridArgs) else {}
+    return replace(args, num_layers=count, **kinds), *head_sizes
 
 
 def random_models(

@@ -182,10 +182,8 @@ def calibrated_layers(source: Path, config: dict, scheme: Scheme, ids: Tensor) -
     visible = positions[:, None] <= positions[:, :, None]
     shared = PassInputs(args, args.inverse_frequencies(), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
-    if model.is_recurrent:  # other caches hold fewer tokens than a text has
-        caches = [layer.Cache(*ids.shape, args, torch.float32, "cpu") for layer in model.layers]
-    else:
-        caches = model.caches(*ids.shape, "cpu")
+    ring = {"ring": ids.shape[1]} if model.is_recurrent else {}  # else it holds fewer tokens than a text has
+    caches = model.caches(*ids.shape, "cpu", **ring)
     with open_safetensors(source / WEIGHTS, ADVICE) as file:
 
         def read(name: str) -> Tensor:

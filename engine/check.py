@@ -60,6 +60,11 @@ def entries(cache: KVCache, slots: Tensor) -> tuple[Tensor, ...]:
     return tuple(from_bytes(x, torch.float32) if x.dtype == torch.uint8 else x for x in kv)
 
 
+def kv_caches(runner: ModelRunner) -> list[KVCache]:
+    """Return the target's caches but those of recurrent layers."""
+    return [cache for cache in runner.caches if isinstance(cache, KVCache)]
+
+
 @contextlib.contextmanager
 def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     """Fill the batch with random requests in this context. Yields a function that resets them."""
@@ -76,7 +81,10 @@ def random_requests(runner: ModelRunner) -> Iterator[Callable[[], None]]:
     count = min(longest + runner.extra_slots + 64, runner.cache_slots)
     slots = torch.arange(count, device=runner.device).expand(B, -1)
     stale = (slots >= state.length[:, None])[..., None, None]
-    for cache in (*runner.caches, *(runner.drafter.caches or ())):
+    for cache in runner.caches:
+        if not isinstance(cache, KVCache):
+            cache.randomize(state.length, generator)
+    for cache in (*kv_caches(runner), *(runner.drafter.caches or ())):
         kv = torch.randn(2, B, slots.shape[1], *cache.k.shape[2:], device=runner.device, generator=generator)
         cache.write(*kv.masked_fill(stale, STALE_VALUE).to(state.features.dtype), slots)
     start = {name: x.clone() for name, x in state.named_buffers()}
@@ -97,9 +105,17 @@ def compare_kernels(max_error: float) -> Iterator[dict[str, str]]:
     failed: dict[str, str] = {}
 
     def observe(name: str, kernel: Callable, definition: Callable, args: tuple):
-        written = (lambda: entries(args[0], args[3].slots)) if name == "attend" else (lambda: ())
+        written, state = lambda: (), ()
+        if name == "attend":
+            written = lambda: entries(args[0], args[3].slots)  # noqa: E731
+        elif name == "delta":
+            state = [(x, x.clone()) for x in (args[0].state, args[0].start)]
+            written = lambda: [x.clone() for x, _ in state]  # noqa: E731
         try:
-            result, expected = (kernel(*args), written()), (definition(*args), written())
+            result = kernel(*args), written()
+            for x, before in state:
+                x.copy_(before)
+            expected = definition(*args), written()
             found = difference(name, result, expected, max_error)
             if found.ratio > 1:
                 failed[name] = f"{found.error:.2g} from its definition"
@@ -127,7 +143,7 @@ def step_difference(
     drafted, path = step()
     drafted, path = Tree(*(x.clone() if torch.is_tensor(x) else x for x in drafted)), path.clone()
     slots = length[:, None] + torch.arange(drafted.tokens.shape[1], device=length.device)
-    written = [entries(cache, slots) for cache in runner.caches]
+    written = [entries(cache, slots) for cache in kv_caches(runner)]
     tokens, features = state.out[:, :W].clone(), state.features[:, :W].clone()
     window = torch.arange(W, device=length.device)
     emitted = window < state.out[:, -3, None]
@@ -139,9 +155,9 @@ def step_difference(
         defined = device_step.draft(drafter, state, live_slots, noise)
         logits, new = device_step.verify(
             target, drafted, state, live_slots, runner.caches, drafter.aux_layers)
-        KVCaches.move(runner.caches, length[:, None] + path, length[:, None] + window)
+        KVCaches.move(kv_caches(runner), length[:, None] + path, length[:, None] + window)
     found = [difference(f"layer {i}", x, entries(cache, slots), max_error)
-             for i, (x, cache) in enumerate(zip(written, runner.caches))]
+             for i, (x, cache) in enumerate(zip(written, kv_caches(runner)))]
     if defined.scores is not None:
         found.append(difference("draft", *(x.scores.sort().values for x in (drafted, defined)), max_error))
     if new is not None and not drafter.defers_head:

@@ -84,11 +84,11 @@ class Engine:
             chunks=chunks, variants=self.scheduler.variants(self.drafter),
         )
         self.state, self.device = self.runner.state, self.runner.device
-        on_cuda = self.device.type == "cuda"
+        on_cuda = self.runner.on_cuda
         self.lag = int(on_cuda) if lag is None else lag
         # With a recurrent target a step must exclude sequences in prefill: every batch size is needed.
         given = None if target.is_recurrent else batch_sizes
-        self.batch_sizes = given or default_batch_sizes(batch, on_cuda)
+        self.batch_sizes = given or default_batch_sizes(batch, on_cuda and not target.is_recurrent)
         self.scheduler.attach(self)
         self.slots = Slots(self.runner, self.drafter, batch, self.lag)
         self._pending: deque[Pending] = deque()

@@ -98,7 +98,7 @@ class ModelRunner:
         self._compile(compile, log)
         # A chunk is padded to the smallest size that holds it. Each size is compiled or captured separately.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
-        self.chunks = sorted(chunks or sizes)
+        self.chunks = sorted(chunks or sizes)[: 1 if self.on_cuda and target.is_recurrent else None]
 
         # If nothing drafts, reuse `drafter`: a second object would be compiled a second time.
         self.has_head = drafter.network is not None  # it must process every token, drafted or not
@@ -146,7 +146,7 @@ class ModelRunner:
         self.fell_back = fell_back
         self.run_eagerly()
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not (self.device_step.batch_invariant or self.target.is_recurrent)
+        self.compiled = compile and not self.device_step.batch_invariant and self.target.can_compile
         if self.compiled:
             from engine.graphs import CompiledFunction
 

@@ -135,7 +135,7 @@ class Target:
     def _compiles(self) -> bool:
         """True if steps go through torch.compile."""
         model = self.model
-        return self.runtime.compile and not step_of(model).batch_invariant and not model.is_recurrent
+        return self.runtime.compile and not step_of(model).batch_invariant and model.can_compile
 
     @cached_property
     def _grammars(self):

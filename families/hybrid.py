@@ -17,6 +17,7 @@ path. A cache stores the state at one boundary, and ring buffers of later tokens
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -239,11 +240,13 @@ class Paths:
         slots, positions = shared.slots, shared.positions
         T = slots.shape[1]
         self.length, self.positions = slots[:, 0], positions
-        if bool(((start > boundary_of(self.length)) & (self.length > 0)).any()):
+        if not start.is_cuda and bool(((start > boundary_of(self.length)) & (self.length > 0)).any()):
             raise RuntimeError("a pass starts before the state of its sequence: tokens must be read in order")
-        self.local = shared.visible.gather(2, slots[:, None].expand(-1, T, -1))
-        depth = positions - self.length[:, None]
-        self.chain = bool((depth == torch.arange(T, device=depth.device)).all())
+        if isinstance(shared.visible, Tensor):
+            self.local = shared.visible.gather(2, slots[:, None].expand(-1, T, -1))
+        else:
+            self.local = shared.visible.local[..., -T:]
+        self.depth = depth = positions - self.length[:, None]
         tap_slots = []
         for back in range(taps - 1, 0, -1):
             above = self.local & (depth[:, None] == depth[..., None] - back)
@@ -254,7 +257,8 @@ class Paths:
     def chunks(self) -> list[slice]:
         """Return the ranges of tokens that are computed together: a whole tree, or blocks of a chain."""
         count = self.positions.shape[1]
-        size = BLOCK if self.chain else count
+        is_chain = bool((self.depth == torch.arange(count, device=self.depth.device)).all())
+        size = BLOCK if is_chain else count
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
@@ -263,26 +267,14 @@ class DeltaCache(nn.Module):
     inputs and outputs of the convolution [B, ring, delta_width], g and b [B, ring, 2 nv].
 
     snapshot_...: the same at an earlier boundary, with the next BLOCK tokens; see `DeltaCaches.save_prefix`.
-    ops: CPU operators (`kernels.cpu`), if any; `delta` computes what `_advance` and `_outputs` define.
+    kernel: a backend's `outputs`, called with this cache and the arguments, or None.
     """
 
-    def __init__(
-        self, batch: int, ring: int, args: HybridArgs, dtype: torch.dtype, device: torch.device | str,
-        ops=None,
-    ):
+    def __init__(self, buffers: dict[str, Tensor], kernel: Callable | None):
         super().__init__()
-        self.ops = ops
-
-        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-            zeros = torch.zeros(batch, *shape, dtype=dtype, device=device)
-            self.register_buffer(name, zeros, persistent=False)
-
-        for prefix, tokens in ("", ring), ("snapshot_", BLOCK):
-            buffer(f"{prefix}state", args.delta_heads, args.delta_key_dim, args.delta_value_dim)
-            buffer(f"{prefix}start", dtype=torch.int64)
-            buffer(f"{prefix}inputs", tokens, args.delta_width, dtype=dtype)
-            buffer(f"{prefix}mixed", tokens, args.delta_width, dtype=dtype)
-            buffer(f"{prefix}rates", tokens, 2 * args.delta_heads)
+        self.kernel = kernel
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
 
     def gather(self, buffer: Tensor, slots: Tensor) -> Tensor:
         """Return the entries of a ring buffer at slots [B, M]: [B, M, width]."""
@@ -294,12 +286,6 @@ class DeltaCache(nn.Module):
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         buffer.index_put_((rows, slots % buffer.shape[1]), values)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """See `KVCaches.move`."""
-        for name in RING_BUFFERS:
-            ring = getattr(self, name)
-            self.scatter(ring, target, self.gather(ring, source))
-
     def snapshot(self, slot: int, restore: bool = False) -> None:
         """Save the state of a batch slot and the next BLOCK tokens to `snapshot_...`, or restore them."""
         start = int((self.snapshot_start if restore else self.start)[slot])
@@ -310,6 +296,16 @@ class DeltaCache(nn.Module):
                 own[where] = saved
             else:
                 saved.copy_(own[where])
+
+    def randomize(self, length: Tensor, generator: torch.Generator) -> None:
+        """Fill states and ring buffers for sequences of length [B], each state one block behind."""
+        for name in ("state", *RING_BUFFERS):
+            getattr(self, name).normal_(generator=generator)
+        g, b = self.rates.chunk(2, dim=-1)
+        g.copy_(-0.1 * g.abs())
+        b.sigmoid_()
+        self.start.copy_((boundary_of(length) - BLOCK).clamp(min=0))
+        self.state.mul_((self.start > 0)[:, None, None, None])
 
     def attend(self, block: DeltaBlock, projected: Tensor, shared: PassInputs) -> Tensor:
         """Outputs of `w_in` [B, T, ...] -> the input of `wo` [B, T, nv*dv]."""
@@ -324,11 +320,10 @@ class DeltaCache(nn.Module):
         mixed, rates = block.convolve(last), block.rates(step, decay)
         self.scatter(self.mixed, shared.slots, mixed)
         self.scatter(self.rates, shared.slots, rates)
-        if self.ops is not None:
-            where = paths.length, paths.positions, paths.local
-            out = self.ops.delta(self.mixed, self.rates, *where, self.state, self.start)
-            return block.gate_output(out, gate)
+        return block.gate_output((self.kernel or DeltaCache.outputs)(self, block, paths), gate)
 
+    def outputs(self, block: DeltaBlock, paths: Paths) -> Tensor:
+        """Return the outputs [B, T, nv, dv] of tokens that are in the ring buffers; advance the states."""
         state, start = self._advance(block, self.state, self.start, paths.length)
         self.state.copy_(state)
         self.start.copy_(start)
@@ -336,10 +331,9 @@ class DeltaCache(nn.Module):
         for rows in paths.chunks():
             length = paths.length + rows.start
             state, start = self._advance(block, state, start, length)
-            visible = paths.local[:, rows, rows]
-            own = mixed[:, rows], rates[:, rows]
-            outputs.append(self._outputs(block, state, start, length, paths.positions[:, rows], visible, own))
-        return block.gate_output(torch.cat(outputs, 1), gate)
+            where = length, paths.positions[:, rows], paths.local[:, rows, rows]
+            outputs.append(self._outputs(block, state, start, *where))
+        return torch.cat(outputs, 1)
 
     def _advance(
         self, block: DeltaBlock, state: Tensor, start: Tensor, length: Tensor
@@ -358,11 +352,11 @@ class DeltaCache(nn.Module):
 
     def _outputs(
         self, block: DeltaBlock, state: Tensor, start: Tensor, length: Tensor, positions: Tensor,
-        local: Tensor, own: tuple[Tensor, Tensor],
+        local: Tensor,
     ) -> Tensor:
         """Return the outputs [B, T, nv, dv] of tokens after `length`. state: at their boundary.
 
-        local [B, T, T]: the path of each token. own: their q, k, v, and their rates.
+        local [B, T, T]: the path of each token.
         """
         B, T = positions.shape
         before = start[:, None] + torch.arange(MAX_OPEN, device=start.device)
@@ -371,9 +365,8 @@ class DeltaCache(nn.Module):
         visible[:, :MAX_OPEN, :MAX_OPEN] = (committed[:, None] & committed[..., None]).tril()
         visible[:, MAX_OPEN:, :MAX_OPEN] = committed[:, None]
         visible[:, MAX_OPEN:, MAX_OPEN:] = local
-        mixed, rates = (torch.cat((self.gather(ring, before), new), 1)
-                        for ring, new in zip((self.mixed, self.rates), own))
-        tokens = block.path_tokens(visible, mixed, rates)
+        slots = torch.cat((before, length[:, None] + torch.arange(T, device=start.device)), 1)
+        tokens = block.path_tokens(visible, *(self.gather(ring, slots) for ring in (self.mixed, self.rates)))
         _, _, out = tokens.solve(state, MAX_OPEN)
         later = boundary_of(positions) > start[:, None]
         if bool(later.any()):
@@ -382,15 +375,40 @@ class DeltaCache(nn.Module):
         return out
 
 
-DeltaBlock.Cache = DeltaCache
-
-
 class DeltaCaches(KVCaches):
-    """The caches of all delta nets."""
+    """The caches of all delta nets: views of buffers [layers, B, ...], by name."""
+
+    def __init__(self, buffers: dict[str, Tensor], kernel: Callable | None):
+        self.stacked, self.kernel = buffers, kernel
+        count = len(buffers["state"])
+        super().__init__(DeltaCache({n: x[i] for n, x in buffers.items()}, kernel) for i in range(count))
+
+    @classmethod
+    def of_layers(
+        cls, layers: int, batch: int, args: HybridArgs, dtype: torch.dtype, device: torch.device | str,
+        kernel: Callable | None = None, ring: int = RING,
+    ) -> DeltaCaches:
+        """Allocate the caches of this many layers. ring: tokens of the ring buffers."""
+        buffers = {}
+
+        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+            buffers[name] = torch.zeros(layers, batch, *shape, dtype=dtype, device=device)
+
+        for prefix, tokens in ("", ring), ("snapshot_", BLOCK):
+            buffer(f"{prefix}state", args.delta_heads, args.delta_key_dim, args.delta_value_dim)
+            buffer(f"{prefix}start", dtype=torch.int64)
+            buffer(f"{prefix}inputs", tokens, args.delta_width, dtype=dtype)
+            buffer(f"{prefix}mixed", tokens, args.delta_width, dtype=dtype)
+            buffer(f"{prefix}rates", tokens, 2 * args.delta_heads)
+        return cls(buffers, kernel)
+
+    def rows(self, first: int, count: int) -> DeltaCaches:
+        return DeltaCaches({n: x.narrow(1, first, count) for n, x in self.stacked.items()}, self.kernel)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        for cache in self:
-            cache.move(source, target)
+        b = torch.arange(len(source), device=source.device)[:, None]
+        for ring in map(self.stacked.__getitem__, RING_BUFFERS):
+            ring[:, b, target % ring.shape[2]] = ring[:, b, source % ring.shape[2]]
 
     def sequence(self, slot: int, slots: int) -> list[Tensor]:
         return [x[slot : slot + 1] for x in self.buffers()]
@@ -420,8 +438,9 @@ class DeltaCaches(KVCaches):
 class Hybrid(Transformer):
     """A target with delta nets and, in some layers, gated attention."""
 
-    Args, Layer, cpu_only = HybridArgs, HybridBlock, "gated delta nets"
+    Args, Layer = HybridArgs, HybridBlock
     is_recurrent = True
+    can_compile = property(lambda self: self.embed.device.type == "cuda")  # kernels advance the states
 
     def check_tree(self, shape) -> None:
         levels = shape.max_commit - 1
@@ -434,12 +453,14 @@ class Hybrid(Transformer):
     def make_layer(self, layer: int) -> HybridBlock:
         return (DeltaBlock if self.args.delta_layers[layer] else GatedBlock)(self.args, layer)
 
-    def caches(self, batch: int, slots: int, device: torch.device | str | None = None) -> MixedCaches:
+    def caches(
+        self, batch: int, slots: int, device: torch.device | str | None = None, ring: int = RING
+    ) -> MixedCaches:
         embed, layers = self.embed, self.args.delta_layers
         where = embed.dtype, device or embed.device
         args = replace(self.args, num_layers=layers.count(0))  # attention layers
         attention = self.Caches.allocate(args, batch, slots, *where, self.backend)
-        ops = getattr(self.backend, "ops", None) if self.runs_on_backend else None
-        deltas = DeltaCaches(DeltaCache(batch, RING, self.args, *where, ops) for _ in range(sum(layers)))
+        kernel = self.backend.delta if self.runs_on_backend else None
+        deltas = DeltaCaches.of_layers(sum(layers), batch, self.args, *where, kernel, ring)
         places = [(kind, layers[:i].count(kind)) for i, kind in enumerate(layers)]
         return MixedCaches((attention, deltas), places)

@@ -31,13 +31,17 @@ class ZeroCenteredNorm(RMSNorm):
 def invariant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an elementwise function to x with the same rounding of every element.
 
-    PyTorch rounds elements that do not fill a vector differently, so rows are padded.
+    On CPUs PyTorch rounds elements that do not fill a vector differently, so rows are padded.
     """
+    if x.is_cuda:
+        return function(x)
     return function(F.pad(x, (0, -x.shape[-1] % VECTOR_WIDTH)))[..., : x.shape[-1]]
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """Sum the last dimension in an order that does not depend on the other dimensions."""
+    """Sum the last dimension in an order that, on CPUs, does not depend on the other dimensions."""
+    if x.is_cuda:
+        return x.sum(-1)
     while (n := x.shape[-1]) > 1:
         x = F.pad(x, (0, n % 2))
         one, other = x.chunk(2, dim=-1)

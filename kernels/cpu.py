@@ -141,6 +141,11 @@ class CpuStep(Step):
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
         return Tree(*self.ops.join(*fields, nodes, *costs or packed.NO_COSTS))
 
+    def delta(self, cache, block, paths) -> Tensor:
+        """See `families.hybrid.DeltaCache.outputs`."""
+        where = paths.length, paths.positions, paths.local
+        return self.ops.delta(cache.mixed, cache.rates, *where, cache.state, cache.start)
+
     def lookup(self, matcher, tokens: Tensor, length: Tensor, count: int) -> tuple[Tensor, Tensor]:
         tables = matcher.chain, matcher.ahead, matcher.first_scores, matcher.later_scores
         return self.ops.lookup(tokens, length, count, *tables, matcher.min_match)

@@ -1,17 +1,19 @@
 """The step on GPUs: Triton kernels for attention and KV caches, quantized products, experts and ranking.
 
 `kernels.gpu.cache` has attention, `kernels.gpu.products` products with quantized weights, `kernels.gpu.dense`
-the pass of a 16-bit target over few tokens, and `kernels.gpu.experts` mixtures of experts. cuBLAS computes
-other products, inductor compiles the rest.
+the pass of a 16-bit target over few tokens, `kernels.gpu.experts` mixtures of experts and `kernels.gpu.delta`
+gated delta nets. cuBLAS computes other products, inductor compiles the rest.
 """
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+import extensions
 from engine.draft import materialize
 from engine.step import Step
 from head import Head
@@ -50,6 +52,11 @@ class CudaStep(Step):
     def causal_mask(self, slots: Tensor, start: Tensor, count: int) -> TreeMask:
         token = torch.arange(count, device=slots.device)
         return TreeMask(slots, start, materialize((token <= token[:, None]).repeat(len(start), 1, 1)))
+
+    @property
+    def delta(self) -> Callable:
+        """See `families.hybrid.DeltaCache.outputs`."""
+        return extensions.load("kernels.gpu.delta:outputs")
 
     @with_fallback("rank", Step.rank)
     def rank(

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 
-KERNELS = "attend", "dense", "linear", "experts", "rank", "restrict"
+KERNELS = "attend", "delta", "dense", "linear", "experts", "rank", "restrict"
 disabled: set[str] = set()  # kernels whose PyTorch definition runs instead
 observers: list[Callable] = []  # the last is called instead of a kernel: (name, kernel, definition, args)
 

@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from helpers.ahead_of_time import SHARED, compile_for, devices, expensive
 from triton import next_power_of_2
 
-from kernels.gpu import attention, dense, experts, products, ranking, sampling
+from families.hybrid import BLOCK, MAX_LEVELS
+from kernels.gpu import attention, delta, dense, experts, products, ranking, sampling
 
 pytestmark = pytest.mark.slow
 EACH, THREE = devices(80, 86, 89, 90, 100, 120), devices(80, 90, 100)
@@ -25,6 +26,7 @@ KINDS = {  # of arguments, by name; others in capitals are any integers, the res
     "V": "i32", "S": "i32", "eps": "fp32", "kv": BF16, "local": BOOL,
     **dict.fromkeys(("arrived", "order", "tiles"), I32),
     **dict.fromkeys(("logits", "noise", "scores", "chunk_sums", "peak", "temperature", "top_p"), F32),
+    **dict.fromkeys(("rates", "state"), F32), "mixed": BF16, "scale": "fp32", "T": "any i32", "RING": "i32",
     **dict.fromkeys(("out", "cos", "sin", "partial_sums", "partial_softmax"), F32),
 }
 
@@ -129,6 +131,10 @@ def test_dense(capability, gated, pdl):
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
 SORTED = {"CHUNK": sampling.MAX_CHUNK, "CHUNKS": 63}
+DELTA = {  # Qwen3.5-27B
+    "NK": 16, "NV": 48, "DK": 128, "DV": 128, "BLOCK_K": 128, "COLUMNS": delta.COLUMNS, "BLOCK": BLOCK,
+    "LEVELS": MAX_LEVELS,
+}
 OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "top_k": (ranking.top_k_kernel, 4, {
         "CHUNK": ranking.MAX_CHUNK, "BLOCK_TOP": 16, "CHUNKS": 16,
@@ -137,6 +143,7 @@ OTHERS = {  # the kernel, its warps, constants and arguments of other kinds
     "threshold": (sampling.threshold_kernel, 8, SORTED | {"BLOCK_CHUNKS": 64}),
     "sort experts": (experts.sort_kernel, 4, {
         "S": ANY, "ONE_TILE": True, "BLOCK_M": 16, "CHUNK": experts.SORT_CHUNK}),
+    "advance states": (delta.advance_kernel, 4, DELTA), "delta nets": (delta.delta_kernel, 4, DELTA),
 }
 
 

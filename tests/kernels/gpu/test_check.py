@@ -9,7 +9,8 @@ from engine import check as checking
 from engine.draft import HeadDrafter
 from engine.engine import Engine
 from engine.sampling import Sampling, restrict
-from kernels.gpu import attention, fallback, products, sampling
+from families.hybrid import Hybrid, HybridArgs
+from kernels.gpu import attention, delta, fallback, products, sampling
 from kernels.gpu.device import INTERPRETED, gpu_of
 from kernels.quantized import Scheme, quantize_linears
 from tree import TreeShape
@@ -49,6 +50,32 @@ def check(runner) -> list[str]:
 
 def test_right_kernels_pass(runner):
     assert not check(runner) and not fallback.disabled
+
+
+@pytest.mark.expensive
+def test_states_are_checked(device, backend, monkeypatch):
+    """Of a target with a delta net: a wrong state is found, though it changes no output of this pass."""
+    monkeypatch.setattr(checking, "MAX_CONTEXT", 66)
+    target = Hybrid(HybridArgs(
+        64, 32, 48, 2, 4, 2, 16, delta_layers=(1, 0), delta_heads=2, delta_key_heads=1, delta_key_dim=8,
+        delta_value_dim=12, delta_taps=4,
+    )).requires_grad_(False)
+    for x in target.parameters():
+        x.normal_(std=0.2)
+    backend.prepare(target.to(device))
+    runner = Engine(target, None, batch=2, max_seq_len=150, compile=False, chunks=(16,)).runner
+    assert not check(runner)
+    right = delta.delta
+
+    def wrong(*args):
+        out = right(*args)
+        args[4][0, 0, 0] += 1
+        return out
+
+    monkeypatch.setattr(delta, "delta", wrong)
+    (line,) = check(runner)
+    fallback.disabled.clear()
+    assert line.startswith("kernel 'delta' falls back to PyTorch, which is slower: ")
 
 
 def no_launch(*args):

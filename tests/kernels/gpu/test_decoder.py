@@ -13,6 +13,7 @@ from drafters.ngram import NGram
 from engine.engine import Engine
 from engine.sampling import Sampling
 from families.gpt_oss import GptOssArgs
+from families.hybrid import HybridArgs
 from families.variants import VariantArgs
 from kernels.gpu.cache import LayerCaches
 from kernels.gpu.device import INTERPRETED
@@ -67,6 +68,10 @@ FAMILIES = {
         64, 32, 32, 2, 4, 2, 16, num_experts=6, experts_per_token=2, windows=(9, 0), sinks=True, biases=True,
         qkv_bias=True, activation="clamped_swiglu",
     ),
+    "Qwen3.5": HybridArgs(
+        64, 32, 48, 2, 4, 2, 16, qk_norm=True, rotary_dim=8, delta_layers=(1, 0), delta_heads=2,
+        delta_key_heads=1, delta_key_dim=8, delta_value_dim=12, delta_taps=4,
+    ),
 }
 
 
@@ -75,7 +80,10 @@ def test_tiny_families(device, backend, args):
     """Their text on the kernels is that of the definition, plain and drafted by prompt lookup."""
     torch.manual_seed(0)
     target = class_of({"kind": "target", **asdict(args)})(args).requires_grad_(False).eval()
-    experts = hasattr(args, "num_experts")
+    experts, recurrent = bool(getattr(args, "num_experts", 0)), hasattr(args, "delta_layers")
+    if recurrent:
+        for x in target.parameters():
+            x.normal_(std=0.2)
     if experts:
         for layer in target.layers:
             replace_linears(layer.mlp, Scheme(None, 0, None, "mxfp4"))
@@ -91,7 +99,8 @@ def test_tiny_families(device, backend, args):
     assert all((getattr(layer.mlp, "fused", None) is fused_mix) == experts for layer in target.layers)
     for drafter in (None, NGram()):
         engine = Engine(target, drafter, **options)
-        assert isinstance(engine.runner.caches, LayerCaches) and ids(engine, *made) == written
+        attention = engine.runner.caches.groups[0] if recurrent else engine.runner.caches
+        assert isinstance(attention, LayerCaches) and ids(engine, *made) == written
 
 
 @pytest.mark.parametrize("name", COUPLED)

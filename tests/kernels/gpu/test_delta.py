@@ -1,0 +1,66 @@
+"""Gated delta nets over trees and chains, against their definition."""
+import copy
+
+import pytest
+import torch
+from helpers.ahead_of_time import expensive
+
+from families.hybrid import DeltaBlock, DeltaCache, DeltaCaches, HybridArgs, Paths, boundary_of
+from kernels.gpu import delta
+from model import PassInputs
+
+PARENTS = [0, 0, 0, 1, 1, 2, 3, 5, 6]  # of a tree on five levels, its root the first
+
+
+def passes(lengths: list[int], chain: int, dtype: torch.dtype):
+    """A layer of odd sizes, its cache with states a block behind, and a pass over a chain or the tree."""
+    args = HybridArgs(32, 32, 32, 4, 2, 1, 16, delta_layers=(1, 1, 1, 0), delta_heads=2, delta_key_heads=1,
+                      delta_key_dim=24, delta_value_dim=40, delta_taps=4, zero_centred=True)
+    B, length = len(lengths), torch.tensor(lengths)
+    cache = DeltaCaches.of_layers(1, B, args, dtype, "cpu")[0]
+    cache.randomize(length, torch.Generator().manual_seed(0))
+    T = chain or len(PARENTS)
+    local, depth = torch.eye(T, dtype=torch.bool), torch.zeros(T, dtype=torch.int64)
+    for i in range(1, T):
+        parent = i - 1 if chain else PARENTS[i]
+        local[i] |= local[parent]
+        depth[i] = depth[parent] + 1
+    slots = length[:, None] + torch.arange(T)
+    visible = torch.arange(max(lengths) + T) < length[:, None, None]
+    visible = visible.repeat(1, T, 1).scatter(2, slots[:, None].expand(B, T, T), local.expand(B, T, T))
+    shared = PassInputs(args, torch.ones(8), length[:, None] + depth, slots, visible)
+    return DeltaBlock(args), cache, Paths(shared, 4, cache.start)
+
+
+@pytest.mark.parametrize("lengths, chain, dtype", (
+    ((5, 37), 0, torch.float32), *expensive(
+        ((70, 31), 1, torch.bfloat16), ((300, 16), 0, torch.bfloat16), ((0, 100), 64, torch.float32),
+        ((47, 48), 9, torch.bfloat16)),
+))
+def test_outputs_and_states(device, lengths, chain, dtype):
+    """A pass advances what is behind, reads what is committed, and follows each path."""
+    block, cache, paths = passes([*lengths], chain, dtype)
+    ours = copy.deepcopy(cache).to(device)
+    paths_there = copy.copy(paths)
+    for name in ("length", "positions", "local", "depth"):
+        setattr(paths_there, name, getattr(paths, name).to(device))
+    expected, found = DeltaCache.outputs(cache, block, paths), delta.outputs(ours, block, paths_there)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ours.start.cpu(), cache.start) and torch.equal(cache.start, boundary_of(paths.length))
+    behind = cache.start > 0
+    torch.testing.assert_close(ours.state.cpu()[behind], cache.state[behind], rtol=1e-4, atol=1e-5)
+
+
+def test_a_path_gives_the_same_bits_however_it_is_read(device):
+    """A chain token by token, and as the last path of a tree that also has other nodes."""
+    block, cache, paths = passes([33], 0, torch.float32)
+    path = [0, 1, 3, 6, 8]
+    whole = delta.outputs(copy.deepcopy(cache).to(device), block, paths)[:, path]
+    for name in ("inputs", "mixed", "rates"):
+        ring = getattr(cache, name)
+        ring[:, 33 : 33 + len(path)] = ring[:, [33 + i for i in path]]
+    for i in range(len(path)):
+        one = copy.copy(paths)
+        one.length, one.local = paths.length + i, torch.ones(1, 1, 1, dtype=torch.bool)
+        assert torch.equal(delta.outputs(cache.to(device), block, one)[:, 0], whole[:, i])
+    assert int(cache.start) == int(boundary_of(torch.tensor(33 + 4)))
