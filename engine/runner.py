@@ -234,8 +234,8 @@ class ModelRunner:
         if modes.needs_processors:
             _ = group.state.processors  # created lazily; must exist before compilation
         arguments = self.device_step, self.target, group.caches, group.drafter_view(drafter), group.state
-        # Plain steps beside a drafter and rare modes are not worth compiling.
-        key = None if drafter is self.plain is not self.drafter else (drafter, group.count, modes.noisy)
+        # Other trees, plain steps beside a drafter and rare modes are not worth compiling.
+        key = None if drafter is not self.drafter else (drafter, group.count, modes.noisy)
         verify = partial(self._draft_and_verify, key, *arguments, live_slots, modes.noisy, costs)
         commit = partial(self._accept_and_commit, None if modes.is_rare else key, *arguments)
         if guides is None:

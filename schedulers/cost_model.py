@@ -5,7 +5,7 @@ seconds of a step: it starts from timed trials and learns from every step. `Acce
 the steps of a request emit. A drafter with a network is switched on and off (`Tuner.next`). One without a
 network, such as prompt lookup, is almost free: it drafts at every step, and `MarginalCosts` keep the nodes
 whose expected gain exceeds their cost, often none. With our CPU kernels the choice never changes the output.
-Compiled steps draft trees of one size, or nothing.
+Compiled and captured steps draft one of a few trees (`Tuner.prunes` is False), or nothing.
 """
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ from schedulers.marginal_costs import MarginalCosts
 from tree import Tree, TreeShape
 
 MAX_TREES = NetworkDrafter.max_trees
+# Trees that CUDA graphs are captured for, beside the default, and drafts that a step with a tree of so many
+# nodes typically accepts: our SmolLM2 head on the six sets, greedy (benchmarks/tau.py). Only ratios matter.
+CAPTURED_TREES = TreeShape(8, 2, 4), TreeShape(16, 4, 5), TreeShape(32, 5, 8), TreeShape(60, 7, 10)
+TYPICAL_DRAFTS = {1: 0.0, 8: 1.2, 16: 1.5, 32: 1.7, 60: 1.9}
+
+
+def typical_drafts(nodes: int) -> float:
+    """Return the drafts that a step with a tree of this size typically accepts, interpolated."""
+    below = max(n for n in TYPICAL_DRAFTS if n <= nodes)
+    above = min((n for n in TYPICAL_DRAFTS if n > nodes), default=below)
+    if above == below:
+        return TYPICAL_DRAFTS[below]
+    fraction = math.log(nodes / below) / math.log(above / below)
+    return TYPICAL_DRAFTS[below] + fraction * (TYPICAL_DRAFTS[above] - TYPICAL_DRAFTS[below])
 
 # -- accepted tokens per step -------------------------------------------------------------------
 
@@ -137,19 +151,20 @@ class Plan(NamedTuple):
 class Tuner:
     """Chooses what each step drafts, None for a step without the head.
 
-    shapes: trees of greedy steps and of sampled steps. prunes: `MarginalCosts` limit them. The tuner holds
-    the costs of the machine and the acceptance of all requests. `Request.acceptance` holds that of one
-    request. costs: assumed costs; None: steps are timed.
+    shapes: trees of greedy steps and of sampled steps, whose nodes `MarginalCosts` limit; without `prunes`,
+    the trees to choose from, the default first. The tuner holds the costs of the machine and the acceptance
+    of all requests. `Request.acceptance` holds that of one request. costs: assumed costs; None: steps are
+    timed.
     """
 
     def __init__(
-        self, shapes: tuple[TreeShape, TreeShape] = MAX_TREES, prunes: bool = True, costs: Costs | None = None
+        self, shapes: tuple[TreeShape, ...] = MAX_TREES, prunes: bool = True, costs: Costs | None = None
     ):
         self.shapes, self.prunes, self.assumed_costs = shapes, prunes, costs
-        largest = max(shape.nodes for shape in shapes)
-        self.candidates = PLAIN_TRIAL, Trial(shapes[0].nodes, True)
+        sizes = sorted({shape.nodes for shape in shapes})
+        self.candidates = PLAIN_TRIAL, *(Trial(nodes, True) for nodes in sizes)
         if prunes:
-            self.candidates = tuple(t for t in TRIALS if t in REQUIRED_TRIALS or t.nodes <= largest)
+            self.candidates = tuple(t for t in TRIALS if t in REQUIRED_TRIALS or t.nodes <= sizes[-1])
         self.acceptance_by_temperature: dict[float, Acceptance] = defaultdict(Acceptance)
         self._costs: dict[tuple[int, bool], Costs] = {}  # by (sequences, sampled)
         self._measured: set[tuple[int, bool]] = set()  # keys with trials; other costs are interpolated
@@ -180,7 +195,10 @@ class Tuner:
         self._running_trial, self._next_trial = self._next_trial, None
         if not self.in_trial:
             return None
-        return self._trial_plan(self._running_trial, self.shapes[is_noisy(requests)], count)
+        return self._trial_plan(self._running_trial, self._default_shape(is_noisy(requests)), count)
+
+    def _default_shape(self, noisy: bool) -> TreeShape:
+        return self.shapes[noisy if self.prunes else 0]
 
     def headless_costs(self, requests: list[Request], count: int, shape: TreeShape) -> MarginalCosts | None:
         """Return the costs that limit a tree drafted without a network; None if they are unknown."""
@@ -210,7 +228,7 @@ class Tuner:
         if self.in_trial:
             return plan
         if not self._costs:
-            return Plan(self.shapes[noisy])
+            return Plan(self._default_shape(noisy))
         self._start_group(key, requests)
         if self._drafts.get(key) is False:
             self._plain_steps[noisy] += 1
@@ -257,17 +275,23 @@ class Tuner:
     ) -> Plan:
         """Return the tree of a step that drafts. speed: see `_marginal`."""
         count, noisy = key
-        shape = self.shapes[noisy]
-        if not self.prunes:
-            return Plan(shape)
         confidence = [max(r.acceptance.confidence.value, min_confidence) for r in requests]
-        return Plan(shape, self._marginal(requests, count, shape, speed, confidence))
+        if self.prunes:
+            shape = self.shapes[noisy]
+            return Plan(shape, self._marginal(requests, count, shape, speed, confidence))
+        costs, mean_confidence = self.costs(*key), sum(confidence) / len(confidence)
+
+        def tokens_per_time(shape: TreeShape) -> float:
+            tokens = 1 + mean_confidence * typical_drafts(shape.nodes)
+            return tokens / costs.relative_cost_of(Size(shape.nodes, 0))
+
+        return Plan(max(self.shapes, key=tokens_per_time))
 
     def _trial_plan(self, trial: Trial, shape: TreeShape, count: int) -> Plan | None:
         if trial == PLAIN_TRIAL:
             return None
         if not self.prunes:
-            return Plan(shape)
+            return Plan(next(shape for shape in self.shapes if shape.nodes == trial.nodes))
         nodes = torch.full((shape.nodes - 1,), math.inf)
         nodes[: max(trial.nodes - 1, 0)] = -1.0
         return Plan(shape, MarginalCosts(0.0 if trial.deep else math.inf, nodes, torch.ones(count)))
@@ -344,15 +368,16 @@ class Tuner:
             self.acceptance_by_temperature = shared
             self._next_trial = self._running_trial = None
             self._drafts.clear()
-        if trials.keys() >= (REQUIRED_TRIALS if self.prunes else {*self.candidates}):
+        if trials.keys() >= (REQUIRED_TRIALS if self.prunes else {*self.candidates[:2]}):
             self._measured.add(key)
-            self._costs[key] = Costs.from_trials(trials) if self.prunes else Costs(
-                *(fastest(trials[trial]) for trial in self.candidates))
+            self._costs[key] = (Costs.from_trials if self.prunes else Costs.of_trees)(trials)
 
     def describe(self, counts: list[int], noisy: bool) -> str:
         """Describe the trees, and the relative cost of a step by number of requests, in one line."""
-        shape, why = self.shapes[noisy], "sized by the cost model"
-        what = f"trees of up to {shape.nodes} nodes, {why}" if self.prunes else f"tree {shape.name}, {why}"
+        shape, why = self._default_shape(noisy), "sized by the cost model"
+        what = f"trees of up to {shape.nodes} nodes, {why}"
+        if not self.prunes:
+            what = f"tree {' or '.join(dict.fromkeys(shape.name for shape in self.shapes))}, {why}"
         if not self._costs:
             return f"{what} (not timed)"
         size = Size(MAX_FLAT_NODES, 1) if self.prunes else Size(shape.nodes, 0)
@@ -425,6 +450,8 @@ class CostScheduler(Scheduler):
         if choice.costs:
             size = size._replace(levels=tree.levels if choice.head else 0)
             expected = [sum(map(math.exp, path[1:])) for path in tree.scores.tolist()]
+        elif choice.head:  # reading the scores would make the host wait
+            expected = [typical_drafts(size.nodes)] * group.count
         step = group.count, noisy, size, choice.head
         return Record(step, self.tuner.relative_cost(*step), expected)
 
@@ -460,7 +487,13 @@ class CostScheduler(Scheduler):
 
 def with_tree(drafter: Drafter, shape: TreeShape) -> Drafter:
     """Return the drafter with trees of another shape, if it grows them."""
-    return drafter.with_tree(shape) if drafter.resizable_part else drafter
+    return drafter.with_tree(shape) if drafter.resizable_part and drafter.shape != shape else drafter
+
+
+def fits(shape: TreeShape, grown: Drafter, default: TreeShape) -> bool:
+    """Return whether a drafter can grow trees of this shape, which differs from its default in size."""
+    levels = math.inf if grown.max_levels is None else grown.max_levels
+    return shape.nodes != default.nodes and shape.width <= grown.vocabulary and shape.depth < levels
 
 
 def schedule(
@@ -472,7 +505,8 @@ def schedule(
     compiled. Raises InputError on "auto" for several ranks: each measures other times and would choose
     another tree.
     """
-    fixed_trees = target.embed.device.type == "cuda" or compiles
+    on_cuda = target.embed.device.type == "cuda"
+    fixed_trees = on_cuda or compiles
     if target.ranks is not None:
         if tree == "auto":
             raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
@@ -482,8 +516,10 @@ def schedule(
         return drafter, CostScheduler(Tuner(shapes, costs=NOMINAL_COSTS))
     grown, fixed = drafter.resizable_part, (drafter.shape, drafter.shape)
     if fixed_trees:
-        tuned = tree == "auto" and grown is not None
-        return drafter, CostScheduler(Tuner(fixed, prunes=False)) if tuned else None
+        if tree != "auto" or grown is None:
+            return drafter, None
+        others = [shape for shape in CAPTURED_TREES if on_cuda and fits(shape, grown, drafter.shape)]
+        return drafter, CostScheduler(Tuner((drafter.shape, *others), prunes=False))
     if tree not in (None, "auto"):
         return drafter, None
     if grown is None:

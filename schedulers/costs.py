@@ -108,6 +108,15 @@ class Costs:
         level = (seconds[deep[0]] - flat) / levels if levels else base - plain
         return cls(plain, max(base, plain), max(level, floor), node_seconds)
 
+    @classmethod
+    def of_trees(cls, trials: Trials) -> Costs:
+        """Build costs of a few trees of fixed sizes from trials of a plain step and each tree."""
+        (_, plain), (smallest, base), *_ = timed = [(t.nodes, fastest(trials[t])) for t in sorted(trials)]
+        node_seconds = [0.0] * max(smallest - 1, 1)
+        for (nodes, seconds), (more, longer) in pairwise(timed[1:]):
+            node_seconds += [max(longer - seconds, 0.0) / (more - nodes)] * (more - nodes)
+        return cls(plain, base, 0.0, node_seconds)
+
     def interpolate(self, other: Costs, fraction: float, scale: float) -> Costs:
         """Return costs between these and `other`, for another batch size. scale: of the nodes."""
         def current(c: Costs) -> list[float]:

@@ -20,7 +20,9 @@ from schedulers.cost_model import (
     Plan,
     Size,
     Tuner,
+    typical_drafts,
 )
+from tree import TreeShape
 
 
 class Machine:
@@ -217,6 +219,35 @@ def test_a_compiled_tree_is_drafted_while_it_pays():
         for _ in range(100):
             step(emitted)
         assert (kinds[-1] is not None) == drafts
+
+
+@pytest.mark.parametrize("times, expected_trees", (
+    ({0: 10, 8: 11.4, 16: 12.3, 60: 13.9}, (60, 8, 0)),  # an H200: nodes are almost free
+    ({0: 10, 8: 12, 16: 15, 60: 40}, (8, 8, 0)),  # a small card
+))
+def test_captured_trees_are_chosen_by_time_and_acceptance(times, expected_trees):
+    """From what one tree brings, what the others would; also that drafting does not pay."""
+    shapes = TreeShape(16, 4, 5), TreeShape(8, 2, 4), TreeShape(60, 7, 10)
+    tuner, request = Tuner(shapes, prunes=False), Request([1] * 20, Sampling())
+    chosen = []
+
+    def step(acceptance: float = 1.0) -> None:
+        plan = tuner.next([request], 1)
+        nodes = plan.shape.nodes if plan else 0
+        chosen.append(nodes)
+        of = 1, False, Size(nodes or 1, 0), plan is not None
+        expected = typical_drafts(nodes) if plan else None
+        tuner.add(*of, times[nodes] / 1000)
+        emitted = 1 + acceptance * (expected or 0.0)
+        tuner.record(request, plan is not None, emitted, tuner.relative_cost(*of), expected)
+
+    tuner.start(request)
+    tuner.run_trials(1, False, step)
+    assert {*chosen} == times.keys()
+    for acceptance, tree in zip((1.0, 0.3, 0.05), expected_trees):
+        for _ in range(150):
+            step(acceptance)
+        assert sorted(chosen[-40:])[20] == tree
 
 
 def test_a_hard_text_does_not_stop_the_drafts_of_the_next():
