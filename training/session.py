@@ -40,7 +40,7 @@ from training.features import Features, training_copy, without_layers
 from training.heads import TRAINED, HeadShape, head_args, new_head, own_weights
 from training.processes import ProcessGroup
 from training.report import write_card
-from training.trainer import STATE, Plan, Trainer
+from training.trainer import STATE, Plan, Trainer, check_same, read_state
 from training.validate import ANSWER_TOKENS, acceptance_length
 from training.writing import Collector
 
@@ -66,6 +66,11 @@ class Session:
         if self.out.is_dir() and any(self.out.iterdir()) and not (self.work / STATE).exists():
             raise InputError(f"--out {o.out}: holds files that no run with its state in {self.work} has"
                              " written; choose another folder or delete them")
+        self.plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
+        state = read_state(self.work)
+        self.resumed = state is not None
+        if state:
+            check_same(self.work, vars(self.plan), state)
         prompts = read_chats(o.prompts, note) if o.prompts else []
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
         self.prompts = [prompts[i] for i in order]  # held-out prompts are from all parts of the file
@@ -152,10 +157,15 @@ class Session:
             collector = self._collector()
             collector.from_prompts(self.prompts)
             collector.synthesize(o.synthesize, self.openings)
-            # A resumed training keeps its text.
-            seconds = 60 * o.minutes * (0.0 if (self.work / STATE).exists() else MAX_TEXT_FRACTION)
-            deadline = self.start_time + seconds if o.minutes else math.inf
-            collector.write(deadline, min(self.training_seconds, 60 * o.minutes - seconds or math.inf))
+            asked = len(collector.planned)
+            seconds = 60 * o.minutes * MAX_TEXT_FRACTION or math.inf
+            rest = min(self.training_seconds, 60 * o.minutes - seconds if o.minutes else math.inf)
+            collector.write(self.start_time + (0 if self.resumed else seconds), rest)
+            if self.resumed and (written := len(collector.planned)) < asked:
+                if not written:
+                    raise InputError(f"{self.work / STATE} was made with other data or another target; use"
+                                     " another --out, or delete it")
+                note(f"resuming with the {written:,} conversations that are written, of {asked:,}")
             lines += collector.read(args.vocab_size)
         rows, left_out = data.training_rows(lines, min(o.max_len, args.max_seq_len))
         for reason, count in left_out.most_common(9):  # a template may give each conversation another reason
@@ -205,12 +215,11 @@ class Session:
             cache_bytes=STATE_BYTES, dtype=self.target.embed.dtype,
             read_dtype=learning.embed.dtype,
         )
-        plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
-            objective, features, self.rows, self.held_out, plan, self.work, processes=self.processes,
+            objective, features, self.rows, self.held_out, self.plan, self.work, processes=self.processes,
             tau=self._tau(),
         )
-        if trainer.resume():
+        if self.resumed:
             note(f"resumed at step {trainer.step} of {trainer.total}")
         before = (time.monotonic() - self.start_time) * self.processes.is_main
         before = torch.tensor(before, device=objective.device)
@@ -238,8 +247,8 @@ class Session:
         weights = sum(t.numel() for t in own_weights(head).values())
         facts = [
             f"{weights / 1e6:.1f} million weights, {head.args.draft_vocab_size:,} draft ids", self.report,
-            f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.epoch, 'epoch')} in"
-            f" {trainer.seconds / 60:.0f} minutes",
+            f"{counted(trainer.objective.steps, 'draft step')}, {counted(trainer.step, 'optimizer step')}"
+            f" in {trainer.seconds / 60:.0f} minutes",
         ]
         tau = next((entry["tau"] for entry in reversed(log) if "tau" in entry), 0)
         if tau < LOW_TAU:

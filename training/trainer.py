@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.folder import identity
+from common.cli import note
 from common.errors import InputError, library_errors
 from common.progress import progress_bar
 from common.writing import atomic_path, digest
@@ -25,6 +26,7 @@ from training.report import TrainingLog
 
 STATE = "state.pt"  # in WORK
 SCALE_ROWS = 16  # rows that the scale of the features is computed from
+TIMED_SCALE = 4, 64  # rows, and tokens of each, with --minutes: reading takes time
 WARMUP = 0.03  # fraction of the run in which the learning rate rises
 MAX_GRADIENT_NORM = 0.5
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
@@ -36,10 +38,11 @@ VALIDATION = 0.1  # of --minutes, for the last validation
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of the training loop. Each of them changes the result."""
+    """The settings of the training loop. A resumed run must have the same, except for `minutes`."""
 
     epochs: int = 4
-    minutes: float = 0.0  # end then, with the learning rate down as after all epochs; 0: never
+    # End then, with the learning rate down as after all epochs; 0: never. Resuming may change it.
+    minutes: float = 0.0
     lr: float = 1e-3
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
@@ -59,6 +62,29 @@ def save_state(folder: Path, state: dict) -> None:
     with library_errors(f"{path}: cannot be written; make room there, then run the command to go on"):
         with atomic_path(path) as part, open(part, "wb") as file:
             torch.save(state, file)
+
+
+def readable(folder: Path):
+    """Return a context that turns errors of reading FOLDER/state.pt into InputError."""
+    return library_errors(f"{folder / STATE}: cannot be restored; if it is damaged, delete it to start again")
+
+
+def read_state(folder: Path, device: str | torch.device = "cpu") -> dict | None:
+    """Return what `save_state` wrote, None without it. Raises InputError if it is damaged."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    with readable(folder):
+        return torch.load(path, map_location=device, weights_only=True, mmap=True)
+
+
+def check_same(folder: Path, options: dict, state: dict) -> None:
+    """Raise InputError if a saved state was made with other options. --minutes may change."""
+    with readable(folder):
+        saved = state["options"]
+        if differs := sorted(n for n in options.keys() - {"minutes"} if options[n] != saved.get(n)):
+            raise InputError(f"{folder / STATE} was made with other settings or data ({', '.join(differs)});"
+                             " use another --out, or delete it")
 
 
 class Trainer:
@@ -87,13 +113,15 @@ class Trainer:
         self.seconds, self.before = 0.0, 0.0  # of training; of --minutes, before it
         self.longest_step, self.updating = 0.0, False  # in seconds
         self.log: TrainingLog | None = None  # on rank 0, during `run`
-        self._learn_scale()
+        if not self._resume():
+            self._learn_scale()
 
     @torch.no_grad()
     def _learn_scale(self) -> None:
         """Set the objective's scale from a few rows, the same ones in any order of the rows."""
         sample = sorted(self.rows, key=lambda row: sha256(str(row["ids"]).encode()).digest())
-        sample = sample[: SCALE_ROWS // 4 if self.plan.minutes else SCALE_ROWS]  # reading takes time
+        count, length = TIMED_SCALE if self.plan.minutes else (SCALE_ROWS, None)
+        sample = [{"ids": row["ids"][:length]} for row in sample[:count]]
         states = self.features.read(progress_bar(sample, desc="target states", unit="row"))
         lengths = torch.tensor([len(row["ids"]) for row in sample])
         real = torch.arange(states.normed.shape[1]) < lengths[:, None]
@@ -171,11 +199,14 @@ class Trainer:
         if not self.step and self._left() < 0:
             raise InputError(f"--minutes {self.plan.minutes:g}: over before the first step; raise it (the"
                              " text is kept)")
+        if self.plan.minutes and self.epoch < len(self.batches) and self._progress() >= self.total:
+            note(f"--minutes {self.plan.minutes:g}: used up; raise it to train on")
         try:
-            while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
+            while self.epoch < len(self.batches) and self._progress() < self.total:
                 self._run_epoch()
                 self._validate(self.epoch + 1)
-                self.epoch, self.in_epoch = self.epoch + 1, 0
+                if self.in_epoch == len(self.batches[self.epoch]):
+                    self.epoch, self.in_epoch = self.epoch + 1, 0
                 self.save()
         except KeyboardInterrupt:
             if self.in_epoch and not self.updating:
@@ -260,28 +291,21 @@ class Trainer:
                 "head": {name: p.detach() for name, p in self.parameters.items()},
                 "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
                 "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds, "before": self.before,
+                "longest_step": self.longest_step,
                 "options": self.fingerprint,
             })
         self.saved = time.time()
 
-    def resume(self) -> bool:
-        """Go on from the saved state if there is one.
-
-        Raises InputError if it cannot be read, or was made with other settings or data.
-        """
-        path, options = self.work / STATE, self.fingerprint
-        if not path.exists():
+    def _resume(self) -> bool:
+        """Go on from the saved state if there is one. Raises InputError as `read_state` does."""
+        if not (state := read_state(self.work, self.objective.device)):
             return False
-        with library_errors(f"{path}: cannot be restored; if it is damaged, delete it to start again"):
-            state = torch.load(path, map_location=self.objective.device, weights_only=True)
-            saved = state["options"]
-            if differs := sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n)):
-                raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
-                                 " use another --out, or delete it")
+        check_same(self.work, self.fingerprint, state)
+        with readable(self.work):
             for name, p in self.parameters.items():
                 p.data.copy_(state["head"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.objective.scale, self.seconds = state["scale"], state["seconds"]
-            self.before = state["before"]
+            self.before, self.longest_step = state["before"], state.get("longest_step", 0.0)
             self.step, self.epoch, self.in_epoch = state["at"]
         return True

@@ -68,8 +68,12 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     rates = [entry["lr"] for entry in log_of(tmp_path) if "loss" in entry]
     assert len(rates) == 7 and rates[-1] == pytest.approx(0.1 * 1e-3) and max(rates) > 0.5e-3
     assert "tau" in log_of(tmp_path)[-1]  # of the epoch that was cut short
-    monkeypatch.undo()
     assert "warning: acceptance length" in capsys.readouterr().err
+    assert train.main(argv) == 0 and "--minutes 1: used up; raise it" in capsys.readouterr().err
+    argv[-1] = "2"
+    assert argv[-2] == "--minutes" and train.main(argv) == 0  # more minutes go on
+    assert len([entry for entry in log_of(tmp_path) if "loss" in entry]) > 12
+    monkeypatch.undo()
     assert train.main(options(golden, prompt_file, tmp_path / "short", minutes=1e-9)) == 1
     assert "--minutes 1e-09: this model needs at least 1 here" in capsys.readouterr().err
 

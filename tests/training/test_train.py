@@ -61,7 +61,7 @@ def test_heads_learn_are_written_and_decode(golden, trained, kind):
     assert f"python train.py {' '.join(argv)}" in card
 
 
-def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_path, capsys):
+def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_path, capsys, monkeypatch):
     argv, folder = trained("eagle3")
     shutil.copytree(folder, tmp_path / "run")
     argv = [word.replace(str(folder), str(tmp_path / "run")) for word in argv]
@@ -71,6 +71,9 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     (head / "LICENSE").write_text("mine")
     assert train.main(argv) == 0  # nothing is left to do
     assert (head / "LICENSE").read_text() == "mine" and (head / "model.safetensors").read_bytes() == before
+    with monkeypatch.context() as patch:  # nothing is loaded
+        patch.setattr("training.session.load_model", None)
+        assert train.main([*argv, "--lr", "2e-3"]) == 1 and "or data (lr); use another" in last_line(capsys)
     assert train.main([*argv, "--steps", "2"]) == 1
     assert "other settings or data (steps)" in last_line(capsys)
     tuned = shutil.copytree(golden, tmp_path / "tuned")  # a fine-tune differs in its inner weights only
@@ -78,7 +81,7 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, trained, tmp_pat
     state["layers.3.mlp.w_down.weight"] *= 1.1
     save_file(state, tuned / "model.safetensors")
     assert train.main([*argv, "--checkpoint", str(tuned)]) == 1
-    assert "target); use another --out" in last_line(capsys)
+    assert "other data or another target; use another --out" in last_line(capsys)
 
 
 @pytest.mark.kernels
