@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
+
+if __package__:  # installed: in this process, modules have the names of the checkout
+    sys.path.insert(0, str(Path(__file__).parent))
 
 from common import VERSION
 from common.errors import did_you_mean
@@ -18,6 +22,13 @@ COMMANDS = {
     "export": ("checkpoint.export", "write a head for other programs"),
     "datastore": ("drafters.ngram", "make the token file of --speculate rest"),
 }
+
+
+def __getattr__(name: str):
+    """Import LLM only when it is asked for: from eagle_decoder.eagle import LLM."""
+    if name != "LLM":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return import_module("llm").LLM
 
 
 def main(argv: list[str] | None = None) -> int:

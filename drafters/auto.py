@@ -9,11 +9,10 @@ from pathlib import Path
 
 from checkpoint.load import CONFIG, WEIGHTS, read_config
 from common.errors import InputError
-from drafters.published import advice
+from drafters.published import MAX_DRAFT_SIZE, advice
 from engine.drafting import TARGET, Drafting
 from extensions import METHODS
 
-MAX_DRAFT_SIZE = 0.5  # bytes of a draft model / bytes of the target
 MAX_PADDING = 1024  # embedding rows without a token
 # Methods in order of preference.
 PRIORITY = "dspark", "eagle3", "p-eagle", "dflash", "mtp", "eagle2", "hydra", "medusa"

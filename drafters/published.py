@@ -34,26 +34,27 @@ SIBLINGS = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135e9),
     "olmo-2": ("allenai/OLMo-2-0425-1B-Instruct", 1.5e9),
 }
-MAX_SIZE = 1 / 3  # of a draft model that reduces latency
+MAX_DRAFT_SIZE = 0.5  # of a draft model / of the target
+OPENINGS = Path(__file__).parents[1] / "heads" / "openings.txt"
 
 
 def advice(checkpoint: Path, config: dict) -> Iterator[str]:
     """Yield a line for each way to a drafter for a target. config: its config.json."""
     if names := HEADS.get((config["num_layers"], config["hidden_size"], config["vocab_size"])):
-        others = f"; or {', '.join(names[1:])}" if names[1:] else ""
-        yield (f"  a published head of this shape, if it was trained for this model: {program('convert')}"
-               f" --checkpoint {names[0]} --target {quote(str(checkpoint))}{others}")
+        yield "  a published head of this shape, if it was trained for this model:"
+        yield from (f"    {program('convert')} --checkpoint {head} --target {quote(str(checkpoint))}"
+                    for head in names)
     else:
         yield "  a published head: none is known for a model of this shape"
     name, size = str(config.get("name", checkpoint.name)).lower(), weights(config, 0)[0]
     small = next((model for part, model in SIBLINGS.items() if part in name), None)
-    if small and small[1] <= MAX_SIZE * size:
+    if small and small[1] <= MAX_DRAFT_SIZE * size:
         yield f"  a smaller model of the same family: --draft {small[0]}"
     else:
         yield "  a smaller model: none is known; --draft takes any with the same vocabulary"
-    openings = " --openings heads/openings.txt" * Path("heads/openings.txt").exists()
+    openings = OPENINGS.relative_to(Path.cwd()) if OPENINGS.is_relative_to(Path.cwd()) else OPENINGS
     flops = measured_flops(Runtime().device_name)
     hours = sum(phases(config, CONVERSATIONS, ANSWER_TOKENS, EPOCHS, flops).values())
     yield (f"  your own head, trained in about {hours:.1f} hours on this machine: {program('train')}"
-           f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}{openings}"
-           f" --out {quote(f'runs/{checkpoint.name}')}")
+           f" --checkpoint {quote(str(checkpoint))} --synthesize {CONVERSATIONS}"
+           f" --openings {quote(str(openings))} --out {quote(f'runs/{checkpoint.name}')}")

@@ -6,7 +6,7 @@ from helpers.decoding import load
 
 from checkpoint.load import read_config
 from common.errors import InputError
-from drafters.published import advice
+from drafters.published import OPENINGS, advice
 from engine.drafting import Drafting
 from engine.sampling import Sampling
 from schedulers.cost_model import Tuner
@@ -32,11 +32,12 @@ def test_the_best_head_in_the_folder(folder, kept, means, says):
     assert found.resolve(folder, said.append) == found and len(said) == before
     if not kept:
         assert "none is known" in said[1] and "none is known" in said[2]
-        shape = {"num_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
-        lines = [*advice(folder, read_config(folder) | shape | {"name": "Qwen3-8B"})]
-        for line, words in zip(lines, (f"--checkpoint AngelSlim/Qwen3-8B_eagle3 --target {folder}",
-                                       "--draft Qwen/Qwen3-0.6B", " hours on ")):
-            assert words in line
+        shape = {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+        lines = [*advice(folder, read_config(folder) | shape | {"name": "Llama-3.1-8B"})]
+        names = "EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE3-DeepSeek-R1-Distill-LLaMA-8B"
+        commands = (f"convert_checkpoint.py --checkpoint yuhuili/{name} --target {folder}" for name in names)
+        assert len(lines) == 5 and all(line.endswith(x) for line, x in zip(lines[1:], commands))
+        assert "--draft meta-llama/Llama-3.2-1B" in lines[3] and str(OPENINGS.name) in lines[4]
 
 
 def test_a_head_elsewhere(folder, tmp_path):
