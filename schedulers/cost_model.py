@@ -139,6 +139,8 @@ DRAFT_HOLD_STEPS, PLAIN_HOLD_STEPS = 4, 8  # steps that a choice to draft, or no
 PROBE_STEPS = 3  # of the other choice, to time plain steps or to test whether drafts are accepted again
 # Plain steps before a probe drafts. The interval doubles after each probe that fails.
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 32, 256
+# Time that probes may lose: a fraction of the plain steps. Up to this debt a new request is probed.
+MAX_PROBE_LOSS, MAX_PROBE_DEBT = 0.01, 4.0
 
 
 class Plan(NamedTuple):
@@ -177,6 +179,8 @@ class Tuner:
         # Of greedy steps, of sampled steps.
         self._plain_steps, self._probe_interval = [0, 0], [MIN_PROBE_INTERVAL] * 2
         self._group: tuple = ()
+        # Plain steps' time that probes of greedy, of sampled steps have lost and plain steps not yet repaid.
+        self._debt, self._allowed_debt, self._probing = [0.0, 0.0], 0.0, False
 
     def start(self, request: Request) -> None:
         """Give a new request the prior of its temperature."""
@@ -249,12 +253,14 @@ class Tuner:
             self._group, self._hold_steps = group, 0
             if key[0] == 1:
                 self._plain_steps[key[1]] = self._probe_interval[key[1]]
+                self._allowed_debt = MAX_PROBE_DEBT
 
     def _decide(self, key: tuple[int, bool], with_head: float, without_head: float) -> tuple[bool, float]:
         """Return whether the next steps draft, and the minimum confidence. Sets how long that is kept."""
         noisy = key[1]
         margin = {None: 1.0, True: 1 / SWITCH_RATIO, False: SWITCH_RATIO}[self._drafts.get(key)]
         drafts = self._drafts[key] = with_head > margin * without_head
+        allowed_debt, self._allowed_debt, self._probing = self._allowed_debt, 0.0, False
         if drafts:
             self._plain_steps[noisy], self._probe_interval[noisy] = 0, MIN_PROBE_INTERVAL
             if self.costs(*key).stale:  # time plain steps
@@ -262,8 +268,9 @@ class Tuner:
                 return False, 0.0
             self._hold_steps = DRAFT_HOLD_STEPS - 1
             return True, 0.0
-        if self._plain_steps[noisy] >= self._probe_interval[noisy]:  # test drafts again
-            self._plain_steps[noisy] = 0
+        # Test drafts again.
+        if self._plain_steps[noisy] >= self._probe_interval[noisy] and self._debt[noisy] <= allowed_debt:
+            self._plain_steps[noisy], self._probing = 0, True
             self._probe_interval[noisy] = min(2 * self._probe_interval[noisy], MAX_PROBE_INTERVAL)
             self._hold_steps = PROBE_STEPS - 1
             return True, 1.0
@@ -333,6 +340,10 @@ class Tuner:
 
         expected: sum of exp(score) over the drafts; None: they have no scores.
         """
+        if relative_cost is not None and (self._probing or not head):
+            lost = relative_cost - emitted / request.acceptance.without_head.value
+            noisy, paid = is_noisy([request]), MAX_PROBE_LOSS * relative_cost
+            self._debt[noisy] = max(self._debt[noisy] + (lost if head else -paid), 0.0)
         for acceptance in (request.acceptance, self._shared_acceptance(request)):
             acceptance.record(head, emitted, relative_cost, expected)
 

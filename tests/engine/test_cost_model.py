@@ -90,7 +90,7 @@ SLOW = {"head": 9.0, "level": 5.0, "node": 5.0}  # drafting increases latency
     [({}, 1.0, 200, 190, True)], [(SLOW, 1.0, 200, 180, False)], [({}, 0.0, 100, 40, False)],
     [({}, 0.0, 80, 20, False), ({}, 1.0, 8 * MIN_PROBE_INTERVAL, 20, True)],  # a hard text that becomes easy
     # Other work makes drafting slower than plain steps, and later no longer.
-    [({}, 1.0, 60, 50, True), (SLOW, 1.0, 300, 80, False), ({}, 1.0, 12 * MIN_PROBE_INTERVAL, 40, True)],
+    [({}, 1.0, 60, 50, True), (SLOW, 1.0, 300, 80, False), ({}, 1.0, 60 * MIN_PROBE_INTERVAL, 40, True)],
 ], ids=("pays", "slow", "never", "hard", "slower"))
 def test_the_faster_kind_is_taken(phases, temperature):
     machine = rehearsed(temperature, **phases[0][0])
@@ -126,6 +126,21 @@ def test_drafts_that_are_never_accepted_are_tried_ever_less():
     second = Machine(first.tuner)
     second.ease = 0.0
     assert 30 - second.run(30).count(None) < tried[0]
+
+
+def test_probes_of_expensive_drafts_lose_one_percent():
+    """Over many short requests, after one that has learned. A cheap draft is probed in each."""
+    for head, most in ((35.0, 0.015 * 4000), (1.0, 0.1 * 4000)):
+        machine, lost, tried = rehearsed(head=head), 0.0, 0
+        machine.ease = 0.0
+        machine.run(60)
+        for _ in range(40):
+            machine = Machine(machine.tuner, head=head)
+            machine.ease = 0.0
+            sizes = [size for size in machine.run(100) if size]
+            lost += sum(head + 0.5 * size.levels + 0.3 * (size.nodes - 1) for size in sizes) / 10
+            tried += bool(sizes)
+        assert 0 < lost < most and (head > 9 or tried > 15), (head, lost, tried)
 
 
 def test_costs_are_those_of_real_steps():
