@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.sampling import Sampling
 
 Prompts = list[str | list[int]]
+MIN_LONG_PROMPT = 2048  # characters of prompts that are checked before the weights are read
 DRAFTED, RESET = "\033[36m", "\033[0m"  # colors on a terminal
 
 
@@ -64,20 +65,13 @@ def add_prompts(p: Options) -> None:
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=positive, help="prompts decoded together (default all, at most 16)")
-
-    def prompts(o) -> list:
-        return o.words + o.prompt + o.prompt_ids + o.prompt_file
-
     p.reject_if(lambda o: o.interactive and (
-                 prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw or
-                 is_distributed()),
+                 o.words or o.prompt or o.prompt_ids or o.prompt_file or o.json or o.compare or o.trace or
+                 o.num_samples != 1 or o.raw or is_distributed()),
              lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
                        " --prompt*, --json, --compare, --trace, --num-samples, --raw and torchrun")
     p.reject_if(lambda o: not (o.raw or o.parse_special),
              lambda o: "--no-parse-special: needs --raw; the template never parses special tokens in prompts")
-    p.reject_if(lambda o: not (o.interactive or prompts(o)),
-             lambda o: "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
-                       " --prompt-ids or --interactive")
 
 
 def add_sampling(p: Options) -> None:
@@ -151,12 +145,8 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 
     Replaces --json-schema by its content. Raises InputError or ValueError.
     """
-    from engine.request import IS_EMPTY
-    from engine.sampling import Sampling
-
     given = [" ".join(o.words)] * bool(o.words) + o.prompt
-    texts: Prompts = [read_prompt_file("-") if text == "-" else text for text in given]
-    prompts = texts + o.prompt_ids
+    prompts = [read_prompt_file("-") if text == "-" else text for text in given] + o.prompt_ids
     for path in o.prompt_file:
         if path.endswith(".jsonl"):
             from tokens.dataset import read_prompts
@@ -164,8 +154,15 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
             prompts += read_prompts(path)
         else:
             prompts.append(read_prompt_file(path))
-    if "" in prompts:
-        raise InputError(f"the prompt {IS_EMPTY}")
+    if "" in prompts or not (prompts or o.interactive):
+        raise InputError("no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file,"
+                         " --prompt-ids or --interactive")
+    from engine.sampling import Sampling
+
+    if len(str(prompts)) > (o.max_seq_len or MIN_LONG_PROMPT):
+        from console import lengths
+
+        lengths.check(o, prompts)
     if o.trace:
         from console import trace
 

@@ -67,8 +67,9 @@ class LLM:
         max_seq_len: int | None = None, log: Callable[[str], None] = lambda line: None,
         ranks=None, verify: bool | None = False, make_engine=Target.engine, **runtime_options,
     ):
-        if checkpoint and model:
-            raise InputError(f"checkpoint {checkpoint} and model {model} are the same argument: give one")
+        if bool(checkpoint) == bool(model):
+            raise InputError(f"checkpoint is {checkpoint}, model {model}: give one, a folder, hub id or .gguf"
+                             " file")
         checkpoint, speculate = checkpoint or model, "none" if speculate is None else speculate
         ARGUMENT_SCHEMA.check(locals())
         if isinstance(speculate, Drafting) and (draft or tree):

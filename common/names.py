@@ -9,7 +9,8 @@ SCRIPTS = {"convert": "convert_checkpoint"}  # subcommands whose script has anot
 ALIASES = {  # names in other programs
     "--max-new-tokens": "--n-predict --predict", "--max-seq-len": "--ctx-size --max-model-len",
     "--device": "-ngl --n-gpu-layers", "--slots": "-np --parallel --max-num-seqs",
-    "int8": "w8a16", "w8a8": "q8_0 int8-w8a8", "int4": "q4_0 q4_k_m q4_k_s w4a16 awq gptq", "fp8": "float8",
+    "int8": "w8a16", "w8a8": "q8_0 q8 q8_k q6_k q5_k_m q5_k_s q5_0 q5_1 int8-w8a8",
+    "int4": "q4_0 q4_1 q4 q4_k_m q4_k_s iq4_nl iq4_xs w4a16 awq gptq nf4 q3_k_m q2_k", "fp8": "float8",
     "--interactive": "--chat -i -cnv --conversation",
     "--model-name": "--alias --served-model-name", "--checkpoint": "-hf", "lookup": "ngram prompt-lookup pld",
 }

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -38,7 +38,7 @@ class FlatTool(Body, extra="allow"):
 class ResponsesBody(Strict, extra="allow"):
     """POST /v1/responses. Further fields are those of a chat, such as `top_k`."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     model: str | None = None
     max_output_tokens: int | None = None

@@ -66,7 +66,8 @@ def test_wrong_types_and_options_get_a_sentence(golden, llm, monkeypatch):
     calls += [(lambda a=a, o=o: LLM(golden, *a, **o), words) for a, o, words in WRONG]
     calls += [(lambda call=call: call("Hello", variables=5), "variables is 5; expected")
               for call in (llm.generate, llm.stream, llm.chat)]
-    calls += [(lambda: llm.chat(["a"]), "prompt is ['a'"), (lambda: llm.chat([]), "the prompt is empty"),
+    calls += [(LLM, "checkpoint is None, model None: give one"),
+              (lambda: llm.chat(["a"]), "prompt is ['a'"), (lambda: llm.chat([]), "the prompt is empty"),
               (lambda: llm.stream("a", n=2), "n: a stream has one output")]
     for call, words in calls:
         with pytest.raises(InputError, match="^" + re.escape(words)):

@@ -79,7 +79,7 @@ def grammar_of(text: str, tokenizer=None, constraint: str = SCHEMA) -> str:
     if len(text) > MAX_SCHEMA_CHARS:
         raise InputError(f"{constraint} has {len(text):,} characters, at most {MAX_SCHEMA_CHARS:,}")
     if constraint == SCHEMA and not text.lstrip().startswith(("{", "true", "false")):
-        raise InputError(f"{constraint} is {text[:60]!r}; expected its text, or a dictionary, not a file")
+        raise InputError(f"{constraint} is {text[:60]!r}; expected an object: text or a dictionary")
     with library_errors(f"{constraint} cannot be used"):
         if constraint == SCHEMA:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
@@ -109,7 +109,8 @@ def read_schema(given: str | None) -> str:
     Raises InputError as `grammar_of`.
     """
     given = given or ANY_OBJECT
-    schema = given if given.lstrip().startswith("{") else json.dumps(read_json(given))
+    inline = given.lstrip().startswith(("{", "[", '"'))
+    schema = given if inline else json.dumps(read_json(given))
     grammar_of(schema)
     return schema
 

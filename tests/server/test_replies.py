@@ -149,7 +149,8 @@ def test_responses(tmp_path, template, text, kinds, texts):
     again = client.responses.create(**asked | {"input": history})
     wrong = [http.post("/v1/responses", json=asked | more).json() for more in (
         {"previous_response_id": "y"}, {"input": [{"type": "image"}]}, {"tools": [{"type": "web_search"}]},
-        {"tool_choice": {"type": "function", "name": "h"}})]
+        {"tool_choice": {"type": "function", "name": "h"}}, {"input": []})]
+    given = http.post("/v1/responses", json=asked | {"max_output_tokens": None, "temperature": None}).json()
     worker.stop()
     assert [one.type for one in whole.output] == [one.type for one in streamed.output] == kinds
     for found in whole, streamed:
@@ -161,7 +162,9 @@ def test_responses(tmp_path, template, text, kinds, texts):
     for one, other in zip(whole.output, streamed.output):
         if one.type == "function_call":
             assert (one.name, one.arguments) == (other.name, other.arguments)
-    reasons = "nothing is stored here", "input.0: 'image'", "tools.0: type 'web_s", "tool_choice: names no"
+    reasons = "nothing is stored here", "input.0: 'image'", "tools.0: type 'web_s", "tool_choice: names no", \
+        "body.input: List should have"
+    assert given["status"] == "completed"
     for found, words in zip(wrong, reasons):
         assert words in found["error"]["message"]
 
